@@ -1,0 +1,159 @@
+"""Reversible edits. Whatever the package changes in a user's object is a `Patch`, and can be taken back."""
+
+from __future__ import annotations
+
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from typing_extensions import override
+
+_MISSING = object()
+
+
+class Patch(ABC):
+    """One reversible edit at one site. Applying twice is applying once; so is undoing.
+
+    Attributes:
+        site: Where: the qualified name of a module in the model, ``""`` for the model itself.
+        change: What, for the report: ``"forward → checkpointed"``.
+    """
+
+    def __init__(self, site: str, change: str) -> None:
+        self.site = site
+        self.change = change
+        self._is_applied = False
+
+    @property
+    def is_applied(self) -> bool:
+        return self._is_applied
+
+    def apply(self) -> None:
+        """Makes the edit. When it fails half way, nothing of it stays."""
+        if not self._is_applied:
+            try:
+                self._apply()
+            except BaseException:
+                self._undo()
+                raise
+            self._is_applied = True
+
+    def undo(self) -> None:
+        """Restores what was there before."""
+        if self._is_applied:
+            self._undo()
+            self._is_applied = False
+
+    @abstractmethod
+    def _apply(self) -> None: ...
+
+    @abstractmethod
+    def _undo(self) -> None:
+        """Must also be right after an ``_apply`` that raised."""
+
+
+class AttributePatch(Patch):
+    """Sets an attribute of an object, and restores it: value, or absence from the instance."""
+
+    def __init__(self, site: str, change: str, target: Any, name: str, value: Any) -> None:
+        super().__init__(site, change)
+        self.target = target
+        self.name = name
+        self.value = value
+        self._before: Any = _MISSING
+
+    @override
+    def _apply(self) -> None:
+        self._before = vars(self.target).get(self.name, _MISSING)
+        setattr(self.target, self.name, self.value)
+
+    @override
+    def _undo(self) -> None:
+        if self._before is not _MISSING:
+            setattr(self.target, self.name, self._before)
+        else:
+            vars(self.target).pop(self.name, None)
+
+
+class MethodPatch(AttributePatch):
+    """Rebinds a method on one instance to ``wrap(original)``.
+
+    The new method is a :class:`types.MethodType` over plain functions of ``self``: a deep copy of the object, as
+    EMA and SWA make, binds it to the copy, and pickling the object leaves the edit behind.
+
+    Args:
+        target: The object; its class, and other instances of it, stay as they are.
+        name: The method's name, ``"forward"`` say.
+        wrap: Takes the original as a function of ``(self, *args, **kwargs)``, returns the new one.
+    """
+
+    def __init__(
+        self, site: str, change: str, target: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        function = wrap(_unbound(target, name))
+        function.__name__ = name  # pickle stores a bound method as (object, method name)
+        super().__init__(site, change, target, name, types.MethodType(function, target))
+
+
+def _unbound(target: Any, name: str) -> Callable[..., Any]:
+    own = vars(target).get(name)
+    if own is None:
+        return getattr(type(target), name)  # type: ignore[no-any-return]
+    if isinstance(own, types.MethodType) and own.__self__ is target:
+        return own.__func__
+
+    def call_own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return call_own
+
+
+class PatchSet:
+    """The edits of one technique, undone in the reverse of the order in which they were applied."""
+
+    def __init__(self, patches: Iterable[Patch] = ()) -> None:
+        self._patches: dict[str, Patch] = {}
+        for patch in patches:
+            self.add(patch)
+
+    def add(self, patch: Patch) -> None:
+        """Claims ``patch.site``.
+
+        Raises:
+            ValueError: Another patch of this set has the site.
+        """
+        if patch.site in self._patches:
+            raise ValueError(f"Site {patch.site!r} is claimed twice: {self._patches[patch.site].change!r} and {patch.change!r}.")
+        self._patches[patch.site] = patch
+
+    def __iter__(self) -> Iterator[Patch]:
+        return iter(self._patches.values())
+
+    def __len__(self) -> int:
+        return len(self._patches)
+
+    def __getitem__(self, site: str) -> Patch:
+        return self._patches[site]
+
+    def __contains__(self, site: object) -> bool:
+        return site in self._patches
+
+    def apply(self) -> None:
+        """Applies all; when one fails, those before it are undone."""
+        try:
+            for patch in self:
+                patch.apply()
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        for patch in reversed(list(self)):
+            patch.undo()
+
+    def drop(self, site: str) -> None:
+        """Undoes the patch at ``site`` and forgets it."""
+        self._patches.pop(site).undo()
+
+

@@ -1,0 +1,194 @@
+"""The settings of one run: what every technique is asked to do. Checked when made; to YAML and back without loss."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import yaml
+
+PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
+MemoryFormatSetting = Literal["auto", "preserve", "channels_last", "channels_last_3d"]
+CheckpointingMode = Literal["off", "full", "selective"]
+CompileSetting = Literal[
+    "off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointingPlan:
+    """Gradient checkpointing with the blocks named: what ``gradient_checkpointing`` takes when a mode is not enough.
+
+    Attributes:
+        mode: ``"full"`` recomputes a whole block in the backward pass; ``"selective"`` keeps what matrix products,
+            convolutions and attention computed and recomputes the rest; ``"off"`` does nothing.
+        blocks: Class names or module paths of the blocks; empty: the model's repeated blocks, found by themselves.
+    """
+
+    mode: CheckpointingMode = "full"
+    blocks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_choice("gradient_checkpointing.mode", self.mode, get_args(CheckpointingMode))
+        if isinstance(self.blocks, str) or not all(isinstance(block, str) for block in self.blocks):
+            raise TypeError(
+                f"gradient_checkpointing.blocks={self.blocks!r}: give a list of class names or module paths,"
+                " such as ['TransformerBlock', 'encoder.layers.0']."
+            )
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which techniques a run uses, and how. The same keys as :class:`~lightning_accel.AccelPlugin`'s arguments.
+
+    YAML 1.1 reads a bare ``off`` or ``on`` as a boolean, so every switch takes ``False`` for ``"off"`` and, where
+    there is one, ``True`` for ``"on"``.
+
+    Attributes:
+        precision: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler on
+            older CUDA cards, else float32.
+        inplace_activations: Let activation and dropout modules overwrite their input where that is proven harmless.
+        memory_format: ``"auto"`` moves models with convolutions to channels_last where that is not slower;
+            a named format is used wherever the numbers agree; ``"preserve"`` leaves every layout alone.
+        gradient_checkpointing: ``"off"``, ``"full"``, ``"selective"``, or a :class:`CheckpointingPlan`
+            (in YAML a mapping with ``mode`` and ``blocks``).
+        compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where a trial is faster;
+            or a mode of :func:`torch.compile`.
+        flash_attention: Its place; only ``"off"`` in this version.
+        activation_offloading: Its place; only ``"off"`` in this version.
+        sparse_activations: Its place; only ``"off"`` in this version.
+        preprocess: Its place; only an empty list in this version.
+        log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
+        strict: Raise where the default is to warn and go on.
+        verify: Try every change on the first batch and keep only those that agree with the original. Switched off,
+            changes are applied untried; in-place activations, which need the proof, are then left out.
+
+    Raises:
+        ValueError: A value is not among those allowed, or two settings contradict each other.
+        TypeError: A value has the wrong type.
+    """
+
+    precision: PrecisionSetting = "auto"
+    inplace_activations: bool = True
+    memory_format: MemoryFormatSetting = "auto"
+    gradient_checkpointing: CheckpointingMode | CheckpointingPlan | Mapping[str, Any] | bool = "off"
+    compile: CompileSetting | bool = "off"
+    flash_attention: Literal["off"] | bool = "off"
+    activation_offloading: Literal["off"] | bool = "off"
+    sparse_activations: Literal["off"] | bool = "off"
+    preprocess: Sequence[Any] = ()
+    log: bool = True
+    strict: bool = False
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("inplace_activations", "log", "strict", "verify"):
+            _check_bool(name, getattr(self, name))
+        _check_choice("precision", self.precision, get_args(PrecisionSetting))
+        _check_choice("memory_format", self.memory_format, get_args(MemoryFormatSetting))
+        self._replace("gradient_checkpointing", _read_checkpointing(self.gradient_checkpointing))
+        self._replace("compile", _switch(self.compile))
+        _check_choice("compile", self.compile, get_args(CompileSetting))
+        for name in ("flash_attention", "activation_offloading", "sparse_activations"):
+            self._replace(name, _switch(getattr(self, name)))
+            _check_not_yet(name, getattr(self, name))
+        self._replace("preprocess", tuple(self.preprocess) if self.preprocess else ())
+        if self.preprocess:
+            raise ValueError(f"preprocess={list(self.preprocess)!r}: not in this version yet; allowed: an empty list.")
+        if self.compile == "auto" and not self.verify:
+            raise ValueError(
+                "compile='auto' keeps what a trial showed to be faster, and verify=False forbids trials:"
+                " give compile='on' or 'off', or verify=True."
+            )
+
+    @property
+    def checkpointing(self) -> CheckpointingPlan:
+        """``gradient_checkpointing`` in its long form."""
+        setting = self.gradient_checkpointing
+        if isinstance(setting, CheckpointingPlan):
+            return setting
+        return CheckpointingPlan(mode=cast(CheckpointingMode, setting))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values: valid keyword arguments of ``Plan`` and of ``AccelPlugin``."""
+        values = asdict(self)
+        values["preprocess"] = list(self.preprocess)
+        if isinstance(self.gradient_checkpointing, CheckpointingPlan):
+            values["gradient_checkpointing"]["blocks"] = list(self.gradient_checkpointing.blocks)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        """The plan with these settings, defaults elsewhere.
+
+        Raises:
+            ValueError: A key is no setting of a plan; the nearest one is named.
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"A plan is a mapping of settings to values, not {type(values).__name__}: {values!r}.")
+        check_names(values, allowed=[field.name for field in fields(cls)], owner="a plan")
+        return cls(**values)
+
+    def to_yaml(self, path: str | Path | None = None) -> str:
+        """The plan as YAML text, written to ``path`` too when one is given."""
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_yaml(cls, source: str | Path) -> Plan:
+        """Reads YAML text, or the file at a :class:`~pathlib.Path`."""
+        text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+        return cls.from_dict(yaml.safe_load(text) or {})
+
+    def _replace(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+def check_names(given: Mapping[str, Any], *, allowed: Sequence[str], owner: str) -> None:
+    """Raises a ``ValueError`` that names the nearest of ``allowed`` when ``given`` has a key beyond them."""
+    for name in given:
+        if name not in allowed:
+            raise ValueError(f"{owner} has no setting {name!r}{nearest(str(name), allowed)}. Allowed: {', '.join(allowed)}.")
+
+
+def nearest(name: str, allowed: Sequence[str]) -> str:
+    """``"; did you mean 'x'?"`` for the closest of ``allowed``, or nothing when none is close."""
+    matches = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def _switch(value: Any) -> Any:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def _read_checkpointing(value: Any) -> CheckpointingMode | CheckpointingPlan:
+    if isinstance(value, CheckpointingPlan):
+        return value
+    if isinstance(value, Mapping):
+        check_names(value, allowed=["mode", "blocks"], owner="gradient_checkpointing")
+        return CheckpointingPlan(**value)
+    value = "off" if value is False else value
+    _check_choice("gradient_checkpointing", value, get_args(CheckpointingMode), more="a mapping of mode and blocks")
+    return cast(CheckpointingMode, value)
+
+
+def _check_choice(name: str, value: Any, allowed: Sequence[str], more: str = "") -> None:
+    if not isinstance(value, str) or value not in allowed:
+        choices = ", ".join(repr(choice) for choice in allowed) + (f", {more}" if more else "")
+        raise ValueError(f"{name}={value!r}{nearest(str(value), allowed)} Allowed: {choices}.".replace("?.", "?"))
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}. Allowed: True, False.")
+
+
+def _check_not_yet(name: str, value: Any) -> None:
+    if value != "off":
+        raise ValueError(f"{name}={value!r}: this version does not have it yet. Allowed: 'off'.")

@@ -1,0 +1,116 @@
+"""What was done to a model, what was not, and why: the evidence a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class TechniqueReport:
+    """The record of one technique.
+
+    Attributes:
+        status: One line on the technique as a whole: ``"bf16-mixed: native bfloat16"``.
+        changes: Site → what was changed there, and what its trial measured.
+        refusals: Site → why it was left alone or reverted.
+        is_on: Whether the technique acts at all.
+    """
+
+    status: str = ""
+    changes: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+    is_on: bool = False
+
+
+class Report:
+    """Names every site touched, every site refused and the reason.
+
+    Techniques go by their names in the plan: ``"precision"``, ``"memory_format"``, ``"inplace_activations"``,
+    ``"gradient_checkpointing"``, ``"compile"``. The model itself is site ``""``, written ``(model)``.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        self.device = device
+        self.techniques: dict[str, TechniqueReport] = {}
+        self.notes: list[str] = []
+
+    def of(self, technique: str) -> TechniqueReport:
+        """The record of a technique, made when first asked for."""
+        return self.techniques.setdefault(technique, TechniqueReport())
+
+    def applied(self, technique: str) -> list[str]:
+        """The sites where ``technique`` is in force."""
+        return list(self.techniques[technique].changes) if technique in self.techniques else []
+
+    def refused(self, technique: str) -> dict[str, str]:
+        """The sites that ``technique`` left alone or gave back, with the reasons."""
+        return dict(self.techniques[technique].refusals) if technique in self.techniques else {}
+
+    def note(self, line: str) -> None:
+        """Adds a remark on the run as a whole, once."""
+        if line not in self.notes:
+            self.notes.append(line)
+
+    def record_applied(self, technique: str, site: str, change: str) -> None:
+        record = self.of(technique)
+        record.changes[site] = change
+        record.refusals.pop(site, None)
+
+    def record_refused(self, technique: str, site: str, reason: str) -> None:
+        record = self.of(technique)
+        record.refusals[site] = reason
+        record.changes.pop(site, None)
+
+    def summary(self) -> str:
+        """A line a technique: its status, and how many sites it changed and refused."""
+        lines = [f"lightning-accel on {self.device}"] if self.device else ["lightning-accel"]
+        for name, record in self.techniques.items():
+            counts = [f"{len(record.changes)} sites"] if record.changes else []
+            counts += [f"{len(record.refusals)} left alone"] if record.refusals else []
+            tail = f" ({', '.join(counts)})" if counts else ""
+            lines.append(f"  {'+' if record.is_on else '-'} {name}: {record.status}{tail}")
+        lines += [f"  ! {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def to_text(self) -> str:
+        """The whole report; sites with the same remark share a line."""
+        lines = [self.summary()]
+        for name, record in self.techniques.items():
+            for title, remarks in (("applied", record.changes), ("refused", record.refusals)):
+                if remarks:
+                    lines.append(f"\n{name}, {title}:")
+                    lines += _grouped(remarks)
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "notes": list(self.notes),
+            "techniques": {
+                name: {
+                    "on": record.is_on,
+                    "status": record.status,
+                    "applied": dict(record.changes),
+                    "refused": dict(record.refusals),
+                }
+                for name, record in self.techniques.items()
+            },
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def _grouped(remarks: dict[str, str], shown: int = 6) -> list[str]:
+    lines = []
+    for remark, count in Counter(remarks.values()).items():
+        sites = [site or "(model)" for site, text in remarks.items() if text == remark]
+        names = ", ".join(sites[:shown]) + (f", … and {count - shown} more" if count > shown else "")
+        lines.append(f"  {names}: {remark}")
+    return lines

@@ -1,0 +1,1 @@
+"""One file a technique, each against the protocol in :mod:`lightning_accel.techniques.base`."""

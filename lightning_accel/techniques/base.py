@@ -1,0 +1,94 @@
+"""The protocol of a technique: what it may fill in, and when each part is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+
+from lightning_accel.host import Host
+from lightning_accel.patch import Patch, PatchSet
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A site that a technique looked at and leaves alone, with the reason in words a user can act on."""
+
+    site: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial found at one site. Plain values: it travels from rank 0 to the others, and into a checkpoint.
+
+    Attributes:
+        keep: Whether the change stays.
+        reason: Why not (or, for a kept change, what was measured: ``"1.31x faster here"``).
+    """
+
+    keep: bool
+    reason: str = ""
+
+
+Verdicts = dict[str, Verdict]
+
+
+class Technique:
+    """One way to go faster or smaller. The defaults do nothing; an implementation overrides what it needs.
+
+    The engine calls, in this order: :meth:`unavailable`, :meth:`patches`, then at every step :meth:`step` and
+    :meth:`batch`. During the technique's trial step, :meth:`trial` is entered around the user's own forward pass;
+    what it yields decides, site by site, which patches stay.
+
+    Attributes:
+        name: As in the plan and the report.
+        applied_before_trial: Whether patches act from the start (and are undone if the trial refuses them), or
+            wait for the trial's verdict.
+        trial_step: Which step tries this technique: 0, or 1 for what must see the model as the others leave it.
+    """
+
+    name: ClassVar[str]
+    applied_before_trial: ClassVar[bool] = False
+    trial_step: ClassVar[Literal[0, 1]] = 0
+
+    def unavailable(self, host: Host) -> str | None:
+        """Why this cannot work on ``host`` at all, with the mend; None when it can."""
+        return None
+
+    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+        """Every site the technique looked at: the edit it proposes there, or why it proposes none.
+
+        Raises:
+            ValueError: The settings name something that the model does not have.
+        """
+        return ()
+
+    def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
+        """Entered around the forward pass of the trial step; the verdicts are read after it is left.
+
+        A patch without a verdict is kept only if it was applied before the trial.
+        """
+        return _no_trial(patches)
+
+    def decided(self, verdicts: Mapping[str, Verdict]) -> None:
+        """Told the verdicts that hold, from this trial, from rank 0 or from a checkpoint, before they are carried out."""
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Around forward (and loss) of every step."""
+        return nullcontext()
+
+    def batch(self, batch: Any) -> Any:
+        """Applied to every batch once it is on the device."""
+        return batch
+
+    def close(self) -> None:
+        """Releases what is neither a patch nor a context."""
+
+
+@contextmanager
+def _no_trial(patches: PatchSet) -> Iterator[Verdicts]:
+    yield {patch.site: Verdict(keep=True) for patch in patches}

@@ -1,0 +1,70 @@
+# Nothing but Python 3.10+ and make is assumed: demo, test, lint, types, format and bench make .venv themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := lightning_accel callbacks tests examples benchmarks
+RESULTS ?= docs/results
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint types format bench gpu clean
+
+help:  ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: $(STAMP)  ## Train two real models, plain and accelerated, and compare them (under 4 minutes on 2 cores)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)  ## The tests that need no GPU
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)  ## The tests over ten seconds each
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+lint: $(STAMP)  ## ruff: rules and formatting
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+# An installed copy: type checkers do not follow the import hook of an editable install, so in the checkout
+# lightning_accel.callbacks would not be found. setuptools reuses build/, hence the rm.
+types: $(STAMP)  ## mypy, strict, on an installed copy of the package
+	@rm -rf build
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/typed .
+	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+
+format: $(STAMP)  ## Let ruff rewrite what it can
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: $(STAMP)  ## Every benchmark that runs on a CPU
+	@for script in $$(ls benchmarks/*.py | grep -v -e /gpu.py -e '/_'); do \
+		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+# No network, no venv, no install: PYTHON is the machine's own, with torch and Lightning in it. The package is laid out
+# as it would be installed (callbacks/ inside it) in a temporary folder, and everything runs from there: `python -m`
+# puts the current folder first on the path, where the checkout's lightning_accel/ has no callbacks.
+gpu:  ## GPU tests, then GPU benchmarks, with the machine's own PYTHON=python3 as it is
+	@set -e; tree=$$(mktemp -d); trap 'rm -rf "$$tree"' EXIT; \
+	cp -R lightning_accel "$$tree/lightning_accel"; cp -R callbacks "$$tree/lightning_accel/callbacks"; \
+	cd "$$tree"; export PYTHONPATH="$$tree$${PYTHONPATH:+:$$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1; \
+	status=0; $(PYTHON) -m pytest -c "$(CURDIR)/pyproject.toml" -p no:cacheprovider -m gpu "$(CURDIR)/tests" || status=$$?; \
+	if [ $$status -eq 5 ]; then echo "no GPU test was selected"; status=0; fi; \
+	$(PYTHON) "$(CURDIR)/benchmarks/gpu.py" --out "$(abspath $(RESULTS))" || status=$$?; \
+	exit $$status
+
+clean:  ## Remove everything that make and the tests have made, .venv too
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
+	find lightning_accel callbacks tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "make: '$(PYTHON)' is not here. Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "make: $$($(PYTHON) --version) is too old, 3.10 is needed. Name a newer one: make PYTHON=python3.12" >&2; \
+		exit 1; }
+	@test -x $(BIN)/python -a -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV) || { \
+		echo "make: no virtual environment could be made. On Debian and Ubuntu: apt install python3-venv" >&2; \
+		exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,206 @@
+"""What every test gets: an empty folder to run in, fixed seeds, a check that it leaves the process as it found it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Lightning says which devices it uses at every Trainer: nothing that a test could be judged by.
+for _name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+    logging.getLogger(_name).setLevel(logging.WARNING)
+
+# Set by Lightning and torch themselves in the course of a normal run: taken back silently, so that no test sees
+# another's. Every other variable that a test leaves behind is a leak.
+_OTHERS_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TRITON_HOME",
+    "KINETO_LOG_LEVEL",
+    "OMP_NUM_THREADS",
+}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Fails a test after which the process is not what it was before, and puts it right for the next one."""
+    flags = _torch_flags()
+    variables = dict(os.environ)
+    threads = set(threading.enumerate())
+    yield
+    leaks = _left_threads(threads) + _restored_variables(variables) + _restored_modes()
+    leaks += _restored_flags(flags) if flags else []
+    if leaks:
+        pytest.fail("this test leaks: " + "; ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a run writes beside itself (checkpoints, logs) lands in the test's own folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def determinism_restored() -> Iterator[None]:
+    """For tests of ``Trainer(deterministic=True)``: Lightning switches torch over for good."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)
+    yield
+    torch.use_deterministic_algorithms(before, warn_only=warn_only)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = cudnn
+
+
+@pytest.fixture
+def make_trainer() -> Callable[..., Any]:
+    """A Trainer on one CPU that writes nothing and prints nothing, with the options given on top."""
+    from lightning.pytorch import Trainer
+
+    def make(**options: Any) -> Trainer:
+        quiet: dict[str, Any] = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "max_epochs": 1,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
+        return Trainer(**{**quiet, **options})
+
+    return make
+
+
+def _flag_table(torch: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Every process-wide switch that code of this kind is tempted to touch: how to read it, how to set it back."""
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    table: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        "deterministic algorithms": (
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+        ),
+        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "default device": (torch.get_default_device, torch.set_default_device),
+        "number of threads": (torch.get_num_threads, torch.set_num_threads),
+        "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+        "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+        "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        "attention fast path": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+        "cudnn.benchmark": (lambda: cudnn.benchmark, lambda value: setattr(cudnn, "benchmark", value)),
+        "cudnn.deterministic": (lambda: cudnn.deterministic, lambda value: setattr(cudnn, "deterministic", value)),
+        "flash sdp": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        "memory-efficient sdp": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        "math sdp": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    }
+    for device in ("cpu", "cuda"):
+        table[f"autocast on {device}"] = (
+            lambda device=device: torch.is_autocast_enabled(device),
+            lambda value, device=device: torch.set_autocast_enabled(device, value),
+        )
+        table[f"autocast dtype on {device}"] = (
+            lambda device=device: torch.get_autocast_dtype(device),
+            lambda value, device=device: torch.set_autocast_dtype(device, value),
+        )
+    return table
+
+
+def _torch_flags() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    return {name: read() for name, (read, _) in _flag_table(torch).items()} if torch else {}
+
+
+def _restored_flags(before: dict[str, Any]) -> list[str]:
+    leaks = []
+    for name, (read, write) in _flag_table(sys.modules["torch"]).items():
+        now = read()
+        if now != before[name]:
+            leaks.append(f"torch's {name} was {before[name]}, is {now}")
+            write(before[name])
+    return leaks
+
+
+def _restored_modes() -> list[str]:
+    """Modes, hooks and groups that are in force in a torch nobody has touched: none."""
+    if "torch" not in sys.modules:
+        return []
+    import torch
+    from torch.nn.modules import module as hooks
+    from torch.overrides import _get_current_function_mode_stack, _pop_mode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+
+    leaks = []
+    while stack := _get_current_dispatch_mode_stack():
+        leaks.append(f"an active dispatch mode, {stack[-1]!r}")
+        _pop_dispatch_mode()
+    while stack := _get_current_function_mode_stack():
+        leaks.append(f"an active function mode, {stack[-1]!r}")
+        _pop_mode()
+    for name in vars(hooks):
+        registry = getattr(hooks, name)
+        if name.startswith("_global_") and name.endswith("_hooks") and isinstance(registry, dict) and registry:
+            leaks.append(f"hooks on every module, torch.nn.modules.module.{name}")
+            registry.clear()
+    while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        leaks.append("default hooks on saved tensors")
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        leaks.append("an open process group")
+        torch.distributed.destroy_process_group()
+    return leaks
+
+
+def _restored_variables(before: dict[str, str]) -> list[str]:
+    changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+    changed.discard("PYTEST_CURRENT_TEST")  # pytest's own, which it is about to rewrite
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [f"the environment variable {name}" for name in sorted(changed - _OTHERS_VARIABLES)]
+
+
+def _left_threads(before: set[threading.Thread]) -> list[str]:
+    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    for thread in left:
+        thread.join(timeout=1.0)  # one that is just ending is no leak
+    return [f"the running thread {thread.name}" for thread in left if thread.is_alive()]

@@ -1,0 +1,164 @@
+"""The FLOPs of one real training step, and what the device could do at most."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from typing_extensions import override
+
+_aten = torch.ops.aten
+
+# torch's table has the fused attention kernels of every GPU, and not the CPU's.
+_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
+
+# Under inference mode, and within jagged tensors, these arrive whole; elsewhere autograd has taken them apart before.
+_COMPOSITE = {
+    *(_aten.linear, _aten.matmul, _aten.einsum, _aten.scaled_dot_product_attention),
+    *(_aten.conv1d, _aten.conv2d, _aten.conv3d),
+}
+
+
+class FlopMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
+    """Counts the FLOPs of the operations under it, by the formulas of :mod:`torch.utils.flop_counter`.
+
+    :class:`~torch.utils.flop_counter.FlopCounterMode` itself also hooks every module of the process, to say which
+    one spent what; and it counts a forward pass that gradient checkpointing repeats as if the model had asked for it.
+
+    Attributes:
+        flops: Counted so far.
+        saw_backward: Whether an operation ran in a backward pass.
+        failure: What went wrong in a formula; the count is then worthless.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.saw_backward = False
+        self.failure: Exception | None = None
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+            # A tensor subclass (DTensor, jagged tensor) unwraps first: what this rank really computes comes next.
+            return NotImplemented
+        kwargs = kwargs or {}
+        operation = getattr(func, "_overloadpacket", func)
+        if operation in _COMPOSITE:
+            with self:
+                return func.decompose(*args, **kwargs)
+        out = func(*args, **kwargs)
+        is_backward = torch._C._current_graph_task_id() != -1
+        self.saw_backward |= is_backward
+        # Backward passes run without grad mode, so an operation in one with grad mode is a forward pass repeated by
+        # checkpointing: work, but not the model's. (So is a backward pass under create_graph=True: it is left out.)
+        if not (is_backward and torch.is_grad_enabled()):
+            self._count(operation, args, kwargs, out)
+        return out
+
+    def _count(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        formula = flop_registry.get(operation) or _CPU_ATTENTION.get(operation)
+        if formula is not None:
+            try:
+                self.flops += formula(*args, **kwargs, out_val=out)
+            except Exception as error:  # a measurement must not end the user's run
+                self.failure = error
+
+
+class FlopMeter:
+    """Counts one training step of a run, opened and closed by hand in two hooks.
+
+    Attributes:
+        flops: The FLOPs of one step; None until known.
+        is_due: Whether a step should still be counted.
+    """
+
+    _MAX_TRIES = 5
+
+    def __init__(self) -> None:
+        self.flops: int | None = None
+        self.is_due = True
+        self._tries = 0
+        self._mode: FlopMode | None = None
+        self._contexts = ExitStack()
+
+    @property
+    def is_open(self) -> bool:
+        return self._mode is not None
+
+    def open(self) -> None:
+        self._tries += 1
+        if "torch._dynamo" in sys.modules:
+            # Under a dispatch mode torch.compile marks what it meets as never to be compiled, and forgets what it
+            # has compiled: one counted step would turn compilation off for the rest of the run (torch 2.13). In this
+            # stance it leaves its cache alone and runs the step eagerly, where every operation can be seen as well.
+            self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        self._mode = self._contexts.enter_context(FlopMode())
+
+    def close(self, *, keep: bool = False) -> None:
+        """Leaves the mode, in whatever state the step ended; ``keep`` takes its count if it is a whole step's."""
+        mode, self._mode = self._mode, None
+        self._contexts.close()
+        if mode is not None and keep:
+            # A step without a backward pass (training_step returned None) says nothing about the others.
+            is_whole = mode.saw_backward and mode.failure is None
+            self.flops = mode.flops or None if is_whole else None
+            self.is_due = not is_whole and self._tries < self._MAX_TRIES
+
+
+def has_room_for_eager_step(model: nn.Module, device: torch.device) -> bool:
+    """Whether one step of ``model`` can run uncompiled without a risk of running out of device memory.
+
+    Eager mode keeps more activations than compiled code does, though never twice the whole pool.
+    """
+    if device.type != "cuda" or not _is_compiled(model):
+        return True
+    total = torch.cuda.get_device_properties(device).total_memory
+    return bool(2 * torch.cuda.memory_reserved(device) <= total)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    # Lightning unwraps a model given as torch.compile(model), and notes the fact in _compiler_ctx.
+    return getattr(model, "_compiler_ctx", None) is not None or any(
+        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+        for module in model.modules()
+    )
+
+
+_DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
+
+# Lightning 2.6 lists the H200 by a name that no H200 has, and with its rates for sparse matrices. Dense rates, from
+# https://www.nvidia.com/en-us/data-center/h200/ (the SXM part; the NVL part has "NVL" in its name).
+_H200_SXM = {torch.float64: 33.5e12, torch.float32: 66.9e12, torch.float16: 989.4e12, torch.bfloat16: 989.4e12}
+_H200_SXM_TF32 = 494.7e12
+
+
+def peak_flops_per_sec(device: torch.device, precision: str) -> float | None:
+    """What ``device`` can do at most in the dtype of a Lightning ``precision`` such as ``"bf16-mixed"``."""
+    dtype = _DTYPES.get(precision.partition("-")[0])
+    if dtype is None or device.type != "cuda":
+        return None
+    if torch.cuda.get_device_name(device).upper() == "NVIDIA H200":
+        uses_tf32 = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+        return _H200_SXM_TF32 if uses_tf32 else _H200_SXM.get(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns about every device it does not know
+        try:
+            return get_available_flops(device, dtype)
+        except Exception:  # parses device names by position, and stumbles over new ones
+            return None

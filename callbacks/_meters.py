@@ -1,0 +1,140 @@
+"""Memory and energy over an epoch, from whoever keeps the books: the allocator, the kernel, the card."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from typing_extensions import override
+
+_MIB = 1024.0**2
+
+
+class MemoryMeter:
+    """The process's peak since it started: what every system can tell.
+
+    Attributes:
+        source: Whose peak it is, and since when, in words.
+    """
+
+    source = "process high-water mark since its start"
+
+    def restart(self) -> None:
+        """Begins a new window, where the system can."""
+
+    def peak_mib(self) -> float:
+        if sys.platform == "win32":
+            return float(psutil.Process().memory_info().peak_wset) / _MIB
+        import resource
+
+        max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return max_rss / _MIB if sys.platform == "darwin" else max_rss / 1024
+
+
+class LinuxProcessMemory(MemoryMeter):
+    """The process's peak in the window: Linux lets a process reset its own mark (``man 5 proc``, clear_refs)."""
+
+    source = "process high-water mark, reset per epoch"
+
+    @staticmethod
+    def is_permitted() -> bool:
+        try:
+            LinuxProcessMemory().restart()
+            LinuxProcessMemory().peak_mib()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    @override
+    def restart(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    @override
+    def peak_mib(self) -> float:
+        mark = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+        if mark is None:
+            raise ValueError("/proc/self/status has no VmHWM line.")
+        return int(mark[1]) / 1024
+
+
+class CudaMemory(MemoryMeter):
+    """The peak of torch's allocator on one device in the window. Resets the device's peak statistics."""
+
+    source = "device allocator's peak, reset per epoch"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @override
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    @override
+    def peak_mib(self) -> float:
+        return torch.cuda.max_memory_allocated(self._device) / _MIB
+
+
+def memory_meter_for(device: torch.device) -> MemoryMeter:
+    """The closest books on ``device``."""
+    if device.type == "cuda":
+        return CudaMemory(device)
+    return LinuxProcessMemory() if LinuxProcessMemory.is_permitted() else MemoryMeter()
+
+
+def host_rss_mib() -> float:
+    """What this process holds in host memory now; its data loader workers are processes of their own."""
+    return float(psutil.Process().memory_info().rss) / _MIB
+
+
+class EnergyMeter:
+    """The card's energy counter (NVML, Volta and later), read when training starts, stops, pauses."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self._began_j: float | None = None
+        self._spent_j = 0.0
+
+    @classmethod
+    def open(cls, device: torch.device) -> EnergyMeter | None:
+        """The counter of ``device``; None where there is none."""
+        if device.type != "cuda":
+            return None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            # By its UUID: NVML knows nothing of CUDA_VISIBLE_DEVICES.
+            uuid = torch.cuda.get_device_properties(device).uuid
+            meter = cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+            meter._read_j()
+        except Exception:  # no pynvml, no driver, no permission, no counter: the metric is left out
+            return None
+        return meter
+
+    def restart(self) -> None:
+        self._spent_j = 0.0
+        self.resume()
+
+    def resume(self) -> None:
+        self._began_j = self._read_j()
+
+    def pause(self) -> None:
+        if self._began_j is not None:
+            self._spent_j += self._read_j() - self._began_j
+            self._began_j = None
+
+    def joules(self) -> float:
+        """Spent since :meth:`restart`, pauses taken out."""
+        self.pause()
+        return self._spent_j
+
+    def close(self) -> None:
+        self._nvml.nvmlShutdown()
+
+    def _read_j(self) -> float:
+        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3

@@ -82,16 +82,20 @@ class MethodPatch(AttributePatch):
     The new method is a :class:`types.MethodType` over plain functions of ``self``: a deep copy of the object, as
     EMA and SWA make, binds it to the copy, and pickling the object leaves the edit behind.
 
+    Attributes:
+        original: The method before, as a function of ``(self, *args, **kwargs)``.
+
     Args:
         target: The object; its class, and other instances of it, stay as they are.
         name: The method's name, ``"forward"`` say.
-        wrap: Takes the original as a function of ``(self, *args, **kwargs)``, returns the new one.
+        wrap: Takes the original, returns the new method, likewise a function of ``(self, *args, **kwargs)``.
     """
 
     def __init__(
         self, site: str, change: str, target: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
-        function = wrap(_unbound(target, name))
+        self.original = _unbound(target, name)
+        function = wrap(self.original)
         function.__name__ = name  # pickle stores a bound method as (object, method name)
         super().__init__(site, change, target, name, types.MethodType(function, target))
 
@@ -124,7 +128,9 @@ class PatchSet:
             ValueError: Another patch of this set has the site.
         """
         if patch.site in self._patches:
-            raise ValueError(f"Site {patch.site!r} is claimed twice: {self._patches[patch.site].change!r} and {patch.change!r}.")
+            raise ValueError(
+                f"Site {patch.site!r} is claimed twice: {self._patches[patch.site].change!r} and {patch.change!r}."
+            )
         self._patches[patch.site] = patch
 
     def __iter__(self) -> Iterator[Patch]:
@@ -155,5 +161,3 @@ class PatchSet:
     def drop(self, site: str) -> None:
         """Undoes the patch at ``site`` and forgets it."""
         self._patches.pop(site).undo()
-
-

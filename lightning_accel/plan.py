@@ -33,7 +33,8 @@ class CheckpointingPlan:
 
     def __post_init__(self) -> None:
         _check_choice("gradient_checkpointing.mode", self.mode, get_args(CheckpointingMode))
-        if isinstance(self.blocks, str) or not all(isinstance(block, str) for block in self.blocks):
+        blocks: Any = self.blocks
+        if isinstance(blocks, str) or not all(isinstance(block, str) for block in blocks):
             raise TypeError(
                 f"gradient_checkpointing.blocks={self.blocks!r}: give a list of class names or module paths,"
                 " such as ['TransformerBlock', 'encoder.layers.0']."
@@ -154,7 +155,9 @@ def check_names(given: Mapping[str, Any], *, allowed: Sequence[str], owner: str)
     """Raises a ``ValueError`` that names the nearest of ``allowed`` when ``given`` has a key beyond them."""
     for name in given:
         if name not in allowed:
-            raise ValueError(f"{owner} has no setting {name!r}{nearest(str(name), allowed)}. Allowed: {', '.join(allowed)}.")
+            raise ValueError(
+                f"{owner} has no setting {name!r}{nearest(str(name), allowed)}. Allowed: {', '.join(allowed)}."
+            )
 
 
 def nearest(name: str, allowed: Sequence[str]) -> str:

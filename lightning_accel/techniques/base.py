@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -49,11 +49,22 @@ class Technique:
         applied_before_trial: Whether patches act from the start (and are undone if the trial refuses them), or
             wait for the trial's verdict.
         trial_step: Which step tries this technique: 0, or 1 for what must see the model as the others leave it.
+        remembers: Whether verdicts hold for later runs and travel in checkpoints. Not where they are cheap to
+            find again and a changed program would make them wrong.
+        acts_without_sites: Whether it acts though it edits no module (mixed precision does).
+        explicit: Whether the user asked for it by name, so that finding nothing to do is worth a warning.
+        status: One line for the report; empty: the engine counts the sites.
+        objection: Why every patch must be taken back, when a technique notices that after its trial; else None.
     """
 
     name: ClassVar[str]
     applied_before_trial: ClassVar[bool] = False
     trial_step: ClassVar[Literal[0, 1]] = 0
+    remembers: ClassVar[bool] = True
+    acts_without_sites: ClassVar[bool] = False
+    explicit: bool = False
+    status: str = ""
+    objection: str | None = None
 
     def unavailable(self, host: Host) -> str | None:
         """Why this cannot work on ``host`` at all, with the mend; None when it can."""
@@ -74,16 +85,16 @@ class Technique:
         """
         return _no_trial(patches)
 
-    def decided(self, verdicts: Mapping[str, Verdict]) -> None:
-        """Told the verdicts that hold, from this trial, from rank 0 or from a checkpoint, before they are carried out."""
-
-    def step(self) -> AbstractContextManager[Any]:
-        """Around forward (and loss) of every step."""
+    def step(self, stage: str) -> AbstractContextManager[Any]:
+        """Around forward (and loss) of every step; ``stage`` is ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
         return nullcontext()
 
     def batch(self, batch: Any) -> Any:
         """Applied to every batch once it is on the device."""
         return batch
+
+    def settled(self) -> None:
+        """Called after patches of this technique were applied or taken back in mid-run."""
 
     def close(self) -> None:
         """Releases what is neither a patch nor a context."""

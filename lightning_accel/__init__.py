@@ -1,0 +1,50 @@
+"""One line makes a PyTorch Lightning run faster and smaller, and proves it.
+
+``Trainer(plugins=[AccelPlugin()])`` under Lightning, ``accelerate(model, Plan())`` in a plain PyTorch loop.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_accel.cli import AccelCLI
+    from lightning_accel.engine import AccelError, AccelWarning, accelerate
+    from lightning_accel.host import Host
+    from lightning_accel.plan import CheckpointingPlan, Plan
+    from lightning_accel.plugin import AccelPlugin
+    from lightning_accel.report import Report
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AccelCLI": "cli",
+    "AccelError": "engine",
+    "AccelPlugin": "plugin",
+    "AccelWarning": "engine",
+    "CheckpointingPlan": "plan",
+    "Host": "host",
+    "Plan": "plan",
+    "Report": "report",
+    "accelerate": "engine",
+}
+
+__all__ = [
+    "AccelCLI",
+    "AccelError",
+    "AccelPlugin",
+    "AccelWarning",
+    "CheckpointingPlan",
+    "Host",
+    "Plan",
+    "Report",
+    "accelerate",
+]
+
+
+def __getattr__(name: str) -> object:
+    # Imported when first used: torch and Lightning take seconds, `lightning-accel doctor` should not.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,292 @@
+"""Puts a plan to work on one model: claims the sites, runs the trials, applies what they allow, reports, undoes.
+
+:func:`accelerate` is the face for a plain PyTorch loop; under Lightning the same :class:`Engine` is driven by
+:class:`~lightning_accel.AccelPlugin`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+from torch import nn
+
+from lightning_accel.host import Host
+from lightning_accel.patch import Patch, PatchSet
+from lightning_accel.plan import Plan
+from lightning_accel.report import Report, TechniqueReport
+from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.techniques.compilation import Compilation
+from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing
+from lightning_accel.techniques.memory_format import MemoryFormat
+from lightning_accel.techniques.mixed_precision import CountingGradScaler, MixedPrecision
+
+Decisions = dict[str, Verdicts]
+T = TypeVar("T", bound=Technique)
+
+
+_MODULE_TECHNIQUES = ("precision", "inplace_activations", "memory_format", "gradient_checkpointing", "compile")
+
+
+class AccelWarning(UserWarning):
+    """Something that was asked for could not be done; the run goes on without it (``strict=True`` raises instead)."""
+
+
+class AccelError(RuntimeError):
+    """What would be an :class:`AccelWarning`, with ``strict=True``."""
+
+
+class Engine:
+    """A plan at work on a model.
+
+    Args:
+        model: The module to accelerate; edited in place, and restored by :meth:`undo`.
+        plan: What to do.
+        host: The machine it runs on.
+        techniques: In the order in which they are applied.
+        agree: Maps this process's verdicts to those that hold for all processes.
+        decisions: Verdicts of an earlier run that hold without another trial.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        host: Host,
+        techniques: Sequence[Technique],
+        *,
+        agree: Callable[[Decisions], Decisions] | None = None,
+        decisions: Mapping[str, Verdicts] | None = None,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.host = host
+        self.report = Report(device=f"{host.device_name} ({host.kind})")
+        self.decisions: Decisions = dict(decisions or {})
+        self._agree = agree or (lambda verdicts: verdicts)
+        self._patches: dict[str, PatchSet] = {}
+        self._techniques = [technique for technique in techniques if self._is_available(technique)]
+        self._trial_step: int | None = 0
+        for name in _MODULE_TECHNIQUES:
+            self.report.of(name).status = "off"
+        if plan.inplace_activations and not plan.verify:
+            self.report.of(
+                "inplace_activations"
+            ).status = "off: in place only where it is proven, which needs verify=True"
+        try:
+            for technique in self._techniques:
+                self._claim(technique)
+            for technique in self._techniques:
+                if technique.applied_before_trial:
+                    self._apply_early(technique)
+        except BaseException:
+            self.undo()
+            raise
+        self.carry_out(self.decisions)
+
+    # -- the life of a run -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, stage: str = "train", *, may_try: bool = True) -> Iterator[None]:
+        """Enter it around forward and loss of every step.
+
+        Args:
+            stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            may_try: Whether this step may be one of the trial steps.
+        """
+        if not (may_try and self._trial_step is not None):
+            with ExitStack() as stack:
+                for technique in self._techniques:
+                    stack.enter_context(technique.step(stage))
+                yield
+        else:
+            yield from self._step_with_trials(stage)
+        for technique in self._techniques:
+            if technique.objection:
+                self._take_back(technique)
+
+    def batch(self, batch: Any) -> Any:
+        """What the techniques make of a batch that is on the device."""
+        for technique in self._techniques:
+            batch = technique.batch(batch)
+        return batch
+
+    def undo(self) -> None:
+        """Takes every edit back: the model is again the one that was passed in. The report stays."""
+        for technique in reversed(self._techniques):
+            self._patches.get(technique.name, PatchSet()).undo()
+            technique.close()
+        self._techniques = []
+        self._trial_step = None
+
+    def carry_out(self, decisions: Mapping[str, Verdicts]) -> None:
+        """Makes these verdicts hold now, without a trial of their own."""
+        for technique in self._techniques:
+            if technique.name in decisions:
+                self.decisions[technique.name] = decisions[technique.name]
+                self._carry_out(technique, decisions[technique.name])
+
+    def degrade(self, message: str) -> None:
+        """Says that something asked for is not done: a warning, or an error when the plan is strict."""
+        if self.plan.strict:
+            raise AccelError(f"{message} (strict=True)")
+        self.report.note(message)
+        warnings.warn(message, AccelWarning, stacklevel=2)
+
+    @property
+    def scaler(self) -> CountingGradScaler:
+        """The gradient scaler of a plain loop; it passes everything through unless the precision is ``"16-mixed"``."""
+        mixed = self.technique(MixedPrecision)
+        if mixed is None:
+            raise AttributeError("Only a handle from accelerate() has a scaler, and only until undo().")
+        return mixed.scaler
+
+    def technique(self, kind: type[T]) -> T | None:
+        """The technique of this class, if it is at work."""
+        return next((technique for technique in self._techniques if isinstance(technique, kind)), None)
+
+    # -- its parts ---------------------------------------------------------------------------------------------
+
+    def _is_available(self, technique: Technique) -> bool:
+        reason = technique.unavailable(self.host)
+        if reason is None:
+            return True
+        self.report.of(technique.name).status = reason
+        self.degrade(f"{technique.name}: {reason}")
+        return False
+
+    def _claim(self, technique: Technique) -> None:
+        patches = self._patches[technique.name] = PatchSet()
+        for claim in technique.patches(self.model, self.host):
+            if isinstance(claim, Refusal):
+                self.report.record_refused(technique.name, claim.site, claim.reason)
+            else:
+                patches.add(claim)
+        record = self.report.of(technique.name)
+        record.is_on = technique.acts_without_sites or len(patches) > 0
+        if technique.explicit and not patches:
+            reason = "; ".join(record.refusals.values()) or "this model has nothing for it"
+            self.degrade(f"{technique.name} was asked for and found no site: {reason}")
+        record.status = technique.status or ("waiting for the first step" if len(patches) else "no site in this model")
+
+    def _apply_early(self, technique: Technique) -> None:
+        for patch in list(self._patches[technique.name]):
+            self._apply(technique, patch, patch.change)
+
+    def _apply(self, technique: Technique, patch: Patch, remark: str) -> None:
+        try:
+            patch.apply()
+        except Exception as error:
+            self._refuse(technique, patch.site, f"could not be applied: {type(error).__name__}: {error}")
+        else:
+            self.report.record_applied(technique.name, patch.site, remark)
+
+    def _refuse(self, technique: Technique, site: str, reason: str) -> None:
+        if site in self._patches[technique.name]:
+            self._patches[technique.name].drop(site)
+        self.report.record_refused(technique.name, site, reason)
+
+    def _step_with_trials(self, stage: str) -> Iterator[None]:
+        on_trial = [
+            technique
+            for technique in self._techniques
+            if technique.trial_step == self._trial_step
+            and len(self._patches[technique.name])
+            and technique.name not in self.decisions
+        ]
+        found: Decisions = {}
+        with ExitStack() as stack:
+            for technique in self._techniques:
+                stack.enter_context(technique.step(stage))
+            for technique in on_trial:
+                found[technique.name] = stack.enter_context(technique.trial(self._patches[technique.name]))
+            yield
+        agreed = self._agree(found) if on_trial else {}
+        for technique in on_trial:
+            if technique.remembers:
+                self.decisions[technique.name] = agreed[technique.name]
+            self._carry_out(technique, agreed[technique.name])
+        self._trial_step = 1 if self._trial_step == 0 else None
+
+    def _carry_out(self, technique: Technique, verdicts: Verdicts) -> None:
+        for patch in list(self._patches[technique.name]):
+            verdict = verdicts.get(patch.site) or Verdict(keep=False, reason="has no verdict: not seen in its trial")
+            if verdict.keep:
+                remark = f"{patch.change}{': ' if verdict.reason else ''}{verdict.reason}"
+                self._apply(technique, patch, remark)
+            else:
+                self._refuse(technique, patch.site, verdict.reason)
+        technique.settled()
+        record = self.report.of(technique.name)
+        record.is_on = technique.acts_without_sites or bool(record.changes)
+        record.status = technique.status or _outcome(record)
+
+    def _take_back(self, technique: Technique) -> None:
+        reason, technique.objection = technique.objection or "", None
+        # Decisions are kept whole: a resumed run, too, must leave these sites alone.
+        verdicts = {patch.site: Verdict(keep=False, reason=reason) for patch in self._patches[technique.name]}
+        self.decisions[technique.name] = self.decisions.get(technique.name, {}) | verdicts
+        self._carry_out(technique, verdicts)
+
+
+def _outcome(record: TechniqueReport) -> str:
+    return "in force" if record.changes else f"left alone: {next(iter(record.refusals.values()), 'nothing to do')}"
+
+
+def module_techniques(
+    plan: Plan, *, during_trial: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> list[Technique]:
+    """The techniques that edit modules, in the order in which they are applied, as ``plan`` asks for them.
+
+    Args:
+        plan: The settings.
+        during_trial: Entered around extra forward passes of the model itself.
+    """
+    techniques: list[Technique] = []
+    if plan.inplace_activations and plan.verify:
+        from lightning_accel.techniques.inplace_activations import InplaceActivations
+
+        techniques.append(InplaceActivations())
+    if plan.memory_format != "preserve":
+        techniques.append(MemoryFormat(plan.memory_format, verify=plan.verify, during_trial=during_trial))
+    if plan.checkpointing.mode != "off":
+        techniques.append(GradientCheckpointing(plan.checkpointing, verify=plan.verify))
+    if plan.compile != "off":
+        techniques.append(Compilation(plan.compile, verify=plan.verify))
+    return techniques
+
+
+def accelerate(model: nn.Module, plan: Plan | None = None, *, host: Host | None = None) -> Engine:
+    """Accelerates a model in a plain PyTorch loop.
+
+    .. code-block:: python
+
+        handle = accelerate(model, Plan(precision="bf16-mixed"))
+        for inputs, targets in loader:
+            with handle.step():
+                loss = loss_fn(model(handle.batch(inputs)), targets)
+            handle.scaler.scale(loss).backward()
+            handle.scaler.step(optimizer)
+            handle.scaler.update()
+            optimizer.zero_grad()
+        handle.undo()
+
+    The scaler passes everything through unless the precision is ``"16-mixed"``.
+
+    Args:
+        model: The module, on its device.
+        plan: What to do; by default what ``AccelPlugin()`` does.
+        host: The machine to decide for; by default the one that holds the model's parameters.
+
+    Returns:
+        A handle: ``step()`` around forward and loss, ``batch()`` for inputs, ``scaler``, ``report``, ``undo()``.
+
+    Raises:
+        ValueError: The plan names something that the model does not have.
+        AccelError: The plan is strict, and part of it cannot be done here.
+    """
+    plan = plan or Plan()
+    host = host or Host.detect(next((parameter.device for parameter in model.parameters()), None))
+    return Engine(model, plan, host, [MixedPrecision(plan.precision, host), *module_techniques(plan)])

@@ -1,0 +1,150 @@
+"""Memory layouts of weights, batches and optimizer states: changed, kept in step with each other, and restored."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
+
+from lightning_accel.patch import Patch
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+FORMAT_NAMES = {4: "channels_last", 5: "channels_last_3d"}
+
+
+def to_channels_last(tensor: Tensor, dims: Sequence[int] = (4, 5)) -> Tensor:
+    """A 4-D or 5-D strided tensor in channels_last(_3d); other tensors dense, in the order they have.
+
+    Args:
+        tensor: Any tensor.
+        dims: The numbers of dimensions that mean an image: 4 for (B, C, H, W), 5 for (B, C, D, H, W).
+    """
+    if tensor.layout != torch.strided:
+        return tensor
+    if tensor.dim() in dims and (tensor.is_floating_point() or tensor.dtype == torch.uint8):
+        return tensor.contiguous(memory_format=FORMATS[tensor.dim()])
+    is_dense = tensor.is_contiguous() or (
+        tensor.dim() in FORMATS and tensor.is_contiguous(memory_format=FORMATS[tensor.dim()])
+    )
+    return tensor if is_dense else tensor.contiguous()
+
+
+def with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """``tensor`` itself if it has these strides, else a copy that does."""
+    if tensor.stride() == tuple(stride):
+        return tensor
+    copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
+class WeightLayout(Patch):
+    """Holds a convolution's weights in channels_last. Values, shapes and the parameters themselves stay.
+
+    Attributes:
+        convolution: The module.
+        strides: For every parameter changed, the strides it had.
+    """
+
+    def __init__(self, site: str, convolution: nn.Module, dim: int) -> None:
+        super().__init__(site, f"weight → {FORMAT_NAMES[dim]}")
+        self.convolution = convolution
+        self._parameters = [p for p in convolution.parameters() if p.dim() == dim]
+        self._format = FORMATS[dim]
+        self.strides: dict[nn.Parameter, tuple[int, ...]] = {}
+
+    # Outside inference mode, where a trial may find itself: what it allocates could never be trained again.
+
+    @override
+    @torch.inference_mode(False)
+    def _apply(self) -> None:
+        for parameter in self._parameters:
+            self.strides[parameter] = parameter.stride()
+            parameter.data = parameter.data.contiguous(memory_format=self._format)
+            _match_gradient(parameter)
+
+    @override
+    @torch.inference_mode(False)
+    def _undo(self) -> None:
+        for parameter, stride in self.strides.items():
+            parameter.data = with_strides(parameter.data, stride)
+            _match_gradient(parameter)
+        self.strides.clear()
+
+
+def _match_gradient(parameter: nn.Parameter) -> None:
+    if parameter.grad is not None and parameter.grad.layout == torch.strided:
+        parameter.grad = with_strides(parameter.grad, parameter.stride())
+
+
+class OptimizerLayouts:
+    """Keeps optimizer states in the layout of their parameters.
+
+    Fused optimizers walk parameter and state by their addresses: where the strides differ they update the wrong
+    elements, without an error (``AdamW(fused=True)`` on CPU, torch 2.13). They differ after a checkpoint of a
+    contiguous run is loaded, and after weights change their layout in mid-run; every optimizer that steps on one of
+    ``parameters`` is brought in step before its first step, and again by :meth:`match`.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = set(parameters)
+        self._matched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer not in self._matched:
+            self._matched.add(optimizer)
+            self._match_one(optimizer)
+
+    def match(self) -> None:
+        """Brings the states of every optimizer seen so far in step with its parameters."""
+        for optimizer in list(self._matched):
+            self._match_one(optimizer)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _match_one(self, optimizer: Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
+            if parameter in self._parameters:
+                for name, value in state.items():
+                    if _belongs_to(value, parameter):
+                        state[name] = with_strides(value, parameter.stride())
+
+
+def restore_layouts(
+    checkpoint: dict[str, Any],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    strides: Mapping[nn.Parameter, tuple[int, ...]],
+) -> None:
+    """Gives a checkpoint the layouts that a plain run's would have, so that a plain run can go on from it.
+
+    Args:
+        checkpoint: Lightning's, with ``state_dict`` and ``optimizer_states``; the tensors in use are left alone.
+        module: The module whose ``state_dict`` it holds.
+        optimizers: Those whose states it holds, in order.
+        strides: The layouts to give, by parameter.
+    """
+    state_dict = checkpoint["state_dict"]
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter in strides and name in state_dict:
+            state_dict[name] = with_strides(state_dict[name], strides[parameter])
+    for optimizer, saved in zip(optimizers, checkpoint.get("optimizer_states", ()), strict=False):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, parameter in enumerate(parameters):
+            if parameter in strides and index in saved["state"]:
+                # A new dict: the one in the checkpoint is the optimizer's own.
+                saved["state"][index] = {
+                    key: with_strides(value, strides[parameter]) if _belongs_to(value, parameter) else value
+                    for key, value in saved["state"][index].items()
+                }
+
+
+def _belongs_to(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape

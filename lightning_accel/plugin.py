@@ -1,0 +1,354 @@
+"""`AccelPlugin`: Lightning's hooks, in the order in which Lightning calls them. What they do is in the techniques."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, fields
+from typing import Any, Literal, cast
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accel.engine import Engine, module_techniques
+from lightning_accel.host import Host
+from lightning_accel.layout import restore_layouts
+from lightning_accel.patch import MethodPatch, PatchSet
+from lightning_accel.plan import (
+    CheckpointingMode,
+    CheckpointingPlan,
+    CompileSetting,
+    MemoryFormatSetting,
+    Plan,
+    PrecisionSetting,
+)
+from lightning_accel.report import Report
+from lightning_accel.techniques.base import Verdict
+from lightning_accel.techniques.memory_format import MemoryFormat
+from lightning_accel.techniques.mixed_precision import (
+    CountingGradScaler,
+    check_optimizer,
+    resolve_precision,
+    without_mha_fast_path,
+)
+
+ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
+
+
+class AccelPlugin(Precision):
+    """Makes a Lightning run faster and smaller: ``Trainer(plugins=[AccelPlugin()])``.
+
+    Every argument is a setting of :class:`~lightning_accel.Plan`, where each is described, and can be set from YAML.
+    The module is edited when a run starts and restored when it ends, also after an exception; checkpoints are those
+    of a plain Trainer.
+
+    Attributes:
+        plan: The settings.
+        precision: What the precision came to on the run's device; ``"32-true"`` until that is known.
+        scaler: The gradient scaler with ``"16-mixed"``, else None.
+
+    Raises:
+        ValueError: A value is not among those allowed, or two settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        precision: PrecisionSetting = "auto",
+        inplace_activations: bool = True,
+        memory_format: MemoryFormatSetting = "auto",
+        gradient_checkpointing: CheckpointingMode | CheckpointingPlan | dict[str, Any] | bool = "off",
+        compile: CompileSetting | bool = "off",
+        flash_attention: Literal["off"] | bool = "off",
+        activation_offloading: Literal["off"] | bool = "off",
+        sparse_activations: Literal["off"] | bool = "off",
+        preprocess: Sequence[Any] | None = None,
+        log: bool = True,
+        strict: bool = False,
+        verify: bool = True,
+    ) -> None:
+        self.plan = Plan(
+            precision=precision,
+            inplace_activations=inplace_activations,
+            memory_format=memory_format,
+            gradient_checkpointing=gradient_checkpointing,
+            compile=compile,
+            flash_attention=flash_attention,
+            activation_offloading=activation_offloading,
+            sparse_activations=sparse_activations,
+            preprocess=preprocess or (),
+            log=log,
+            strict=strict,
+            verify=verify,
+        )
+        self.scaler: CountingGradScaler | None = None
+        self.device = "cpu"
+        self._set_precision("32-true" if precision == "auto" else precision)
+        self._engine: Engine | None = None
+        self._report = Report()
+        self._hooks = PatchSet()
+        self._decided_for: weakref.ref[nn.Module] | None = None
+        self._decisions: dict[str, dict[str, Verdict]] = {}
+        self._is_fitting = False
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> AccelPlugin:
+        """The plugin for a plan made elsewhere."""
+        return cls(**plan.to_dict())
+
+    @property
+    def report(self) -> Report:
+        """What was done in the current or the last run, where, and why not elsewhere."""
+        return self._report
+
+    # -- a run starts ------------------------------------------------------------------------------------------
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self.teardown()
+        assert isinstance(module, LightningModule)
+        trainer = module.trainer
+        self._is_fitting = trainer.state.fn == TrainerFn.FITTING
+        host = Host.detect(trainer.strategy.root_device)
+        precision, reason = resolve_precision(self.plan.precision, host)
+        self.device = host.device_type
+        self._set_precision(cast(ResolvedPrecision, precision))
+        if self._decided_for is None or self._decided_for() is not module:
+            self._decisions = {}
+            self._decided_for = weakref.ref(module)
+        self._engine = Engine(
+            module,
+            self.plan,
+            host,
+            module_techniques(self.plan, during_trial=lambda: _logging_nothing(module)),
+            agree=trainer.strategy.broadcast if trainer.world_size > 1 else None,
+            decisions=self._decisions,
+        )
+        self._decisions = self._engine.decisions
+        self._report = self._engine.report
+        self._report.of("precision").is_on = precision != "32-true"
+        self._report.of("precision").status = f"{precision}: {reason}"
+        self._hook_batches(trainer)
+        if self._is_fitting:
+            if self.plan.log:
+                _add_logger(trainer, module)
+            rank_zero_info(self._report.summary())
+        return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        for optimizer in optimizers:
+            check_optimizer(optimizer, self.precision)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        with without_mha_fast_path(self.device if self.precision != "32-true" else ""), super().forward_context():
+            yield
+
+    @override
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        with self._step("train"):
+            yield
+        if self.scaler is not None:
+            # With manual optimization every optimizer of this step has had its turn, under one scale.
+            self.scaler.update_if_due()
+
+    @override
+    @contextmanager
+    def val_step_context(self) -> Generator[None, None, None]:
+        with self._step("validate"):
+            yield
+
+    @override
+    @contextmanager
+    def test_step_context(self) -> Generator[None, None, None]:
+        with self._step("test"):
+            yield
+
+    @override
+    @contextmanager
+    def predict_step_context(self) -> Generator[None, None, None]:
+        with self._step("predict"):
+            yield
+
+    @contextmanager
+    def _step(self, stage: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.forward_context())
+            if self._engine is not None:
+                # The validation that checks sanity before a fit must not decide for training.
+                may_try = stage == "train" or not self._is_fitting
+                stack.enter_context(self._engine.step(stage, may_try=may_try))
+            yield
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        check_optimizer(optimizer, self.precision)
+        closure_result = closure()
+        # training_step returned None: there is no new gradient, and what is left of older ones must not be used.
+        is_skipped = closure_result is None and model.automatic_optimization
+        if not is_skipped:
+            self.scaler.unscale_(optimizer)  # before the hooks that look at gradients, and before clipping
+        self._after_closure(model, optimizer)
+        if is_skipped:
+            return closure_result
+        result = self.scaler.step(optimizer, **kwargs)
+        if model.automatic_optimization:
+            self.scaler.update_if_due()
+        return result
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if self.scaler is not None and clip_val > 0:
+            unwrapped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+            self.scaler.unscale_(unwrapped)
+        # Past Lightning's MixedPrecision, which refuses fused optimizers: ours unscales before they step.
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        decisions = {
+            technique: {site: list(asdict(verdict).values()) for site, verdict in verdicts.items()}
+            for technique, verdicts in self._decisions.items()
+        }
+        state: dict[str, Any] = {"decisions": decisions} if decisions else {}
+        if self.scaler is not None:
+            state["scaler"] = self.scaler.state_dict()
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        decisions = {
+            technique: {site: Verdict(*values) for site, values in verdicts.items()}
+            for technique, verdicts in state_dict.get("decisions", {}).items()
+        }
+        if self._engine is not None:
+            self._engine.carry_out(decisions)
+        if self.scaler is not None and state_dict.get("scaler"):
+            self.scaler.load_state_dict(state_dict["scaler"])
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            # Where Lightning's own precision="16-mixed" looks for it.
+            checkpoint[MixedPrecision.__qualname__] = self.scaler.state_dict()
+        if type(self).__qualname__ in checkpoint:
+            checkpoint[AccelPlugin.__qualname__] = checkpoint.pop(type(self).__qualname__)
+        if self._engine is not None:
+            memory_format = self._engine.technique(MemoryFormat)
+            if memory_format is not None:
+                module = cast(LightningModule, self._engine.model)
+                restore_layouts(checkpoint, module, module.trainer.optimizers, memory_format.strides())
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get(AccelPlugin.__qualname__)
+        if state is None and checkpoint.get(MixedPrecision.__qualname__):
+            state = {"scaler": checkpoint[MixedPrecision.__qualname__]}
+        if state is not None:
+            self.load_state_dict(state)
+
+    # -- a run ends --------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        self._hooks.undo()
+        self._hooks = PatchSet()
+        if self._engine is not None:
+            self._engine.undo()
+            self._engine = None
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _set_precision(self, precision: ResolvedPrecision) -> None:
+        """Becomes a ``MixedPrecision`` exactly when autocast is on.
+
+        Lightning's helpers take the compute dtype from ``isinstance(plugin, MixedPrecision)``; a plugin that always
+        is one looks like float16 to them when it runs in float32.
+        """
+        self.precision = precision
+        self.__class__ = AccelPlugin if precision == "32-true" else _MixedAccelPlugin
+        if precision != "16-mixed":
+            self.scaler = None
+        elif self.scaler is None or self.scaler._device != self.device:
+            self.scaler = CountingGradScaler(self.device)
+
+    def _hook_batches(self, trainer: Trainer) -> None:
+        engine = self._engine
+        assert engine is not None
+
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def batch_to_device(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+                return engine.batch(original(strategy, *args, **kwargs))
+
+            return batch_to_device
+
+        self._hooks.add(MethodPatch("batch", "after the transfer", trainer.strategy, "batch_to_device", wrap))
+        self._hooks.apply()
+
+    def __repr__(self) -> str:
+        defaults = Plan()
+        given = {f.name: getattr(self.plan, f.name) for f in fields(self.plan)}
+        shown = {k: v for k, v in given.items() if k == "precision" or v != getattr(defaults, k)}
+        return f"AccelPlugin({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+class _MixedAccelPlugin(AccelPlugin, MixedPrecision):  # type: ignore[misc]
+    """`AccelPlugin` while it autocasts; its ``super()`` calls then reach Lightning's ``MixedPrecision``."""
+
+
+def _add_logger(trainer: Trainer, module: LightningModule) -> None:
+    from lightning_accel.callbacks import SpeedMemoryLogger
+
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if trainer.barebones or any(isinstance(callback, SpeedMemoryLogger) for callback in callbacks):
+        return
+    logger = SpeedMemoryLogger()
+    # Before the checkpoint callbacks, which may monitor what it logs.
+    place = next((i for i, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), len(callbacks))
+    callbacks.insert(place, logger)
+    logger.setup(trainer, module, stage=TrainerFn.FITTING)  # the setup hooks have run already
+
+
+@contextmanager
+def _logging_nothing(module: LightningModule) -> Iterator[None]:
+    """Silences ``self.log`` during a trial's extra forward passes."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def log(*args: Any, **kwargs: Any) -> None: ...
+
+        return log
+
+    patches = PatchSet(MethodPatch(name, "trial", module, name, wrap) for name in ("log", "log_dict"))
+    patches.apply()
+    try:
+        yield
+    finally:
+        patches.undo()

@@ -1,0 +1,160 @@
+"""Compilation of the repeated blocks with ``torch.compile``, once for all blocks of a class, after every other edit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch._dynamo.config
+from torch import nn
+from typing_extensions import override
+
+from lightning_accel.blocks import find_blocks
+from lightning_accel.host import Host
+from lightning_accel.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.plan import CompileSetting
+from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.trial import NOT_SLOWER, Contender, Trial
+
+
+class CompilePatch(Patch):
+    """Compiles a module's call in place: no wrapper, so names and ``state_dict`` keys stay."""
+
+    def __init__(self, site: str, block: nn.Module, mode: str | None) -> None:
+        super().__init__(site, f"call → compiled{f' ({mode})' if mode else ''}")
+        self.block = block
+        self._mode = mode
+
+    @override
+    def _apply(self) -> None:
+        self.block.compile(mode=self._mode)
+
+    @override
+    def _undo(self) -> None:
+        self.block._compiled_call_impl = None
+
+
+class Compilation(Technique):
+    """Compiles every repeated block; each is tried, forward and backward, on its first input after the other trials.
+
+    A block that fails to compile, or computes other numbers than the original, is given back. With ``"auto"`` so is
+    one that is not faster, and a deterministic run, where clocks decide nothing, does not compile at all.
+    """
+
+    name: ClassVar[str] = "compile"
+    trial_step: ClassVar[Literal[0, 1]] = 1
+
+    def __init__(self, setting: CompileSetting | bool, *, verify: bool = True) -> None:
+        self._must_be_faster = setting == "auto"
+        self.explicit = not self._must_be_faster
+        self._mode = None if setting in ("on", "auto") else str(setting)
+        self._verify = verify
+        self._recompile_limit: int | None = None
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind not in ("cpu", "cuda", "rocm"):
+            return f"TorchInductor does not build kernels for {host.kind} here"
+        if host.compiler is None:
+            needed = (
+                "a C++ compiler (Debian, Ubuntu: apt-get install g++)"
+                if host.kind == "cpu"
+                else "Triton and a C compiler"
+            )
+            return f"nothing to build kernels with on {host.device_name}: install {needed}"
+        if self._must_be_faster and torch.are_deterministic_algorithms_enabled():
+            return "compile='auto' decides by time, which a deterministic run must not; set compile='on' to compile"
+        return None
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+        blocks = find_blocks(model)
+        if not blocks:
+            yield Refusal(
+                "", f"{type(model).__name__} has no repeated blocks, and whole training steps are not compiled"
+            )
+        for site, block in blocks.items():
+            if block._compiled_call_impl is not None or isinstance(block, torch.jit.ScriptModule):
+                yield Refusal(site, "already compiled")
+            else:
+                yield CompilePatch(site, block, self._mode)
+        # Blocks of one class share their code, and with it one allowance of compiled versions: theirs differ in
+        # shapes, in training and evaluation. Past the limit torch runs a block eagerly and only logs it.
+        self._recompile_limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(self._recompile_limit, 8 + 4 * len(blocks))
+
+    @override
+    def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
+        return self._trial(patches) if self._verify else super().trial(patches)
+
+    @contextmanager
+    def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
+        verdicts: Verdicts = {
+            patch.site: Verdict(keep=False, reason="not called with gradients on the second step, so not tried")
+            for patch in patches
+        }
+        with ExitStack() as stack:
+            for patch in patches:
+                assert isinstance(patch, CompilePatch)
+                stack.enter_context(self._tried_at_first_call(patch, verdicts))
+            yield verdicts
+
+    @contextmanager
+    def _tried_at_first_call(self, patch: CompilePatch, verdicts: Verdicts) -> Iterator[None]:
+        block = patch.block
+        seen: list[tuple[Any, dict[str, Any]]] = []
+
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if self is block and not seen:
+                    seen.append((args, kwargs))
+                    probe.undo()  # the compiler must see the block as it will run
+                    verdicts[patch.site] = self_try(args, kwargs)
+                return original(self, *args, **kwargs)
+
+            return forward
+
+        def self_try(args: Any, kwargs: dict[str, Any]) -> Verdict:
+            return self._try(patch, args, kwargs)
+
+        probe = MethodPatch(patch.site, "trial", block, "forward", wrap)
+        probe.apply()
+        try:
+            yield
+        finally:
+            probe.undo()
+
+    @override
+    def close(self) -> None:
+        if self._recompile_limit is not None:
+            torch._dynamo.config.recompile_limit = self._recompile_limit
+            self._recompile_limit = None
+
+    def _try(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
+        block = patch.block
+        # All samples: another batch size would have the block compiled a second time, for any size, and slower.
+        trial = Trial(block, args, kwargs, with_gradients=torch.is_grad_enabled(), samples=None)
+        eager, compiled = Contender(block._call_impl), Contender(block.__call__, state=lambda: _applied(patch))
+        found = trial.numbers(eager, compiled)
+        if found.failure:
+            return Verdict(keep=False, reason=found.failure)
+        if not self._must_be_faster:
+            return Verdict(keep=True)
+        found = trial.time(eager, compiled)
+        if found.failure:
+            return Verdict(keep=False, reason=found.failure)
+        assert found.original_ms is not None
+        assert found.candidate_ms is not None
+        speed = f"{found.original_ms / found.candidate_ms:.2f}x the speed here ({found.original_ms:.2f} → {found.candidate_ms:.2f} ms)"
+        return Verdict(keep=found.candidate_ms * NOT_SLOWER < found.original_ms, reason=speed)
+
+
+@contextmanager
+def _applied(patch: Patch) -> Iterator[None]:
+    patch.apply()
+    try:
+        yield
+    finally:
+        patch.undo()

@@ -1,0 +1,200 @@
+"""Gradient checkpointing: blocks forget their activations and compute them again in the backward pass.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), https://arxiv.org/abs/1604.06174. The selective
+mode keeps what is dear to recompute, as in Korthikanti et al. (2022), https://arxiv.org/abs/2205.05198.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from typing_extensions import override
+
+from lightning_accel.blocks import find_blocks
+from lightning_accel.host import Host
+from lightning_accel.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.plan import CheckpointingPlan
+from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.trial import Contender, Trial
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+# Operators whose results selective checkpointing keeps, by name: not every build of torch has every one.
+_DEAR = [
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "addbmm",
+    "convolution",
+    "_scaled_mm",
+    "_grouped_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+]
+
+
+def checkpoint_block(site: str, block: nn.Module, plan: CheckpointingPlan) -> MethodPatch:
+    """The edit that makes one block recompute itself: non-reentrant, with the random state of the first time."""
+    has_statistics = any(isinstance(m, _NormBase) and m.track_running_stats for m in block.modules())
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(self, *args, **kwargs)
+            # Bound by partial: checkpoint() would take a block's own argument named, say, `debug` for one of its own.
+            function = functools.partial(original, self, **kwargs)
+            context_fn = _context_fn(self, plan.mode, has_statistics)
+            if context_fn is None:
+                return checkpoint(function, *args, use_reentrant=False)
+            return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+
+        return forward
+
+    return MethodPatch(site, f"forward → checkpointed ({plan.mode})", block, "forward", wrap)
+
+
+def _context_fn(block: nn.Module, mode: str, has_statistics: bool) -> Callable[[], Contexts] | None:
+    selective = functools.partial(create_selective_checkpoint_contexts, _policy) if mode == "selective" else None
+    # A compiled graph holds each update of the statistics once, and cannot trace a context of ours.
+    if not has_statistics or torch.compiler.is_compiling():
+        return selective
+
+    def contexts() -> Contexts:
+        first, again = selective() if selective is not None else (nullcontext(), nullcontext())
+        return first, _FrozenStatistics(block, again)
+
+    return contexts
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _dear_operators() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _dear_operators() -> frozenset[Any]:
+    found = (getattr(torch.ops.aten, name, None) for name in _DEAR)
+    return frozenset(getattr(packet, overload) for packet in found if packet for overload in packet.overloads())
+
+
+class _FrozenStatistics(AbstractContextManager[None]):
+    """Recomputing a norm must not move its running statistics a second time.
+
+    With a momentum of zero they stay, and autograd still saves as many tensors as the first time. A class, as it is
+    entered again for every backward pass through a retained graph.
+    """
+
+    def __init__(self, block: nn.Module, around: AbstractContextManager[Any]) -> None:
+        self._block = block
+        self._around = around
+        self._before: list[tuple[_NormBase, float | None, Tensor | None]] = []
+
+    @override
+    def __enter__(self) -> None:
+        norms = [m for m in self._block.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+        self._before = [(norm, norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
+        for norm, _, count in self._before:
+            norm.momentum, norm._buffers["num_batches_tracked"] = 0.0, None if count is None else count.clone()
+        self._around.__enter__()
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        self._around.__exit__(*error)
+        for norm, momentum, count in self._before:
+            norm.momentum, norm._buffers["num_batches_tracked"] = momentum, count
+
+
+class GradientCheckpointing(Technique):
+    """Checkpoints the repeated blocks of a model, or those that are named.
+
+    Every block is tried on its first real input: its outputs and gradients must be those of the original, and it
+    must leave nothing behind that a second run of its forward would leave twice.
+    """
+
+    name: ClassVar[str] = "gradient_checkpointing"
+    applied_before_trial: ClassVar[bool] = True
+
+    def __init__(self, plan: CheckpointingPlan, *, verify: bool = True) -> None:
+        self._plan = plan
+        self._verify = verify
+        self._blocks: dict[str, nn.Module] = {}
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+        self._blocks = find_blocks(model, self._plan.blocks)
+        if not self._blocks:
+            raise ValueError(
+                f"gradient_checkpointing={self._plan.mode!r}: {type(model).__name__} has no repeated blocks to"
+                " checkpoint. Name some: gradient_checkpointing={'mode': 'full', 'blocks': ['MyBlock', 'encoder.mid']}."
+            )
+        for site, block in self._blocks.items():
+            if isinstance(block, torch.jit.ScriptModule):
+                yield Refusal(site, "a TorchScript module: its forward cannot be rebound")
+            else:
+                yield checkpoint_block(site, block, self._plan)
+
+    @override
+    def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
+        return self._trial(patches) if self._verify else super().trial(patches)
+
+    @contextmanager
+    def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
+        # A block the step did not call stays checkpointed: it costs nothing until it is called.
+        verdicts: Verdicts = {patch.site: Verdict(keep=True) for patch in patches}
+        with ExitStack() as stack:
+            for patch in patches:
+                assert isinstance(patch, MethodPatch)
+                stack.enter_context(self._tried_at_first_call(patch, verdicts))
+            yield verdicts
+
+    @contextmanager
+    def _tried_at_first_call(self, patch: MethodPatch, verdicts: Verdicts) -> Iterator[None]:
+        block, checkpointed = self._blocks[patch.site], patch.value
+        original = patch.original
+        tried = False
+
+        def wrap(_: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                nonlocal tried
+                if self is block and not tried and torch.is_grad_enabled():
+                    tried = True
+                    verdicts[patch.site] = _try_block(
+                        block, functools.partial(original, block), checkpointed, args, kwargs
+                    )
+                if self is block and not verdicts[patch.site].keep:
+                    return original(self, *args, **kwargs)
+                return checkpointed.__func__(self, *args, **kwargs)
+
+            return forward
+
+        probe = MethodPatch(patch.site, "trial", block, "forward", wrap)
+        probe.apply()
+        try:
+            yield
+        finally:
+            probe.undo()
+
+
+def _try_block(
+    block: nn.Module, original: Callable[..., Any], checkpointed: Callable[..., Any], args: Any, kwargs: Any
+) -> Verdict:
+    found = Trial(block, args, kwargs).numbers(Contender(original), Contender(checkpointed), with_oracle=False)
+    if found.failure:
+        return Verdict(keep=False, reason=found.failure)
+    norms = {n: m for n, m in block.named_modules() if isinstance(m, _NormBase)}
+    changed = [name for name in found.left_behind if name.rpartition(".")[0] not in norms]
+    if changed:
+        return Verdict(keep=False, reason=f"its forward changes {changed[0]!r}, which recomputing would change again")
+    return Verdict(keep=True)

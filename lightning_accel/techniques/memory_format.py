@@ -1,0 +1,306 @@
+"""Memory format: convolution weights and image batches in channels_last, where that is not slower for this model.
+
+https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_accel.host import Host
+from lightning_accel.layout import FORMAT_NAMES, OptimizerLayouts, WeightLayout, to_channels_last
+from lightning_accel.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.plan import MemoryFormatSetting
+from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.tree import map_tensors
+from lightning_accel.trial import NOT_SLOWER, Comparison, Contender, Trial
+
+Forward = Callable[..., Any]
+Compare = Callable[[nn.Module, Forward, Any, Any], Comparison]
+
+_CONVOLUTIONS = {
+    4: (nn.Conv2d, nn.ConvTranspose2d),
+    5: (nn.Conv3d, nn.ConvTranspose3d),
+}
+
+
+def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5)) -> list[WeightLayout | Refusal]:
+    """The edits that put the convolutions of ``model`` into channels_last (4-D weights) and channels_last_3d (5-D)."""
+    claims: list[WeightLayout | Refusal] = []
+    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+    for site, module in model.named_modules():
+        dim = next((dim for dim in dims if isinstance(module, _CONVOLUTIONS[dim])), None)
+        if dim is None:
+            continue
+        reason = _why_not(module)
+        if any(not name or site == name or site.startswith(f"{name}.") for name in compiled):
+            reason = "inside a compiled module: the compiler chooses layouts itself"
+        claims.append(Refusal(site, reason) if reason else WeightLayout(site, module, dim))
+    return claims
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def _why_not(convolution: nn.Module) -> str | None:
+    for parameter in convolution.parameters():
+        if is_lazy(parameter):
+            return "its weight is lazy, made at the first forward pass"
+        kind: type = type(parameter.data)
+        if kind is not Tensor:
+            return f"its weight is a {kind.__name__}, whose layout is not ours to change"
+        if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
+            return "its weight is shared with other processes"
+        if parameter.dim() in FORMAT_NAMES and parameter.untyped_storage().nbytes() != parameter.nbytes:
+            return "its weight is a part of a larger buffer"
+    return None
+
+
+class ViewRescue(TorchFunctionMode):
+    """Turns a ``tensor.view()`` that the layout makes impossible into a ``reshape``, and remembers where it was.
+
+    ``x.view(x.size(0), -1)`` on a channels_last tensor raises. While this is active the step succeeds, so that the
+    layout can be taken back instead of the run breaking.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not Tensor.view:
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            if args[0].dim() not in FORMAT_NAMES or args[0].is_contiguous():
+                raise
+            frame = sys._getframe(1)
+            self.places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            return args[0].reshape(*args[1:], **kwargs)
+
+
+class MemoryFormat(Technique):
+    """Channels_last for models with convolutions, and for their batches.
+
+    Weights are converted before the run starts. On the first step each part of the model that holds convolutions is
+    run both ways on its real input: other numbers, or (with ``"auto"``) a slower pass, and all is taken back. So it
+    is when the user's code calls ``.view()`` where the new layout does not allow it.
+
+    Args:
+        setting: As in the plan; not ``"preserve"``.
+        verify: Whether to try.
+        during_trial: Entered around the trial's extra forward passes.
+    """
+
+    name: ClassVar[str] = "memory_format"
+    applied_before_trial: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        setting: MemoryFormatSetting,
+        *,
+        verify: bool = True,
+        during_trial: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._dims = {"channels_last": (4,), "channels_last_3d": (5,)}.get(setting, (4, 5))
+        self._is_auto = setting == "auto"
+        self.explicit = not self._is_auto
+        self._verify = verify
+        self._during_trial = during_trial
+        self._weights: list[WeightLayout] = []
+        self._optimizers: OptimizerLayouts | None = None
+        self._model = nn.Module()
+        self._rescued_stages: set[str] = set()
+        self._is_trying = False
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+        self._model = model
+        claims = convert_weights(model, self._dims)
+        self._weights = [claim for claim in claims if isinstance(claim, WeightLayout)]
+        if self._weights:
+            self._optimizers = OptimizerLayouts(p for p in model.parameters() if p.dim() in self._dims)
+        return claims
+
+    @override
+    def batch(self, batch: Any) -> Any:
+        if not self._is_in_force():
+            return batch
+        return map_tensors(lambda tensor: to_channels_last(tensor, self._dims), batch)
+
+    @override
+    def step(self, stage: str) -> AbstractContextManager[Any]:
+        return nullcontext() if stage in self._rescued_stages or not self._is_in_force() else self._rescued(stage)
+
+    @contextmanager
+    def _rescued(self, stage: str) -> Iterator[None]:
+        with ViewRescue() as rescue:
+            yield
+        self._rescued_stages.add(stage)
+        if rescue.places:
+            self.objection = (
+                f"{rescue.places[0]} calls .view() on a tensor that channels_last lays out otherwise;"
+                " .reshape() or .flatten() there would allow it"
+            )
+
+    @override
+    def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
+        return self._trial(patches) if self._verify else super().trial(patches)
+
+    @contextmanager
+    def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
+        verdicts: Verdicts = {}
+        found: list[Comparison] = []
+        with ExitStack() as stack:
+            for weight in self._weights:
+                stack.enter_context(self._at_first_call(weight.convolution, found, self._compare_convolution))
+            # Entered last, so that a root that is itself a convolution is timed as well as compared.
+            for root in _roots(self._model, self._weights):
+                stack.enter_context(self._at_first_call(root, found, self._compare_root))
+            yield verdicts
+        verdict = self._verdict(found)
+        verdicts.update({patch.site: verdict for patch in patches})
+
+    @contextmanager
+    def _at_first_call(self, module: nn.Module, found: list[Comparison], compare: Compare) -> Iterator[None]:
+        technique = self
+        is_due = True
+
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                nonlocal is_due
+                if self is module and is_due and not technique._is_trying:
+                    is_due, technique._is_trying = False, True
+                    try:
+                        found.append(compare(module, functools.partial(original, module), args, kwargs))
+                    finally:
+                        technique._is_trying = False
+                    if not technique._verdict(found).keep:
+                        # Nothing of this step has run yet: let it be the original's to the last bit.
+                        technique._take_back()
+                if not technique._is_in_force():
+                    args, kwargs = _contiguous((args, kwargs))
+                return original(self, *args, **kwargs)
+
+            return forward
+
+        probe = MethodPatch("", "trial", module, "forward", wrap)
+        probe.apply()
+        try:
+            yield
+        finally:
+            probe.undo()
+
+    def _compare_convolution(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Comparison:
+        if not self._is_in_force():
+            return Comparison()
+        # One sample tells all: a convolution treats each alike. Its gradients too: it has no kinks that rounding
+        # could fall on either side of, as a whole network has.
+        trial = Trial(module, args, kwargs, with_gradients=torch.is_grad_enabled(), samples=1)
+        return trial.numbers(Contender(_on_contiguous(forward), state=self._taken_back), Contender(forward))
+
+    def _compare_root(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Comparison:
+        original, candidate = Contender(_on_contiguous(forward), state=self._taken_back), Contender(forward)
+        with self._during_trial():
+            found = Trial(module, args, kwargs, with_gradients=False).numbers(original, candidate)
+            # A deterministic run decides nothing by the clock.
+            if found.failure or not self._is_auto or torch.are_deterministic_algorithms_enabled():
+                return found
+            return Trial(module, args, kwargs, with_gradients=torch.is_grad_enabled()).time(original, candidate)
+
+    @contextmanager
+    def _taken_back(self) -> Iterator[None]:
+        applied = self._take_back()
+        try:
+            yield
+        finally:
+            for weight in applied:
+                weight.apply()
+
+    def _take_back(self) -> list[WeightLayout]:
+        applied = [weight for weight in self._weights if weight.is_applied]
+        for weight in reversed(applied):
+            weight.undo()
+        return applied
+
+    @staticmethod
+    def _verdict(found: list[Comparison]) -> Verdict:
+        if not found:
+            return Verdict(keep=False, reason="no convolution ran on the first step, so nothing was tried")
+        failure = next((comparison.failure for comparison in found if comparison.failure), "")
+        if failure:
+            return Verdict(keep=False, reason=failure)
+        original_ms = sum(comparison.original_ms or 0.0 for comparison in found)
+        candidate_ms = sum(comparison.candidate_ms or 0.0 for comparison in found)
+        if not candidate_ms:  # untimed
+            return Verdict(keep=True)
+        measured = (
+            f"{original_ms / candidate_ms:.2f}x the speed here ({original_ms:.1f} → {candidate_ms:.1f} ms a pass)"
+        )
+        return Verdict(keep=candidate_ms <= NOT_SLOWER * original_ms, reason=measured)
+
+    def _is_in_force(self) -> bool:
+        return any(weight.is_applied for weight in self._weights)
+
+    def strides(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        """For every weight in another layout than the user's: the strides that the user's has."""
+        return {p: stride for weight in self._weights for p, stride in weight.strides.items()}
+
+    @override
+    def settled(self) -> None:
+        if self._optimizers is not None:
+            self._optimizers.match()
+
+    @override
+    def close(self) -> None:
+        if self._optimizers is not None:
+            self._optimizers.match()
+            self._optimizers.close()
+            self._optimizers = None
+
+
+def _contiguous(data: Any) -> Any:
+    return map_tensors(lambda t: t.contiguous() if t.layout == torch.strided else t, data)
+
+
+def _on_contiguous(forward: Forward) -> Forward:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _contiguous((args, kwargs))
+        return forward(*args, **kwargs)
+
+    return call
+
+
+def _roots(model: nn.Module, weights: Iterable[WeightLayout]) -> list[nn.Module]:
+    """The outermost modules that are called and hold convolutions: a trial of each covers all that happens between.
+
+    ``model`` itself is one only if it holds convolutions directly; then those count too, in case its training step
+    calls them without its ``forward``.
+    """
+    sites = [weight.site for weight in weights]
+    roots = [model] if any("." not in site for site in sites) else []
+    parts = [model]
+    while parts:
+        part = parts.pop()
+        for child in part.children():
+            if not any(isinstance(m, _CONVOLUTIONS[4] + _CONVOLUTIONS[5]) for m in child.modules()):
+                continue
+            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                parts.append(child)
+            else:
+                roots.append(child)
+    return list(dict.fromkeys(roots))

@@ -1,0 +1,26 @@
+"""Tensors wherever they sit: in tuples, lists, dicts, namedtuples, dataclasses, nested as a user's batch may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
+    """``data`` with every tensor replaced by ``function(tensor)``; frozen dataclasses and unknown objects stay."""
+    return apply_to_collection(data, dtype=Tensor, function=function, allow_frozen=True)
+
+
+def tensors_in(data: Any) -> list[Tensor]:
+    """Every tensor in ``data``, in the order of its structure."""
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(collect, data)
+    return found

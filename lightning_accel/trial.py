@@ -1,0 +1,326 @@
+"""Trials: the original against a candidate, on the user's own first input. Same numbers? Not slower?
+
+A trial leaves no trace in the run: random streams, buffers, gradients and dispatch modes are as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_accel.tree import map_tensors, tensors_in
+
+ORACLE_SAMPLES = 4
+ORACLE_MAX_BYTES = 2 << 30
+ERROR_FACTOR = 8  # Winograd convolutions are off by that much more than direct ones, and nobody calls them wrong
+TIMED_PAIRS = (1, 3, 15)  # at least, enough when they take TIMED_S, at most
+TIMED_S = 1.0
+NOT_SLOWER = 1.02  # a median this close to the original's is a tie: the clocks of shared machines tell no more
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One side of a trial.
+
+    Attributes:
+        call: The computation, called with the site's own arguments.
+        state: Entered around it, untimed: whatever makes the model ready for this side.
+    """
+
+    call: Callable[..., Any]
+    state: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What a trial measured.
+
+    Attributes:
+        failure: What the candidate raised, or how its numbers differ; empty when they agree.
+        error: The candidate's largest relative error, against the oracle where there is one.
+        allowed_error: What the original's own error in the same dtype allows.
+        original_ms: Median milliseconds of the original, forward and backward; None untimed.
+        candidate_ms: The candidate's.
+        left_behind: Buffers and attributes that the forward pass changed (and the trial restored).
+    """
+
+    failure: str = ""
+    error: float = 0.0
+    allowed_error: float = 0.0
+    original_ms: float | None = None
+    candidate_ms: float | None = None
+    left_behind: tuple[str, ...] = ()
+
+
+@dataclass
+class Trial:
+    """Two ways to compute one module, on one set of arguments.
+
+    Attributes:
+        module: The module at the site.
+        args: Its positional arguments, as the user's code passed them.
+        kwargs: Its keyword arguments.
+        with_gradients: Whether to compare and time the backward pass too.
+        samples: How many samples of the batch the oracle sees, so that it never exhausts the memory; None: all.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    with_gradients: bool = True
+    samples: int | None = ORACLE_SAMPLES
+
+    def numbers(self, original: Contender, candidate: Contender, *, with_oracle: bool = True) -> Comparison:
+        """Compares outputs and, ``with_gradients``, the gradients of inputs and parameters.
+
+        The oracle is the original in float64, without autocast, on a few samples: the candidate may be off by a small
+        multiple of what the original is off in the run's own dtype. Without one (``with_oracle=False``, or the module
+        cannot be copied) the two must agree to the rounding of that dtype.
+        """
+        try:
+            with isolated(self.module) as left_behind, dropout_off(self.module) if with_oracle else nullcontext():
+                with torch.random.fork_rng(devices=_cuda_devices(self.module)), original.state():
+                    args, kwargs = self._samples(original.call) if with_oracle else (self.args, self.kwargs)
+                    oracle = self._oracle(args, kwargs) if with_oracle else None
+                with torch.random.fork_rng(devices=_cuda_devices(self.module)), original.state():
+                    expected = self._run(original.call, args, kwargs)
+                with candidate.state():
+                    actual = self._run(candidate.call, args, kwargs)
+        except Exception as error:
+            return Comparison(failure=f"failed in its trial: {_one_line(error)}")
+        if [t.shape for t in actual] != [t.shape for t in expected]:
+            return Comparison(failure="returns tensors of other shapes than the original")
+        rounding = max((torch.finfo(tensor.dtype).eps for tensor in expected), default=0.0)
+        if oracle is not None and len(oracle) == len(expected):
+            allowed = ERROR_FACTOR * relative_error(expected, oracle) + rounding
+            error_found = relative_error(actual, oracle)
+        else:
+            allowed, error_found = ERROR_FACTOR * rounding, relative_error(actual, expected)
+        agrees = error_found <= allowed
+        failure = (
+            ""
+            if agrees
+            else f"other numbers than the original: relative error {error_found:.1e}, allowed {allowed:.1e}"
+        )
+        return Comparison(failure=failure, error=error_found, allowed_error=allowed, left_behind=tuple(left_behind))
+
+    def time(self, original: Contender, candidate: Contender) -> Comparison:
+        """Times both, forward and backward, interleaved after a warm-up of each. Medians, in milliseconds."""
+        try:
+            with isolated(self.module):
+                least, enough, most = TIMED_PAIRS
+                spent: dict[str, list[float]] = {"original": [], "candidate": []}
+                for pair in range(1 + most):
+                    for name, side in (("original", original), ("candidate", candidate)):
+                        with side.state():
+                            seconds = self._timed(side.call)
+                        if pair > 0:
+                            spent[name].append(seconds)
+                    total = sum(map(sum, spent.values()))
+                    if pair >= (least if total > 5 * TIMED_S else enough) and total > TIMED_S:
+                        break
+        except Exception as error:
+            return Comparison(failure=f"failed in its trial: {_one_line(error)}")
+        return Comparison(
+            original_ms=1e3 * statistics.median(spent["original"]),
+            candidate_ms=1e3 * statistics.median(spent["candidate"]),
+        )
+
+    def _timed(self, call: Callable[..., Any]) -> float:
+        synchronize(self.module)
+        start = time.perf_counter()
+        self._run(call, self.args, self.kwargs)
+        synchronize(self.module)
+        return time.perf_counter() - start
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+        """Outputs, then gradients of inputs and parameters: floating-point tensors only, detached."""
+        if not self.with_gradients:
+            with torch.no_grad():
+                return [t for t in tensors_in(call(*args, **kwargs)) if t.is_floating_point()]
+        with torch.enable_grad():
+            args, kwargs = map_tensors(_fresh_leaf, (args, kwargs))
+            outputs = [t for t in tensors_in(call(*args, **kwargs)) if t.is_floating_point()]
+            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+            wanted = inputs + [p for p in self.module.parameters() if p.requires_grad]
+            differentiable = [t for t in outputs if t.requires_grad]
+            if not differentiable or not wanted:
+                return [t.detach() for t in outputs]
+            cotangents = [_cotangent(t) for t in differentiable]
+            gradients = torch.autograd.grad(differentiable, wanted, cotangents, allow_unused=True)
+        # An unused input has no gradient; zeros keep the two sides' lists in step.
+        filled = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients, wanted, strict=True)]
+        return [t.detach() for t in outputs] + filled
+
+    def _samples(self, call: Callable[..., Any]) -> tuple[Any, Any]:
+        if self.samples is None:
+            return self.args, self.kwargs
+        tensors = [t for t in tensors_in((self.args, self.kwargs)) if t.dim() > 0]
+        batch_size = tensors[0].shape[0] if tensors else 0
+
+        def take(tensor: Tensor) -> Tensor:
+            is_batched = tensor.dim() > 0 and tensor.shape[0] == batch_size
+            return tensor[: self.samples] if is_batched else tensor
+
+        sliced: tuple[Any, Any] = map_tensors(take, (self.args, self.kwargs))
+        try:
+            with torch.no_grad():
+                call(*sliced[0], **sliced[1])
+        except Exception:  # a module that wants its whole batch: (T, B, D) inputs, masks of the batch's size
+            return self.args, self.kwargs
+        return sliced
+
+    def _oracle(self, args: Any, kwargs: Any) -> list[Tensor] | None:
+        if sum(p.numel() * 8 for p in self.module.parameters()) > ORACLE_MAX_BYTES:
+            return None
+        try:
+            reference = copy.deepcopy(self.module).to(torch.float64)
+            vars(reference).pop("forward", None)
+            args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
+            device_type = _device(self.module).type
+            with torch.autocast(device_type, enabled=False):
+                return Trial(reference, args, kwargs, self.with_gradients)._run(reference.forward, args, kwargs)
+        except Exception:  # not every module can be copied, or has float64 kernels: the plain comparison remains
+            return None
+
+
+def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest norm of a difference over the norm of the expected tensor; infinite for NaN where none belongs.
+
+    A tensor whose true value is zero but for rounding (the bias before a batch norm has such a gradient) is measured
+    against a hundredth of the largest tensor's norm.
+    """
+    norms = [float(torch.linalg.vector_norm(t.double())) for t in expected]
+    finite = [norm for norm in norms if norm == norm and norm != float("inf")]
+    floor = max(finite, default=0.0) / 100
+    worst = 0.0
+    for got, want, norm in zip(actual, expected, norms, strict=True):
+        same_non_finite = torch.equal(torch.isfinite(got), torch.isfinite(want))
+        if not same_non_finite:
+            return float("inf")
+        difference = torch.nan_to_num(got.double() - want.double(), nan=0.0, posinf=0.0, neginf=0.0)
+        off = float(torch.linalg.vector_norm(difference))
+        if off:
+            worst = max(worst, off / max(norm if norm == norm else 0.0, floor, 1e-300))
+    return worst
+
+
+@contextmanager
+def isolated(module: nn.Module) -> Iterator[list[str]]:
+    """Leaves random streams, buffers, plain attributes and the active dispatch modes as they were found.
+
+    Yields:
+        A list that holds, once the context is left, the names of what was found changed and restored.
+    """
+    snapshot = Snapshot(module)
+    changed: list[str] = []
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(module)))
+        # Someone may be counting FLOPs or watching storages, or (a checkpoint around this module) counting what is
+        # saved for backward: a trial is none of their business.
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved))
+        try:
+            yield changed
+        finally:
+            changed += snapshot.restore()
+
+
+class Snapshot:
+    """What a module's forward pass may change besides its result: buffers, attributes, lists and dicts it fills."""
+
+    _OWN = frozenset(vars(nn.Module())) | {"forward", "track_running_stats"}
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = dict(module.named_modules())
+        self._buffers = {n: (b, b._version, b.detach().clone()) for n, b in module.named_buffers()}
+        self._attributes = {n: self._attributes_of(m) for n, m in self._modules.items()}
+
+    def restore(self) -> list[str]:
+        """Puts everything back, and names what had changed."""
+        changed = []
+        with torch.no_grad():
+            for name, (buffer, version, value) in self._buffers.items():
+                if buffer._version != version:
+                    changed.append(name)
+                    buffer.copy_(value)
+        for prefix, module in self._modules.items():
+            for name in self._restore_attributes(module, self._attributes[prefix]):
+                changed.append(f"{prefix}.{name}" if prefix else name)
+        return changed
+
+    @classmethod
+    def _attributes_of(cls, module: nn.Module) -> dict[str, tuple[Any, Any]]:
+        return {
+            name: (value, copy.copy(value) if isinstance(value, list | dict | set) else None)
+            for name, value in vars(module).items()
+            if name not in cls._OWN
+        }
+
+    @classmethod
+    def _restore_attributes(cls, module: nn.Module, before: dict[str, tuple[Any, Any]]) -> Iterator[str]:
+        now = vars(module)
+        for name in [name for name in now if name not in before and name not in cls._OWN]:
+            del now[name]
+            yield name
+        for name, (value, contents) in before.items():
+            if now.get(name) is not value:
+                now[name] = value
+                yield name
+            elif isinstance(value, list | dict | set) and len(contents) != len(value):
+                value.clear()
+                value.extend(contents) if isinstance(value, list) else value.update(contents)
+                yield name
+
+
+@contextmanager
+def dropout_off(module: nn.Module) -> Iterator[None]:
+    """Switches the dropout modules inside ``module`` off: two sides can only be compared without it."""
+    active = [m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+    for dropout in active:
+        dropout.training = False
+    try:
+        yield
+    finally:
+        for dropout in active:
+            dropout.training = True
+
+
+def synchronize(module: nn.Module) -> None:
+    """Waits for the module's device, where it computes behind the caller's back."""
+    device = _device(module)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _cuda_devices(module: nn.Module) -> list[torch.device]:
+    device = _device(module)
+    return [device] if device.type == "cuda" else []
+
+
+def _fresh_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _cotangent(output: Tensor) -> Tensor:
+    # Drawn in float64 and rounded, so that every dtype is asked for the gradient in the same direction.
+    generator = torch.Generator().manual_seed(output.numel())
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Finds the repeated blocks of a model: the transformer layers, the residual blocks. Checkpointing and compilation work on them."""
+"""Finds the repeated blocks of a model, its transformer layers or residual blocks: the units of other techniques."""
 
 from __future__ import annotations
 

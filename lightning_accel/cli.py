@@ -17,12 +17,14 @@ from lightning_accel.plan import Plan, nearest
 from lightning_accel.plugin import AccelPlugin
 
 _JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35")
-# The ways in which jsonargparse says that it does not know a key: in a section, in init_args, on the command line.
+# The ways in which jsonargparse says that it does not know a key: in a section, in one behind a subcommand (with the
+# section's name before it), in init_args, on the command line.
 _UNKNOWN_KEY = re.compile(r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'")
+_UNKNOWN_PATH = re.compile(r"Subcommand '[^']+' does not accept option '(?P<key>[^']+)'")
 _UNKNOWN_INIT_ARG = re.compile(
     r"class_path 'lightning_accel\.[^']*AccelPlugin':\s+Option '(?P<key>[^']+)' is not accepted"
 )
-_UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<flag>[^\s=]+)")
+_UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)")
 
 
 class AccelArgumentParser(LightningArgumentParser):
@@ -115,8 +117,8 @@ def _hint(message: str, names: list[str]) -> str:
         # Far up in a message of fifty lines: named again where the eye falls.
         settings = [field.name for field in fields(Plan)]
         return f"\nAccelPlugin has no argument {unknown['key']!r}{nearest(unknown['key'], settings)}"
-    if unknown := _UNKNOWN_FLAG.search(message):
-        return nearest(unknown["flag"], names)
+    if unknown := _UNKNOWN_PATH.search(message) or _UNKNOWN_FLAG.search(message):
+        return nearest(unknown["key"], names)
     return ""
 
 

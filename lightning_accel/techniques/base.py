@@ -86,7 +86,7 @@ class Technique:
         return _no_trial(patches)
 
     def step(self, stage: str) -> AbstractContextManager[Any]:
-        """Around forward (and loss) of every step; ``stage`` is ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        """Around forward and loss of every step of a stage: ``"train"``, ``"validate"``, ``"test"``, ``"predict"``."""
         return nullcontext()
 
     def batch(self, batch: Any) -> Any:

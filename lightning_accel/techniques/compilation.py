@@ -147,8 +147,9 @@ class Compilation(Technique):
             return Verdict(keep=False, reason=found.failure)
         assert found.original_ms is not None
         assert found.candidate_ms is not None
-        speed = f"{found.original_ms / found.candidate_ms:.2f}x the speed here ({found.original_ms:.2f} → {found.candidate_ms:.2f} ms)"
-        return Verdict(keep=found.candidate_ms * NOT_SLOWER < found.original_ms, reason=speed)
+        before, after = found.original_ms, found.candidate_ms
+        speed = f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms)"
+        return Verdict(keep=after * NOT_SLOWER < before, reason=speed)
 
 
 @contextmanager

@@ -27,23 +27,12 @@ from lightning_accel.trial import Contender, Trial
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 # Operators whose results selective checkpointing keeps, by name: not every build of torch has every one.
-_DEAR = [
-    "mm",
-    "bmm",
-    "addmm",
-    "baddbmm",
-    "addbmm",
-    "convolution",
-    "_scaled_mm",
-    "_grouped_mm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
-]
+_DEAR = (
+    *("mm", "bmm", "addmm", "baddbmm", "addbmm", "convolution", "_scaled_mm", "_grouped_mm"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward"),
+)
 
 
 def checkpoint_block(site: str, block: nn.Module, plan: CheckpointingPlan) -> MethodPatch:

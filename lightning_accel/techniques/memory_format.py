@@ -57,9 +57,9 @@ def _why_not(convolution: nn.Module) -> str | None:
     for parameter in convolution.parameters():
         if is_lazy(parameter):
             return "its weight is lazy, made at the first forward pass"
-        kind: type = type(parameter.data)
-        if kind is not Tensor:
-            return f"its weight is a {kind.__name__}, whose layout is not ours to change"
+        kind = type(parameter.data).__name__
+        if kind != "Tensor":
+            return f"its weight is a {kind}, whose layout is not ours to change"
         if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
             return "its weight is shared with other processes"
         if parameter.dim() in FORMAT_NAMES and parameter.untyped_storage().nbytes() != parameter.nbytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -111,8 +112,7 @@ class EnergyMeter:
             # By its UUID: NVML knows nothing of CUDA_VISIBLE_DEVICES.
             uuid = torch.cuda.get_device_properties(device).uuid
             meter = cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
-            meter._read_j()
-        except Exception:  # no pynvml, no driver, no permission, no counter: the metric is left out
+        except Exception:  # no pynvml, no driver, no permission: the metric is left out
             return None
         return meter
 
@@ -129,7 +129,7 @@ class EnergyMeter:
             self._began_j = None
 
     def joules(self) -> float:
-        """Spent since :meth:`restart`, pauses taken out."""
+        """Spent since :meth:`restart`, pauses taken out; NaN where the counter cannot be read."""
         self.pause()
         return self._spent_j
 
@@ -137,4 +137,7 @@ class EnergyMeter:
         self._nvml.nvmlShutdown()
 
     def _read_j(self) -> float:
-        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+        try:
+            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+        except Exception:  # an older card, or one that has been taken away: no reason to end the user's run
+            return math.nan

@@ -33,8 +33,8 @@ class SampleCounter:
         if self._read is not None:
             try:
                 return self._read(batch)
-            except (LookupError, AttributeError, TypeError):
-                self._read = None  # a batch of another shape: search again
+            except Exception:  # a batch of another build: search again
+                self._read = None
         return self._search(batch)
 
     def _search(self, batch: Any) -> int | None:
@@ -42,9 +42,13 @@ class SampleCounter:
             return 0  # Lightning skips such a batch
         if type(batch) is self._unknown_type:
             return None
-        self._read = size_reader(batch)
-        if self._read is not None:
-            return self._read(batch)
+        try:
+            if (read := size_reader(batch)) is not None:
+                samples = read(batch)
+                self._read = read
+                return samples
+        except Exception:  # an object whose attributes raise: its samples are unknown, and the run goes on
+            pass
         if self._unknown_type is None:
             self._on_unknown(batch)
         self._unknown_type = type(batch)

@@ -1,0 +1,178 @@
+"""The clock, the meters and the counters of one fit, and how they are read at the end of an epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_accel.callbacks._clocks import StepClock, clock_for
+from lightning_accel.callbacks._epoch import EpochSpeed, RankEpoch, put_together
+from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
+from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib, memory_meter_for
+from lightning_accel.callbacks._samples import SampleCounter
+from lightning_accel.patch import MethodPatch, PatchSet
+
+
+class FitInstruments:
+    """Everything that measures during one fit.
+
+    Attributes:
+        clock: Told of every fetch and step.
+        flops: Counts one of the steps.
+    """
+
+    _FIRST_COUNTED_STEP = 3
+
+    def __init__(self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None) -> None:
+        self._trainer = trainer
+        self._device = trainer.strategy.root_device
+        self._steps = 0
+        self._has_unknown_samples = False
+        self._skipped_before = self._skipped_steps()
+        self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
+        self._memory = memory_meter_for(self._device)
+        self._energy = EnergyMeter.open(self._device)
+        self._peak_flops = peak_flops_per_sec(self._device, str(trainer.precision))
+        self.clock = clock_for(self._device)
+        self.flops = FlopMeter()
+        self._fetch_hooks = _time_fetches(trainer, self.clock)
+
+    def restart(self) -> None:
+        self.flops.close()
+        self.clock.restart()
+        self._memory.restart()
+        self._has_unknown_samples = False
+        if self._energy is not None:
+            self._energy.restart()
+
+    def pause(self) -> None:
+        self.clock.pause()
+        if self._energy is not None:
+            self._energy.pause()
+
+    def resume(self) -> None:
+        if self._energy is not None:
+            self._energy.resume()
+
+    def count_flops_if_time(self, batch_idx: int) -> None:
+        is_time = self._steps + 1 >= self._FIRST_COUNTED_STEP or self._is_last_chance(batch_idx)
+        if is_time and has_room_for_eager_step(self._trainer.lightning_module, self._device):
+            self.flops.open()
+
+    def step_ended(self, batch: Any) -> None:
+        is_counted = self.flops.is_open
+        if is_counted:
+            self.flops.close(keep=True)
+        samples = self._samples.count(batch)
+        if samples is None:
+            self._has_unknown_samples = True
+        self.clock.step_ended(samples or 0, is_apart=is_counted)
+        self._steps += 1
+
+    def measure(self) -> EpochSpeed | None:
+        """The epoch that has ended, over all ranks. A collective call; None when there was no step."""
+        self.flops.close()
+        self.clock.settle()
+        timed, apart = self.clock.timed, self.clock.apart
+        rated = timed if timed.step_ms else apart
+        steps, seconds = len(rated.step_ms), rated.train_ms / 1e3
+        skipped, self._skipped_before = self._skipped_steps() - self._skipped_before, self._skipped_steps()
+        rank = RankEpoch(
+            steps=len(timed.step_ms) + len(apart.step_ms),
+            samples=math.nan if self._has_unknown_samples else timed.samples + apart.samples,
+            train_seconds=seconds,
+            samples_per_sec=math.nan if self._has_unknown_samples else _per(rated.samples, seconds),
+            steps_per_sec=_per(steps, seconds),
+            data_wait_frac=_per(rated.wait_ms, rated.train_ms) if len(self._fetch_hooks) else math.nan,
+            peak_memory_mib=self._memory.peak_mib(),
+            host_rss_mib=host_rss_mib(),
+            flops_per_step=math.nan if self.flops.flops is None else self.flops.flops,
+            peak_flops=math.nan if self._peak_flops is None else self._peak_flops,
+            loss_scale=self._loss_scale(),
+            skipped_steps=skipped,
+            energy_j=math.nan if self._energy is None else self._energy.joules(),
+            step_ms=rated.step_ms,
+        )
+        return put_together(
+            rank,
+            self._device,
+            epoch=self._trainer.current_epoch,
+            world_size=self._trainer.world_size,
+            peak_memory_source=self._memory.source,
+        )
+
+    def close(self) -> None:
+        self.flops.close()
+        self._fetch_hooks.undo()
+        if self._energy is not None:
+            self._energy.close()
+
+    def _is_last_chance(self, batch_idx: int) -> bool:
+        """Whether no step is to follow, and this one is the user's own: AccelPlugin's early steps hold its trials."""
+        trainer = self._trainer
+        if any(kind.__module__.startswith("lightning_accel.") for kind in type(trainer.precision_plugin).__mro__):
+            return False
+        ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or (
+            batch_idx + 1 >= trainer.num_training_batches
+        )
+        max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
+        is_last_epoch = max_epochs != -1 and trainer.current_epoch + 1 >= max_epochs
+        is_last_step = trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps
+        return (ends_epoch and is_last_epoch) or is_last_step
+
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None
+
+    def _loss_scale(self) -> float:
+        scaler = self._scaler()
+        return math.nan if scaler is None else float(scaler.get_scale())
+
+    def _skipped_steps(self) -> float:
+        return float(getattr(self._scaler(), "skipped_steps", math.nan))
+
+
+def _time_fetches(trainer: Trainer, clock: StepClock) -> PatchSet:
+    """Has ``clock`` told when the train dataloader is asked for a batch, and when it has given one.
+
+    The training loop calls these two methods around every ``next``, for the profiler. Where they are missing nothing
+    is patched: the wait is then part of the gaps between the steps, and only ``data_wait_frac`` is lost.
+    """
+
+    def began_before(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_before_fetch(loop: Any) -> None:
+            clock.fetch_began()
+            original(loop)
+
+        return on_before_fetch
+
+    def ended_after(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_after_fetch(loop: Any) -> None:
+            original(loop)
+            clock.fetch_ended()
+
+        return on_after_fetch
+
+    loop = trainer.fit_loop.epoch_loop
+    hooks = {"_on_before_fetch": began_before, "_on_after_fetch": ended_after}
+    if not all(hasattr(loop, name) for name in hooks):
+        return PatchSet()
+    patches = PatchSet(MethodPatch(name, "timed", loop, name, wrap) for name, wrap in hooks.items())
+    patches.apply()
+    return patches
+
+
+def _per(amount: float, total: float) -> float:
+    return amount / total if total > 0 else 0.0
+
+
+def _say_samples_unknown(batch: Any) -> None:
+    rank_zero_info(
+        f"SpeedMemoryLogger: a batch of type {type(batch).__name__} does not tell how many samples it holds, so"
+        " samples_per_sec is left out. Give SpeedMemoryLogger(batch_size_fn=...) to have it."
+    )

@@ -1,0 +1,236 @@
+"""Clocks: what counts as step, wait and gap. The device is simulated: its timeline is exact, and it counts syncs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_accel.callbacks import _clocks
+from lightning_accel.callbacks._clocks import EventClock, HostClock, StepClock
+
+
+class SimulatedDevice:
+    """A queue that works behind the host's back, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.host_ms = 0.0
+        self.free_at_ms = 0.0
+        self.synchronisations = 0
+        self.events = 0
+
+    def launch(self, work_ms: float) -> None:
+        self.free_at_ms = max(self.host_ms, self.free_at_ms) + work_ms
+
+    def new_event(self) -> SimulatedEvent:
+        self.events += 1
+        return SimulatedEvent(self)
+
+
+class SimulatedEvent:
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+        self.at_ms = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.device.launch(0.0)
+        self.at_ms = self.device.free_at_ms
+
+    def query(self) -> bool:
+        return self.at_ms <= self.device.host_ms
+
+    def synchronize(self) -> None:
+        self.device.synchronisations += 1
+        self.device.host_ms = max(self.device.host_ms, self.at_ms)
+
+    def elapsed_time(self, end: SimulatedEvent) -> float:
+        assert self.query(), "not reached yet: CUDA raises here"
+        assert end.query(), "not reached yet: CUDA raises here"
+        return end.at_ms - self.at_ms
+
+
+def train(clock: EventClock, device: SimulatedDevice, *, steps: int, fetch_ms: float, work_ms: float) -> None:
+    for _ in range(steps):
+        clock.fetch_began()
+        device.host_ms += fetch_ms
+        clock.fetch_ended()
+        clock.step_began()
+        device.launch(work_ms)
+        clock.step_ended(samples=4)
+
+
+@pytest.fixture
+def device() -> SimulatedDevice:
+    return SimulatedDevice()
+
+
+@pytest.fixture
+def clock(device: SimulatedDevice) -> EventClock:
+    return EventClock(device.new_event)
+
+
+def test_a_fetch_while_the_device_is_busy_costs_no_wait(clock: EventClock, device: SimulatedDevice) -> None:
+    train(clock, device, steps=10, fetch_ms=2, work_ms=10)
+    clock.settle()
+    assert clock.timed.wait_ms == 2  # the very first; the others hide behind the device's work
+    assert list(clock.timed.step_ms) == [10] * 10
+    assert clock.timed.samples == 40
+
+
+def test_the_wait_is_what_the_device_waited(clock: EventClock, device: SimulatedDevice) -> None:
+    train(clock, device, steps=10, fetch_ms=20, work_ms=5)
+    clock.settle()
+    assert clock.timed.wait_ms == 20 + 9 * 15
+    assert list(clock.timed.step_ms) == [5] * 10
+    assert clock.timed.train_ms == 10 * 20 + 5
+
+
+def test_the_device_is_synchronised_once_and_at_the_end(clock: EventClock, device: SimulatedDevice) -> None:
+    train(clock, device, steps=50, fetch_ms=1, work_ms=3)
+    assert device.synchronisations == 0
+    clock.settle()
+    assert device.synchronisations == 1
+
+
+def test_a_long_epoch_reuses_its_events(clock: EventClock, device: SimulatedDevice) -> None:
+    train(clock, device, steps=10_000, fetch_ms=5, work_ms=5)
+    assert device.events < 20
+
+
+def test_events_are_reused_in_the_next_epoch(clock: EventClock, device: SimulatedDevice) -> None:
+    for _ in range(5):
+        clock.restart()
+        train(clock, device, steps=20, fetch_ms=0, work_ms=5)
+        clock.settle()
+    assert device.events < 70
+    assert len(clock.timed.step_ms) == 20
+
+
+def test_a_paused_gap_is_not_training_time(clock: EventClock, device: SimulatedDevice) -> None:
+    train(clock, device, steps=2, fetch_ms=0, work_ms=5)
+    clock.pause()
+    device.launch(1000)  # validation
+    train(clock, device, steps=2, fetch_ms=0, work_ms=5)
+    clock.settle()
+    assert clock.timed.train_ms == 20
+
+
+def test_an_ordinary_gap_is_training_time_and_neither_step_nor_wait(clock: EventClock, device: SimulatedDevice) -> None:
+    train(clock, device, steps=1, fetch_ms=0, work_ms=5)
+    device.host_ms += 12  # a logger's write: the device is idle for 7 of them
+    train(clock, device, steps=1, fetch_ms=0, work_ms=5)
+    clock.settle()
+    assert clock.timed.train_ms == 17
+    assert clock.timed.wait_ms == 0
+    assert list(clock.timed.step_ms) == [5, 5]
+
+
+def test_a_fetch_inside_the_step_is_wait(clock: EventClock, device: SimulatedDevice) -> None:
+    clock.step_began()
+    clock.fetch_began()
+    device.host_ms += 30
+    clock.fetch_ended()
+    device.launch(5)
+    clock.step_ended(samples=1)
+    clock.settle()
+    assert (clock.timed.wait_ms, list(clock.timed.step_ms)) == (30, [5])
+
+
+def test_a_step_set_apart_is_in_its_own_tally(clock: EventClock, device: SimulatedDevice) -> None:
+    train(clock, device, steps=2, fetch_ms=0, work_ms=5)
+    clock.step_began()
+    device.launch(500)
+    clock.step_ended(samples=4, is_apart=True)
+    clock.settle()
+    assert list(clock.timed.step_ms) == [5, 5]
+    assert list(clock.apart.step_ms) == [500]
+
+
+def test_an_abandoned_step_leaves_no_trace(clock: EventClock, device: SimulatedDevice) -> None:
+    train(clock, device, steps=1, fetch_ms=0, work_ms=5)
+    clock.fetch_began()
+    clock.fetch_ended()
+    clock.restart()
+    train(clock, device, steps=1, fetch_ms=0, work_ms=7)
+    clock.settle()
+    assert list(clock.timed.step_ms) == [7]
+
+
+@pytest.fixture
+def host_ms(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The host clock's time, in a list to be written to."""
+    now = [0.0]
+    monkeypatch.setattr(_clocks.time, "perf_counter_ns", lambda: int(now[0] * 1e6))
+    return now
+
+
+def run_on_host(clock: StepClock, host_ms: list[float], *parts: tuple[str, float]) -> None:
+    for part, took_ms in parts:
+        if part == "fetch":
+            clock.fetch_began()
+            host_ms[0] += took_ms
+            clock.fetch_ended()
+        elif part == "step":
+            clock.step_began()
+            host_ms[0] += took_ms
+            clock.step_ended(samples=2)
+        elif part == "pause":
+            clock.pause()
+            host_ms[0] += took_ms
+        else:
+            host_ms[0] += took_ms
+
+
+def test_the_host_clock_tells_wait_step_and_gap_apart(host_ms: list[float]) -> None:
+    clock = HostClock()
+    run_on_host(clock, host_ms, ("fetch", 3), ("step", 10), ("gap", 1), ("fetch", 4), ("step", 20), ("pause", 500))
+    run_on_host(clock, host_ms, ("fetch", 0), ("step", 30))
+    assert list(clock.timed.step_ms) == pytest.approx([10, 20, 30])
+    assert clock.timed.wait_ms == pytest.approx(7)
+    assert clock.timed.train_ms == pytest.approx(68)
+
+
+def test_two_fetches_before_a_step_are_both_wait(host_ms: list[float]) -> None:
+    clock = HostClock()
+    run_on_host(clock, host_ms, ("fetch", 3), ("fetch", 4), ("step", 10))
+    assert clock.timed.wait_ms == pytest.approx(7)
+    assert list(clock.timed.step_ms) == pytest.approx([10])
+
+
+def test_without_fetch_marks_the_wait_is_part_of_the_gap(host_ms: list[float]) -> None:
+    clock = HostClock()
+    run_on_host(clock, host_ms, ("step", 10), ("gap", 5), ("step", 10))
+    assert clock.timed.train_ms == pytest.approx(25)
+    assert clock.timed.wait_ms == 0
+
+
+def test_a_pause_within_a_cycle_does_nothing(host_ms: list[float]) -> None:
+    """``trainer.save_checkpoint`` called from ``training_step``: part of the user's step."""
+    clock = HostClock()
+    run_on_host(clock, host_ms, ("fetch", 3), ("pause", 5), ("step", 10))
+    assert clock.timed.train_ms == pytest.approx(18)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*[Ss]ynchronization debug mode is a prototype")
+def test_cuda_events_time_the_device_without_synchronising() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    clock = EventClock.for_cuda(device)
+    x = torch.randn(2048, 2048, device=device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            clock.fetch_began()
+            clock.fetch_ended()
+            clock.step_began()
+            for _ in range(10):
+                x @ x
+            clock.step_ended(samples=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    clock.settle()
+    assert len(clock.timed.step_ms) == 20
+    assert all(step_ms > 0 for step_ms in clock.timed.step_ms)
+    assert clock.timed.wait_ms < clock.timed.train_ms

@@ -1,0 +1,69 @@
+"""Energy and memory meters, against books that are simulated."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_accel.callbacks._meters import EnergyMeter, LinuxProcessMemory, MemoryMeter, memory_meter_for
+
+
+class SimulatedCard:
+    """Stands for the module ``pynvml``; its counter is in millijoules."""
+
+    def __init__(self) -> None:
+        self.spent_mj = 1_000_000.0
+        self.is_there = True
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> float:  # noqa: N802
+        if not self.is_there:
+            raise RuntimeError("NVML: not supported")
+        return self.spent_mj
+
+
+@pytest.fixture
+def card() -> SimulatedCard:
+    return SimulatedCard()
+
+
+@pytest.fixture
+def meter(card: SimulatedCard) -> EnergyMeter:
+    return EnergyMeter(card, "a handle")
+
+
+def test_energy_is_counted_from_the_restart(meter: EnergyMeter, card: SimulatedCard) -> None:
+    for _ in range(2):
+        meter.restart()
+        card.spent_mj += 5_000
+        assert meter.joules() == 5
+
+
+def test_energy_of_a_pause_is_left_out(meter: EnergyMeter, card: SimulatedCard) -> None:
+    meter.restart()
+    card.spent_mj += 5_000
+    meter.pause()
+    card.spent_mj += 80_000
+    meter.resume()
+    card.spent_mj += 2_000
+    assert meter.joules() == 7
+
+
+def test_energy_is_unknown_once_the_card_does_not_answer(meter: EnergyMeter, card: SimulatedCard) -> None:
+    meter.restart()
+    card.is_there = False
+    assert math.isnan(meter.joules())
+
+
+def test_a_cpu_has_no_energy_counter() -> None:
+    assert EnergyMeter.open(torch.device("cpu")) is None
+
+
+def test_a_process_that_may_not_reset_its_mark_says_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LinuxProcessMemory, "is_permitted", lambda: False)
+    meter = memory_meter_for(torch.device("cpu"))
+    assert type(meter) is MemoryMeter
+    assert meter.source == "process high-water mark since its start"
+    meter.restart()
+    assert meter.peak_mib() > 10

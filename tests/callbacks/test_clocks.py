@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,7 +162,7 @@ def test_an_abandoned_step_leaves_no_trace(clock: EventClock, device: SimulatedD
 def host_ms(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The host clock's time, in a list to be written to."""
     now = [0.0]
-    monkeypatch.setattr(_clocks.time, "perf_counter_ns", lambda: int(now[0] * 1e6))
+    monkeypatch.setattr(_clocks, "time", SimpleNamespace(perf_counter_ns=lambda: int(now[0] * 1e6)))
     return now
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch._dynamo.config
+import torch._inductor
 from torch import nn
 from typing_extensions import override
 
@@ -22,14 +23,19 @@ from lightning_accel.trial import NOT_SLOWER, Contender, Trial
 class CompilePatch(Patch):
     """Compiles a module's call in place: no wrapper, so names and ``state_dict`` keys stay."""
 
-    def __init__(self, site: str, block: nn.Module, mode: str | None) -> None:
-        super().__init__(site, f"call → compiled{f' ({mode})' if mode else ''}")
+    def __init__(self, site: str, block: nn.Module, mode: str, *, eager_random: bool) -> None:
+        super().__init__(site, "call → compiled" + (f" ({mode})" if mode != "default" else ""))
         self.block = block
-        self._mode = mode
+        self.eager_random = eager_random
+        self._options = torch._inductor.list_mode_options(mode)
+        if eager_random:
+            # Dropout draws what it would draw eagerly, so that a compiled run has the numbers of a plain one. On a
+            # GPU the compiler's own generator is most of what compiling a dropout gains.
+            self._options["fallback_random"] = True
 
     @override
     def _apply(self) -> None:
-        self.block.compile(mode=self._mode)
+        self.block.compile(options=self._options)
 
     @override
     def _undo(self) -> None:
@@ -49,7 +55,7 @@ class Compilation(Technique):
     def __init__(self, setting: CompileSetting | bool, *, verify: bool = True) -> None:
         self._must_be_faster = setting == "auto"
         self.explicit = not self._must_be_faster
-        self._mode = None if setting in ("on", "auto") else str(setting)
+        self._mode = "default" if setting in ("on", "auto") else str(setting)
         self._verify = verify
         self._recompile_limit: int | None = None
 
@@ -79,7 +85,7 @@ class Compilation(Technique):
             if block._compiled_call_impl is not None or isinstance(block, torch.jit.ScriptModule):
                 yield Refusal(site, "already compiled")
             else:
-                yield CompilePatch(site, block, self._mode)
+                yield CompilePatch(site, block, self._mode, eager_random=host.kind == "cpu")
         # Blocks of one class share their code, and with it one allowance of compiled versions: theirs differ in
         # shapes, in training and evaluation. Past the limit torch runs a block eagerly and only logs it.
         self._recompile_limit = torch._dynamo.config.recompile_limit
@@ -137,7 +143,7 @@ class Compilation(Technique):
         # All samples: another batch size would have the block compiled a second time, for any size, and slower.
         trial = Trial(block, args, kwargs, with_gradients=torch.is_grad_enabled(), samples=None)
         eager, compiled = Contender(block._call_impl), Contender(block.__call__, state=lambda: _applied(patch))
-        found = trial.numbers(eager, compiled)
+        found = trial.numbers(eager, compiled, with_oracle=not (patch.eager_random and _drops(block)))
         if found.failure:
             return Verdict(keep=False, reason=found.failure)
         if not self._must_be_faster:
@@ -150,6 +156,12 @@ class Compilation(Technique):
         before, after = found.original_ms, found.candidate_ms
         speed = f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms)"
         return Verdict(keep=after * NOT_SLOWER < before, reason=speed)
+
+
+def _drops(block: nn.Module) -> bool:
+    # Dropout, off for the oracle, would have the block compiled a second time. With the same random numbers on both
+    # sides it can stay on instead.
+    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0 for m in block.modules())
 
 
 @contextmanager

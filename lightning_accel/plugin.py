@@ -8,13 +8,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from typing import Any, Literal, cast
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -150,6 +150,8 @@ class AccelPlugin(Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         for optimizer in optimizers:
             check_optimizer(optimizer, self.precision)
+        if self.scaler is not None:
+            self.scaler.watch(optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
     # -- a step ------------------------------------------------------------------------------------------------
@@ -166,8 +168,8 @@ class AccelPlugin(Precision):
         with self._step("train"):
             yield
         if self.scaler is not None:
-            # With manual optimization every optimizer of this step has had its turn, under one scale.
-            self.scaler.update_if_due()
+            # With manual optimization every optimizer of this step has had its turn.
+            self.scaler.finish_step()
 
     @override
     @contextmanager
@@ -214,7 +216,7 @@ class AccelPlugin(Precision):
             return closure_result
         result = self.scaler.step(optimizer, **kwargs)
         if model.automatic_optimization:
-            self.scaler.update_if_due()
+            self.scaler.finish_step()
         return result
 
     @override
@@ -251,8 +253,10 @@ class AccelPlugin(Precision):
         }
         if self._engine is not None:
             self._engine.carry_out(decisions)
-        if self.scaler is not None and state_dict.get("scaler"):
-            self.scaler.load_state_dict(state_dict["scaler"])
+        # The bare state of a scaler: what Lightning kept as "native_amp_scaling_state" before 1.6.
+        scaler_state = state_dict if "scale" in state_dict else state_dict.get("scaler")
+        if self.scaler is not None and scaler_state:
+            self.scaler.load_state_dict(scaler_state)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -281,6 +285,8 @@ class AccelPlugin(Precision):
     def teardown(self) -> None:
         self._hooks.undo()
         self._hooks = PatchSet()
+        if self.scaler is not None:
+            self.scaler.forget()
         if self._engine is not None:
             self._engine.undo()
             self._engine = None

@@ -5,11 +5,13 @@ Micikevicius et al., "Mixed Precision Training" (2018), https://arxiv.org/abs/17
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
@@ -61,56 +63,91 @@ def without_mha_fast_path(device_type: str) -> Iterator[None]:
 class CountingGradScaler(torch.amp.GradScaler):
     """A ``GradScaler`` for several optimizers a step, which counts the steps it skipped.
 
-    It differs from torch's in three ways, none of which changes a correct use of it: :meth:`unscale_` may be called
+    It differs from torch's in four ways, none of which changes a correct use of it: :meth:`unscale_` may be called
     again (clipping by hand and stepping both need it); a scale left without :meth:`update` after a step is updated
-    before it is next used, so that all optimizers of one training step see one scale; skipped steps are counted on
-    the device, without a synchronisation.
+    before it is next used; gradients of other optimizers that wait for their step meanwhile are brought to the new
+    scale; skipped steps are counted on the device, without a synchronisation.
     """
 
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._unscaled: set[int] = set()
-        self._update_is_due = False
-        self._skipped: torch.Tensor | None = None
+        self._stepped: set[int] = set()
+        self._skipped: Tensor | None = None
 
     @property
     def skipped_steps(self) -> int:
         """How many updates found an overflow and skipped their optimizer step. Synchronises the device."""
         return 0 if self._skipped is None else int(self._skipped.item())
 
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Makes optimizers known before their first step, so that no update passes over their waiting gradients."""
+        self._optimizers.update(optimizers)
+
     @override
     def scale(self, outputs: Any) -> Any:
-        self.update_if_due()
+        if self._stepped:
+            # Those that are unscaled and wait for their step stay so, and answer for their overflow then.
+            waiting = {key: self._per_optimizer_states.pop(key) for key in self._unscaled - self._stepped}
+            self.update()
+            self._per_optimizer_states.update(waiting)
+            self._unscaled.update(waiting)
         return super().scale(outputs)
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._unscaled and _has_gradients(optimizer):
+        if self.is_enabled() and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
             super().unscale_(optimizer)
+            self._optimizers.add(optimizer)
             self._unscaled.add(id(optimizer))
 
     @override
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        if not _has_gradients(optimizer):
+        if not self.is_enabled() or not _has_gradients(optimizer):
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]  # nothing to unscale or to check
         result = super().step(optimizer, *args, **kwargs)
-        self._update_is_due = True
+        self._optimizers.add(optimizer)
+        self._unscaled.add(id(optimizer))
+        self._stepped.add(id(optimizer))
         return result
 
     @override
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        if not self.is_enabled() or (new_scale is None and not any(self._found_infs())):
+            return
         before = None if self._scale is None else self._scale.clone()
         super().update(new_scale)
+        if before is not None and self._scale is not None:
+            waiting = [p.grad for p in self._parameters_under_scale() if p.grad is not None]
+            for gradient in waiting:
+                gradient.mul_(self._scale / before)
+            if new_scale is None:
+                skipped = (self._scale < before).sum()
+                self._skipped = skipped if self._skipped is None else self._skipped + skipped
         self._unscaled.clear()
-        self._update_is_due = False
-        if before is not None and self._scale is not None and new_scale is None:
-            skipped = (self._scale < before).sum()
-            self._skipped = skipped if self._skipped is None else self._skipped + skipped
+        self._stepped.clear()
 
-    def update_if_due(self) -> None:
-        """Updates the scale if an optimizer stepped since the last update."""
-        if self._update_is_due:
+    def finish_step(self) -> None:
+        """Ends a training step: the scale is updated, and whatever was unscaled without a step is forgotten."""
+        if self._stepped:
             self.update()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what a step that did not come to its end has left behind."""
+        if self._unscaled:
+            self._per_optimizer_states.clear()
+        self._unscaled.clear()
+        self._stepped.clear()
+
+    def _found_infs(self) -> Iterator[dict[Any, Tensor]]:
+        return (state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+
+    def _parameters_under_scale(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers:
+            if id(optimizer) not in self._unscaled:
+                yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := lightning_accel callbacks tests examples benchmarks
-RESULTS ?= docs/results
+RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint types format bench gpu clean

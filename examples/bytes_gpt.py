@@ -196,7 +196,8 @@ def main() -> None:
         accelerator=args.accelerator,
         devices=1,
     )
-    print(f"validation loss {trainer.callback_metrics['val/loss']:.3f} nats a byte")
+    for name, value in trainer.callback_metrics.items():
+        print(f"{name} {value:.4f}")
 
 
 if __name__ == "__main__":

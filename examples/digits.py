@@ -153,7 +153,8 @@ def main() -> None:
         accelerator=args.accelerator,
         devices=1,
     )
-    print(f"validation accuracy {trainer.callback_metrics['val/accuracy']:.2%}")
+    for name, value in trainer.callback_metrics.items():
+        print(f"{name} {value:.4f}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_accel.plan import Plan, nearest
 from lightning_accel.plugin import AccelPlugin
 
-_JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35")
+_JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35,<5")
 # The ways in which jsonargparse says that it does not know a key: in a section, in one behind a subcommand (with the
 # section's name before it), in init_args, on the command line.
 _UNKNOWN_KEY = re.compile(r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'")

@@ -1,0 +1,202 @@
+"""The examples run as they stand, plain and accelerated, and the demo's table says what its runs measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("tensorboard")
+
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def _examples_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+@pytest.fixture(params=["digits", "bytes_gpt"])
+def example(request: pytest.FixtureRequest) -> ModuleType:
+    return __import__(request.param)
+
+
+def shrunk(monkeypatch: pytest.MonkeyPatch, example: ModuleType) -> None:
+    """The example's own classes, at a size for a test."""
+    if example.__name__ == "digits":
+        net, data = example.DigitsNet, example.Digits
+        monkeypatch.setattr(example, "DigitsNet", lambda: net(width=4))
+        monkeypatch.setattr(example, "Digits", lambda batch_size: data(batch_size=batch_size, size=16))
+    else:
+        net, data = example.BytesGPT, example.StdlibText
+        monkeypatch.setattr(example, "BytesGPT", lambda: net(dim=16, depth=2, num_heads=2, seq_len=32))
+        monkeypatch.setattr(example, "StdlibText", lambda batch_size: data(batch_size=batch_size, seq_len=32))
+
+
+@pytest.mark.parametrize("mode", [[], ["--plain"]])
+def test_an_example_runs_from_the_command_line(
+    example: ModuleType, mode: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shrunk(monkeypatch, example)
+    monkeypatch.setattr(sys, "argv", ["example.py", *mode, "--max-steps=2", "--batch-size=4", "--accelerator=cpu"])
+    example.main()
+    assert "train/loss" in capsys.readouterr().out
+
+
+def test_both_sides_start_alike_and_see_the_same_batches(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the demo would compare two different runs. In float32, so that equal means equal."""
+    from lightning.pytorch import Callback
+
+    from lightning_accel import AccelPlugin
+
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.weights: dict[str, torch.Tensor] = {}
+            self.batches: list[torch.Tensor] = []
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.weights = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.batches.append(batch[0].clone())
+
+    shrunk(monkeypatch, example)
+    monkeypatch.setattr(example, "AccelPlugin", lambda: AccelPlugin(precision="32-true", log=False))
+    plain, fast = Watch(), Watch()
+    losses = []
+    for watch in (plain, fast):
+        options = {**QUIET, "callbacks": [watch], "limit_train_batches": 3, "limit_val_batches": 2}
+        trainer = example.train(plain=watch is plain, epochs=1, batch_size=4, **options)
+        losses.append(trainer.callback_metrics["val/loss"].item())
+    assert plain.weights.keys() == fast.weights.keys()
+    assert all(torch.equal(plain.weights[name], fast.weights[name]) for name in plain.weights)
+    assert len(plain.batches) == len(fast.batches) == 3
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(plain.batches, fast.batches, strict=True))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_the_gpt_has_a_few_million_parameters_and_megabytes_to_read() -> None:
+    import bytes_gpt
+
+    assert 2e6 < sum(parameter.numel() for parameter in bytes_gpt.BytesGPT().parameters()) < 5e6
+    data = bytes_gpt.StdlibText()
+    data.setup("fit")
+    assert len(data.train_set.text) + len(data.val_set.text) > 2e6
+    tokens, targets = data.train_set[3]
+    assert torch.equal(tokens[1:], targets[:-1])
+    assert torch.equal(data.train_set[4][0][:1], targets[-1:])
+
+
+def test_the_digits_are_split_once() -> None:
+    import digits
+
+    data = digits.Digits()
+    data.setup("fit")
+    assert len(data.train_set) + len(data.val_set) == 1797
+    assert not set(data.train_set.indices) & set(data.val_set.indices)
+    image, _ = data.train_set[0]
+    assert image.shape == (1, 64, 64)
+    assert image.min() >= 0
+    assert image.max() <= 1
+
+
+def test_the_configuration_trains_and_its_scalars_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    small = ["model.width=4", "data.size=16", "data.batch_size=16", "trainer.max_epochs=2", "trainer.accelerator=cpu"]
+    small += ["trainer.limit_train_batches=4", "trainer.limit_val_batches=1", "trainer.enable_progress_bar=false"]
+    arguments = ["fit", "--config", str(EXAMPLES / "config.yaml"), *(f"--{option}" for option in small)]
+    monkeypatch.setattr(sys, "argv", ["digits_cli.py", *arguments])
+    import digits_cli
+
+    digits_cli.main()
+    events = EventAccumulator("lightning_logs/digits/version_0")
+    events.Reload()
+    for name in ("samples_per_sec", "steps_per_sec", "step_ms_p50", "step_ms_p95", "data_wait_frac"):
+        values = [scalar.value for scalar in events.Scalars(f"accel/{name}")]
+        assert len(values) == 2, name  # once an epoch
+        assert all(value >= 0 for value in values)
+    for name in ("peak_memory_mib", "host_rss_mib"):
+        assert all(scalar.value > 50 for scalar in events.Scalars(f"accel/{name}"))
+    assert len(events.Scalars("val/accuracy")) == 2
+
+
+def a_run() -> Any:
+    import demo
+
+    return demo.Run(
+        samples_per_sec=100.0,
+        step_ms_p50=40.0,
+        peak_memory_mib=800.0,
+        peak_memory_source="this process",
+        first_loss=2.3,
+        final_loss=0.5,
+        final_accuracy=0.98,
+    )
+
+
+def test_the_table_compares_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import demo
+
+    plain = a_run()
+    changed = {"samples_per_sec": 250.0, "step_ms_p50": 16.0, "peak_memory_mib": 600.0, "final_loss": 0.51}
+    fast = replace(plain, **changed, summary="+ precision: bf16-mixed", report={"techniques": {}})
+    (tmp_path / "digits" / "accelerated").mkdir(parents=True)
+    demo.show({"digits": {"plain": plain, "accelerated": fast}}, tmp_path)
+    printed = capsys.readouterr().out
+    for part in ("2.50x", "0.40x", "0.75x", "+2.0%", "98.0%", "+ precision: bf16-mixed", "this process"):
+        assert part in printed
+    assert f"--logdir {tmp_path}" in printed
+    assert json.loads((tmp_path / "digits" / "accelerated" / "report.json").read_text()) == {"techniques": {}}
+
+
+def test_the_table_does_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import demo
+
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    demo.print_table(("", "plain", "accelerated", "ratio"), demo._rows(a_run(), a_run()))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["samples/s", "100.0", "100.0", "1.00x"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_the_demo_needs_two_epochs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import demo
+
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--epochs=1"])
+    with pytest.raises(SystemExit):
+        demo.main()
+    assert "--epochs 1: the first epoch is not timed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_its_table() -> None:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--epochs=2", "--batches=2", "--accelerator=cpu"]
+    done = subprocess.run([*command, "--json=demo.json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("[4/4] bytes_gpt, accelerated", "samples/s", "step p50", "peak memory", "tensorboard", "precision:"):
+        assert part in done.stdout
+    written = json.loads(Path("demo.json").read_text())
+    assert written["runs"].keys() == {"digits", "bytes_gpt"}
+    for by_mode in written["runs"].values():
+        assert all(run["samples_per_sec"] > 0 and run["peak_memory_mib"] > 100 for run in by_mode.values())
+        assert by_mode["accelerated"]["report"]["techniques"]["precision"]["status"]
+    assert list(Path("demo_logs").rglob("events.out.tfevents.*"))

@@ -1,0 +1,152 @@
+"""What a stranger gets: from the wheel, from ``import lightning_accel`` and from make."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: setuptools would put whatever an earlier build left in build/ into the wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, folder)
+    for name in ("lightning_accel", "callbacks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        "dist",
+        ".",
+        cwd=folder,
+    )
+    (built,) = (folder / "dist").glob("lightning_accel-*.whl")
+    return built
+
+
+def test_the_wheel_holds_every_file_of_the_source_tree(wheel: Path) -> None:
+    """Packages are listed by hand in pyproject.toml: this is what fails when one is forgotten there."""
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {source.relative_to(ROOT).as_posix() for source in (ROOT / "lightning_accel").rglob("*.py")}
+    expected |= {
+        f"lightning_accel/{source.relative_to(ROOT).as_posix()}" for source in (ROOT / "callbacks").rglob("*.py")
+    }
+    expected.add("lightning_accel/py.typed")
+    assert packed == expected
+
+
+def test_the_wheel_installs_and_imports_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "venv"
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    site_packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    # The dependencies come from the environment of this test: torch alone would be gigabytes. A .pth file adds the
+    # folder without reading the .pth files in it, so the editable install there stays out of it.
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    code = "import lightning_accel.callbacks as c, lightning_accel.plugin as p; print(c.__file__); print(p.__file__)"
+    for line in run(python, "-W", "ignore", "-c", code, cwd=elsewhere).split():
+        assert Path(line).is_relative_to(site_packages)
+
+
+def test_import_is_quick_and_touches_nothing() -> None:
+    code = "import sys, lightning_accel; print(*sys.modules)"
+    loaded = set(run(sys.executable, "-c", code).split())
+    assert not loaded & {"torch", "lightning", "lightning.pytorch", "numpy", "yaml", "rich", "jsonargparse", "cupy"}
+
+
+def test_using_the_package_does_not_wake_the_gpu() -> None:
+    code = "from lightning_accel import AccelPlugin; AccelPlugin(); import torch; print(torch.cuda.is_initialized())"
+    assert run(sys.executable, "-W", "ignore", "-c", code).split() == ["False"]
+
+
+def test_every_public_name_is_there() -> None:
+    import lightning_accel
+
+    for name in lightning_accel.__all__:
+        assert getattr(lightning_accel, name).__name__ == name
+    with pytest.raises(AttributeError, match="AccelPlugn"):
+        _ = lightning_accel.AccelPlugn
+
+
+def test_every_direct_dependency_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = project["dependencies"] + extras["cli"] + extras["tensorboard"] + extras["examples"] + extras["dev"]
+    names = {canonical(Requirement(line).name) for line in asked} - {"lightning-accel"}
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    pins = [Requirement(line) for line in lines]
+    assert names <= {canonical(pin.name) for pin in pins}
+    assert all(str(pin.specifier).startswith("==") for pin in pins)
+    # Exactly one pin of each for every Python there is.
+    for python in ("3.10", "3.11", "3.14"):
+        valid = [p.name for p in pins if p.marker is None or p.marker.evaluate({"python_version": python})]
+        assert len(valid) == len(set(valid))
+
+
+def test_make_lists_its_targets() -> None:
+    listed = make("help", check=True).stdout
+    for target in ("demo", "test", "lint", "types", "format", "bench", "gpu", "test-slow", "clean"):
+        assert f"make {target} " in listed
+
+
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [
+        (None, "is not here. Install Python 3.10 or newer"),
+        ('case "$1" in --version) echo Python 3.9.2;; *) exit 1;; esac', "Python 3.9.2 is too old, 3.10 is needed"),
+    ],
+)
+def test_make_says_which_python_it_needs(tmp_path: Path, script: str | None, complaint: str) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "some-python"
+    if script is not None:
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+    done = make("test", f"PYTHON={python}", folder=tmp_path)
+    assert done.returncode != 0
+    assert complaint in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def make(*arguments: str, folder: Path = ROOT, check: bool = False) -> subprocess.CompletedProcess[str]:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    return subprocess.run(["make", "-C", str(folder), *arguments], capture_output=True, text=True, check=check)
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -6,6 +6,7 @@ A trial leaves no trace in the run: random streams, buffers, gradients and dispa
 from __future__ import annotations
 
 import copy
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +51,8 @@ class Comparison:
         allowed_error: What the original's own error in the same dtype allows.
         original_ms: Median milliseconds of the original, forward and backward; None untimed.
         candidate_ms: The candidate's.
-        left_behind: Buffers and attributes that the forward pass changed (and the trial restored).
+        compared: How many tensors that is the result of comparing.
+        left_behind: Buffers, attributes and inputs that the forward pass changed (and the trial restored).
     """
 
     failure: str = ""
@@ -58,6 +60,7 @@ class Comparison:
     allowed_error: float = 0.0
     original_ms: float | None = None
     candidate_ms: float | None = None
+    compared: int = 0
     left_behind: tuple[str, ...] = ()
 
 
@@ -78,6 +81,7 @@ class Trial:
     kwargs: dict[str, Any] = field(default_factory=dict)
     with_gradients: bool = True
     samples: int | None = ORACLE_SAMPLES
+    _overwritten: set[str] = field(default_factory=set, init=False, repr=False)
 
     def numbers(self, original: Contender, candidate: Contender, *, with_oracle: bool = True) -> Comparison:
         """Compares outputs and, ``with_gradients``, the gradients of inputs and parameters.
@@ -104,6 +108,7 @@ class Trial:
             allowed = ERROR_FACTOR * relative_error(expected, oracle) + rounding
             error_found = relative_error(actual, oracle)
         else:
+            rounding = max(rounding, _autocast_eps(self.module))
             allowed, error_found = ERROR_FACTOR * rounding, relative_error(actual, expected)
         agrees = error_found <= allowed
         failure = (
@@ -111,7 +116,13 @@ class Trial:
             if agrees
             else f"other numbers than the original: relative error {error_found:.1e}, allowed {allowed:.1e}"
         )
-        return Comparison(failure=failure, error=error_found, allowed_error=allowed, left_behind=tuple(left_behind))
+        return Comparison(
+            failure=failure,
+            error=error_found,
+            allowed_error=allowed,
+            compared=len(expected),
+            left_behind=(*left_behind, *self._overwritten),
+        )
 
     def time(self, original: Contender, candidate: Contender) -> Comparison:
         """Times both, forward and backward, interleaved after a warm-up of each. Medians, in milliseconds."""
@@ -146,10 +157,10 @@ class Trial:
         """Outputs, then gradients of inputs and parameters: floating-point tensors only, detached."""
         if not self.with_gradients:
             with torch.no_grad():
-                return [t for t in tensors_in(call(*args, **kwargs)) if t.is_floating_point()]
+                return [t for t in tensors_in(self._on_copies(call, args, kwargs)) if t.is_floating_point()]
         with torch.enable_grad():
             args, kwargs = map_tensors(_fresh_leaf, (args, kwargs))
-            outputs = [t for t in tensors_in(call(*args, **kwargs)) if t.is_floating_point()]
+            outputs = [t for t in tensors_in(self._on_copies(call, args, kwargs)) if t.is_floating_point()]
             inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
             wanted = inputs + [p for p in self.module.parameters() if p.requires_grad]
             differentiable = [t for t in outputs if t.requires_grad]
@@ -160,6 +171,14 @@ class Trial:
         # An unused input has no gradient; zeros keep the two sides' lists in step.
         filled = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients, wanted, strict=True)]
         return [t.detach() for t in outputs] + filled
+
+    def _on_copies(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls with copies of the inputs: a forward pass may write into what it is given (``x -= self.mean``)."""
+        args, kwargs = map_tensors(Tensor.clone, (args, kwargs))
+        outputs = call(*args, **kwargs)
+        if any(t._version for t in tensors_in((args, kwargs)) if not t.is_inference()):
+            self._overwritten.add("its input")
+        return outputs
 
     def _samples(self, call: Callable[..., Any]) -> tuple[Any, Any]:
         if self.samples is None:
@@ -174,7 +193,7 @@ class Trial:
         sliced: tuple[Any, Any] = map_tensors(take, (self.args, self.kwargs))
         try:
             with torch.no_grad():
-                call(*sliced[0], **sliced[1])
+                self._on_copies(call, *sliced)
         except Exception:  # a module that wants its whole batch: (T, B, D) inputs, masks of the batch's size
             return self.args, self.kwargs
         return sliced
@@ -236,26 +255,44 @@ def isolated(module: nn.Module) -> Iterator[list[str]]:
 
 
 class Snapshot:
-    """What a module's forward pass may change besides its result: buffers, attributes, lists and dicts it fills."""
+    """What a forward pass may change besides its result: buffers, attributes, lists and dicts, Python's own `random`.
+
+    Values are compared, not version counters: the kernels of batch norm move their statistics behind the counter's back.
+    """
 
     _OWN = frozenset(vars(nn.Module())) | {"forward", "track_running_stats"}
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = dict(module.named_modules())
-        self._buffers = {n: (b, b._version, b.detach().clone()) for n, b in module.named_buffers()}
+        self._slots = {n: dict(m._buffers) for n, m in self._modules.items()}
         self._attributes = {n: self._attributes_of(m) for n, m in self._modules.items()}
+        tensors = {f"{n}.{name}".lstrip("."): t for n, slots in self._slots.items() for name, t in slots.items()}
+        for prefix, attributes in self._attributes.items():
+            tensors |= {f"{prefix}.{name}".lstrip("."): value for name, (value, _) in attributes.items()}
+        self._tensors = {n: (t, t.detach().clone()) for n, t in tensors.items() if isinstance(t, Tensor)}
+        self._random = random.getstate()
 
     def restore(self) -> list[str]:
         """Puts everything back, and names what had changed."""
         changed = []
         with torch.no_grad():
-            for name, (buffer, version, value) in self._buffers.items():
-                if buffer._version != version:
+            for name, (tensor, value) in self._tensors.items():
+                if not torch.equal(tensor, value):
                     changed.append(name)
-                    buffer.copy_(value)
+                    tensor.copy_(value)
         for prefix, module in self._modules.items():
             for name in self._restore_attributes(module, self._attributes[prefix]):
                 changed.append(f"{prefix}.{name}" if prefix else name)
+            # A buffer that the forward pass assigned anew: `self.mean = 0.9 * self.mean + 0.1 * x.mean()`.
+            slots = self._slots[prefix]
+            replaced = [n for n in {**slots, **module._buffers} if module._buffers.get(n) is not slots.get(n)]
+            if replaced:
+                changed += [f"{prefix}.{name}" if prefix else name for name in replaced]
+                module._buffers.clear()
+                module._buffers.update(slots)
+        if random.getstate() != self._random:
+            random.setstate(self._random)
+            changed.append("random.getstate()")
         return changed
 
     @classmethod
@@ -276,10 +313,17 @@ class Snapshot:
             if now.get(name) is not value:
                 now[name] = value
                 yield name
-            elif isinstance(value, list | dict | set) and len(contents) != len(value):
+            elif isinstance(value, list | dict | set) and not _same_items(value, contents):
                 value.clear()
                 value.extend(contents) if isinstance(value, list) else value.update(contents)
                 yield name
+
+
+def _same_items(now: Any, before: Any) -> bool:
+    """Whether two containers hold the very same objects; `==` would ask tensors, which answer with tensors."""
+    if isinstance(now, dict):
+        return list(map(id, now)) == list(map(id, before)) and _same_items([*now.values()], [*before.values()])
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
 @contextmanager
@@ -304,6 +348,12 @@ def synchronize(module: nn.Module) -> None:
 
 def _device(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _autocast_eps(module: nn.Module) -> float:
+    # Under autocast a float32 output may be the sum of bfloat16 products.
+    device_type = _device(module).type
+    return torch.finfo(torch.get_autocast_dtype(device_type)).eps if torch.is_autocast_enabled(device_type) else 0.0
 
 
 def _cuda_devices(module: nn.Module) -> list[torch.device]:

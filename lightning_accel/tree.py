@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -12,6 +13,17 @@ from torch import Tensor
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
     """``data`` with every tensor replaced by ``function(tensor)``; frozen dataclasses and unknown objects stay."""
     return apply_to_collection(data, dtype=Tensor, function=function, allow_frozen=True)
+
+
+def leaves(data: Any) -> list[Any]:
+    """Everything in ``data`` that is no container: tensors, numbers, objects of classes that are not known here."""
+    if isinstance(data, Mapping):
+        return [leaf for value in data.values() for leaf in leaves(value)]
+    if isinstance(data, list | tuple | set | frozenset):
+        return [leaf for value in data for leaf in leaves(value)]
+    if is_dataclass(data) and not isinstance(data, type):
+        return [leaf for field in fields(data) for leaf in leaves(getattr(data, field.name, None))]
+    return [data]
 
 
 def tensors_in(data: Any) -> list[Tensor]:

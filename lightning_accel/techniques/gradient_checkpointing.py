@@ -9,11 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
@@ -22,7 +25,11 @@ from lightning_accel.host import Host
 from lightning_accel.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.plan import CheckpointingPlan
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.tree import leaves
 from lightning_accel.trial import Contender, Trial
+
+# Arguments that a block cannot change, or (tensors) is seen to change; a batch or cache object of the user's can be.
+_PLAIN = (Tensor, type(None), int, float, complex, str, bytes, Enum, torch.dtype, torch.device, nn.Module, FunctionType)
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -50,6 +57,7 @@ def checkpoint_block(site: str, block: nn.Module, plan: CheckpointingPlan) -> Me
                 return checkpoint(function, *args, use_reentrant=False)
             return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
 
+        forward.is_checkpointed = True  # type: ignore[attr-defined]
         return forward
 
     return MethodPatch(site, f"forward → checkpointed ({plan.mode})", block, "forward", wrap)
@@ -114,6 +122,7 @@ class GradientCheckpointing(Technique):
 
     name: ClassVar[str] = "gradient_checkpointing"
     applied_before_trial: ClassVar[bool] = True
+    explicit = True
 
     def __init__(self, plan: CheckpointingPlan, *, verify: bool = True) -> None:
         self._plan = plan
@@ -131,6 +140,10 @@ class GradientCheckpointing(Technique):
         for site, block in self._blocks.items():
             if isinstance(block, torch.jit.ScriptModule):
                 yield Refusal(site, "a TorchScript module: its forward cannot be rebound")
+            elif hasattr(vars(block).get("forward"), "is_checkpointed"):
+                yield Refusal(site, "already checkpointed")
+            elif any(is_lazy(parameter) for parameter in block.parameters()):
+                yield Refusal(site, "has lazy parameters: run the model once before, and they will be there")
             else:
                 yield checkpoint_block(site, block, self._plan)
 
@@ -179,9 +192,14 @@ class GradientCheckpointing(Technique):
 def _try_block(
     block: nn.Module, original: Callable[..., Any], checkpointed: Callable[..., Any], args: Any, kwargs: Any
 ) -> Verdict:
+    strange = next((type(x).__name__ for x in leaves((args, kwargs)) if not isinstance(x, _PLAIN)), None)
+    if strange is not None:
+        return Verdict(keep=False, reason=f"takes a {strange}, which may not be the same when the block is recomputed")
     found = Trial(block, args, kwargs).numbers(Contender(original), Contender(checkpointed), with_oracle=False)
     if found.failure:
         return Verdict(keep=False, reason=found.failure)
+    if not found.compared:
+        return Verdict(keep=False, reason="returns no tensors that could be compared with the original's")
     norms = {n: m for n, m in block.named_modules() if isinstance(m, _NormBase)}
     changed = [name for name in found.left_behind if name.rpartition(".")[0] not in norms]
     if changed:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_accel.patch import Patch
@@ -64,6 +65,8 @@ class WeightLayout(Patch):
     @torch.inference_mode(False)
     def _apply(self) -> None:
         for parameter in self._parameters:
+            if parameter.is_contiguous(memory_format=self._format):
+                continue  # tied to another convolution's, which has the strides to restore
             self.strides[parameter] = parameter.stride()
             parameter.data = parameter.data.contiguous(memory_format=self._format)
             _match_gradient(parameter)
@@ -94,12 +97,16 @@ class OptimizerLayouts:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = set(parameters)
         self._matched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in self._matched:
             self._matched.add(optimizer)
             self._match_one(optimizer)
+            if optimizer not in self._hooks:
+                # A state loaded in mid-run has the layouts of the run that saved it.
+                self._hooks[optimizer] = optimizer.register_load_state_dict_post_hook(self._matched.discard)
 
     def match(self) -> None:
         """Brings the states of every optimizer seen so far in step with its parameters."""
@@ -108,6 +115,8 @@ class OptimizerLayouts:
 
     def close(self) -> None:
         self._hook.remove()
+        for hook in self._hooks.values():
+            hook.remove()
 
     def _match_one(self, optimizer: Optimizer) -> None:
         for parameter, state in optimizer.state.items():

@@ -38,11 +38,14 @@ def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5)) -> list[Weig
     """The edits that put the convolutions of ``model`` into channels_last (4-D weights) and channels_last_3d (5-D)."""
     claims: list[WeightLayout | Refusal] = []
     compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+    is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
     for site, module in model.named_modules():
         dim = next((dim for dim in dims if isinstance(module, _CONVOLUTIONS[dim])), None)
         if dim is None:
             continue
         reason = _why_not(module)
+        if is_unmade:
+            reason = "the model has lazy parameters: run it once before, and they will be there"
         if any(not name or site == name or site.startswith(f"{name}.") for name in compiled):
             reason = "inside a compiled module: the compiler chooses layouts itself"
         claims.append(Refusal(site, reason) if reason else WeightLayout(site, module, dim))
@@ -55,8 +58,6 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _why_not(convolution: nn.Module) -> str | None:
     for parameter in convolution.parameters():
-        if is_lazy(parameter):
-            return "its weight is lazy, made at the first forward pass"
         kind = type(parameter.data).__name__
         if kind != "Tensor":
             return f"its weight is a {kind}, whose layout is not ours to change"
@@ -81,7 +82,7 @@ class ViewRescue(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not Tensor.view:
+        if func is not Tensor.view and func is not Tensor.view_as:
             return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
@@ -90,7 +91,7 @@ class ViewRescue(TorchFunctionMode):
                 raise
             frame = sys._getframe(1)
             self.places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-            return args[0].reshape(*args[1:], **kwargs)
+            return args[0].reshape_as(*args[1:], **kwargs) if func is Tensor.view_as else args[0].reshape(*args[1:], **kwargs)
 
 
 class MemoryFormat(Technique):
@@ -163,6 +164,8 @@ class MemoryFormat(Technique):
 
     @contextmanager
     def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
+        for patch in patches:
+            patch.apply()  # a first step that raised may have left them taken back, before they were judged
         verdicts: Verdicts = {}
         found: list[Comparison] = []
         with ExitStack() as stack:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from lightning_accel.host import Host
@@ -89,13 +90,15 @@ class Engine:
     # -- the life of a run -------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, stage: str = "train", *, may_try: bool = True) -> Iterator[None]:
+    def step(self, stage: str = "train", *, may_try: bool | None = None) -> Iterator[None]:
         """Enter it around forward and loss of every step.
 
         Args:
             stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            may_try: Whether this step may be one of the trial steps.
+            may_try: Whether this step may be one of the trial steps; by default only where gradients are due.
         """
+        if may_try is None:
+            may_try = stage == "train" and torch.is_grad_enabled()
         if not (may_try and self._trial_step is not None):
             with ExitStack() as stack:
                 for technique in self._techniques:
@@ -200,7 +203,8 @@ class Engine:
         with ExitStack() as stack:
             for technique in self._techniques:
                 stack.enter_context(technique.step(stage))
-            for technique in on_trial:
+            # The first technique's trial outermost: memory format times blocks that checkpointing tries as well.
+            for technique in reversed(on_trial):
                 found[technique.name] = stack.enter_context(technique.trial(self._patches[technique.name]))
             yield
         agreed = self._agree(found) if on_trial else {}

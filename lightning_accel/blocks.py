@@ -31,7 +31,7 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, nn.Mo
         if not matches:
             known = [*dict.fromkeys(type(m).__name__ for m in modules.values() if any(m.children())), *modules]
             raise ValueError(
-                f"No block matches {want!r}{nearest(want, known)} "
+                f"No block matches {want!r}{nearest(want, known) or '.'} "
                 f"Blocks are class names or module paths; this model has, among others: {', '.join(known[:8])}."
             )
         found.update(matches)

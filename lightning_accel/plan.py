@@ -34,7 +34,7 @@ class CheckpointingPlan:
     def __post_init__(self) -> None:
         _check_choice("gradient_checkpointing.mode", self.mode, get_args(CheckpointingMode))
         blocks: Any = self.blocks
-        if isinstance(blocks, str) or not all(isinstance(block, str) for block in blocks):
+        if not isinstance(blocks, list | tuple) or not all(isinstance(block, str) for block in blocks):
             raise TypeError(
                 f"gradient_checkpointing.blocks={self.blocks!r}: give a list of class names or module paths,"
                 " such as ['TransformerBlock', 'encoder.layers.0']."
@@ -97,6 +97,8 @@ class Plan:
         for name in ("flash_attention", "activation_offloading", "sparse_activations"):
             self._replace(name, _switch(getattr(self, name)))
             _check_not_yet(name, getattr(self, name))
+        if isinstance(self.preprocess, str) or not isinstance(self.preprocess, Sequence | None):
+            raise TypeError(f"preprocess={self.preprocess!r} is of type {type(self.preprocess).__name__}. Allowed: a list.")
         self._replace("preprocess", tuple(self.preprocess) if self.preprocess else ())
         if self.preprocess:
             raise ValueError(f"preprocess={list(self.preprocess)!r}: not in this version yet; allowed: an empty list.")
@@ -156,7 +158,7 @@ def check_names(given: Mapping[str, Any], *, allowed: Sequence[str], owner: str)
     for name in given:
         if name not in allowed:
             raise ValueError(
-                f"{owner} has no setting {name!r}{nearest(str(name), allowed)}. Allowed: {', '.join(allowed)}."
+                f"{owner} has no setting {name!r}{nearest(str(name), allowed) or '.'} Allowed: {', '.join(allowed)}."
             )
 
 
@@ -184,7 +186,7 @@ def _read_checkpointing(value: Any) -> CheckpointingMode | CheckpointingPlan:
 def _check_choice(name: str, value: Any, allowed: Sequence[str], more: str = "") -> None:
     if not isinstance(value, str) or value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed) + (f", {more}" if more else "")
-        raise ValueError(f"{name}={value!r}{nearest(str(value), allowed)} Allowed: {choices}.".replace("?.", "?"))
+        raise ValueError(f"{name}={value!r}{nearest(str(value), allowed) or '.'} Allowed: {choices}.")
 
 
 def _check_bool(name: str, value: Any) -> None:

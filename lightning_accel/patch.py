@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -102,6 +103,8 @@ class MethodPatch(AttributePatch):
 
 def _unbound(target: Any, name: str) -> Callable[..., Any]:
     own = vars(target).get(name)
+    if own is None and isinstance(inspect.getattr_static(type(target), name), staticmethod | classmethod):
+        own = getattr(target, name)
     if own is None:
         return getattr(type(target), name)  # type: ignore[no-any-return]
     if isinstance(own, types.MethodType) and own.__self__ is target:

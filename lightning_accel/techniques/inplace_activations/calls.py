@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lightning_accel.techniques.inplace_activations import catalog
-from lightning_accel.techniques.inplace_activations.expressions import Expressions
+from lightning_accel.techniques.inplace_activations.scopes import Scopes
 from lightning_accel.techniques.inplace_activations.source import UnreadableError
 from lightning_accel.techniques.inplace_activations.values import (
     NOTHING,
@@ -31,7 +31,7 @@ _ITERATING = (list, tuple, iter, reversed, enumerate, zip, sorted, next, filter)
 _FORBIDDEN = (locals, globals, vars, eval, exec, dir, setattr, delattr)
 
 
-class Calls(Expressions):
+class Calls(Scopes):
     """Abstract interpretation of call expressions."""
 
     def eval_Call(self, node: ast.Call) -> Value:  # noqa: N802

@@ -178,6 +178,12 @@ class Reader:
                 self.expose(module, f"{type(module).__name__}.{name} {problem}")
                 self.overwrites_unknown = self.overwrites_unknown or f"{type(module).__name__}.{name}"
                 self._results[key] = (f"comes from {self.label(module)}.{name}, which {problem}", frozenset())
+            except Exception as error:  # a gap in this reader must cost a site, never the user's run
+                self.expose(
+                    module, f"{type(module).__name__}.{name} could not be read ({type(error).__name__}: {error})"
+                )
+                self.overwrites_unknown = self.overwrites_unknown or f"{type(module).__name__}.{name}"
+                self._results[key] = (f"comes from {self.label(module)}.{name}, which could not be read", frozenset())
             else:
                 self._results[key] = _summary(interpreter, module)
         return self._results[key]

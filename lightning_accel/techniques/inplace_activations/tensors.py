@@ -206,7 +206,8 @@ class Tensors:
         if not value:
             reasons.append("is not a tensor that can be followed")
         if reasons:
-            self.reader.refuse_name(name, f"its input {sorted(reasons)[0]} ({where})")
+            reason = sorted(reasons)[0]
+            self.reader.refuse_name(name, f"its input {reason}" if where in reason else f"its input {reason} ({where})")
         else:
             self.reader.prove_call(name, self.code, self.module, origins)
         for tensor in tensors:

@@ -7,9 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from techniques.inplace_activations import (
+    inplace_models,
+    inplace_models_containers,
+    inplace_models_flow,
+    inplace_models_modules,
+)
 from techniques.inplace_activations.inplace_harness import assert_same, convert_and_compare, run
-from techniques.inplace_activations.inplace_models import MODELS
+
+_BASES = {inplace_models.Model, inplace_models_containers.Keeper, inplace_models_containers.ReadyMadeSequence}
+MODELS: list[type[Any]] = [
+    entry
+    for module in (inplace_models, inplace_models_flow, inplace_models_modules, inplace_models_containers)
+    for entry in vars(module).values()
+    if isinstance(entry, type) and issubclass(entry, nn.Module) and entry.__module__ == module.__name__
+    if entry not in _BASES
+]
 
 
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)

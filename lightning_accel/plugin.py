@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -19,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accel.engine import Engine, module_techniques
+from lightning_accel.engine import Decisions, Engine, module_techniques
 from lightning_accel.host import Host
 from lightning_accel.layout import restore_layouts
 from lightning_accel.patch import MethodPatch, PatchSet
@@ -60,6 +61,8 @@ class AccelPlugin(Precision):
         ValueError: A value is not among those allowed, or two settings contradict each other.
     """
 
+    _plain_class: ClassVar[type[AccelPlugin] | None] = None  # on the class that `_autocasting` makes of another
+
     def __init__(
         self,
         *,
@@ -97,7 +100,8 @@ class AccelPlugin(Precision):
         self._report = Report()
         self._hooks = PatchSet()
         self._decided_for: weakref.ref[nn.Module] | None = None
-        self._decisions: dict[str, dict[str, Verdict]] = {}
+        self._decisions: Decisions = {}
+        self._decisions_without_gradients: Decisions = {}
         self._is_fitting = False
 
     @classmethod
@@ -123,17 +127,21 @@ class AccelPlugin(Precision):
         self.device = host.device_type
         self._set_precision(cast(ResolvedPrecision, precision))
         if self._decided_for is None or self._decided_for() is not module:
-            self._decisions = {}
+            self._decisions, self._decisions_without_gradients = {}, {}
             self._decided_for = weakref.ref(module)
         self._engine = Engine(
             module,
             self.plan,
             host,
-            module_techniques(self.plan, during_trial=lambda: _logging_nothing(module)),
+            module_techniques(self.plan, module, during_trial=lambda: _logging_nothing(module)),
             agree=trainer.strategy.broadcast if trainer.world_size > 1 else None,
-            decisions=self._decisions,
+            # What was tried without gradients does not hold with them: fitting decides for evaluating, not the reverse.
+            decisions=self._decisions if self._is_fitting else self._decisions_without_gradients | self._decisions,
         )
-        self._decisions = self._engine.decisions
+        if self._is_fitting:
+            self._decisions = self._engine.decisions
+        else:
+            self._decisions_without_gradients = self._engine.decisions
         self._report = self._engine.report
         self._report.of("precision").is_on = precision != "32-true"
         self._report.of("precision").status = f"{precision}: {reason}"
@@ -263,8 +271,6 @@ class AccelPlugin(Precision):
         if self.scaler is not None:
             # Where Lightning's own precision="16-mixed" looks for it.
             checkpoint[MixedPrecision.__qualname__] = self.scaler.state_dict()
-        if type(self).__qualname__ in checkpoint:
-            checkpoint[AccelPlugin.__qualname__] = checkpoint.pop(type(self).__qualname__)
         if self._engine is not None:
             memory_format = self._engine.technique(MemoryFormat)
             if memory_format is not None:
@@ -300,7 +306,8 @@ class AccelPlugin(Precision):
         is one looks like float16 to them when it runs in float32.
         """
         self.precision = precision
-        self.__class__ = AccelPlugin if precision == "32-true" else _MixedAccelPlugin
+        kind = self._plain_class or type(self)
+        self.__class__ = kind if precision == "32-true" else _autocasting(kind)
         if precision != "16-mixed":
             self.scaler = None
         elif self.scaler is None or self.scaler._device != self.device:
@@ -319,6 +326,12 @@ class AccelPlugin(Precision):
         self._hooks.add(MethodPatch("batch", "after the transfer", trainer.strategy, "batch_to_device", wrap))
         self._hooks.apply()
 
+    @override
+    def __reduce__(self) -> Any:
+        # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
+        left_here = {"_engine": None, "_hooks": PatchSet(), "_decided_for": None}
+        return _copied, (self._plain_class or type(self), {**vars(self), **left_here})
+
     def __repr__(self) -> str:
         defaults = Plan()
         given = {f.name: getattr(self.plan, f.name) for f in fields(self.plan)}
@@ -326,8 +339,18 @@ class AccelPlugin(Precision):
         return f"AccelPlugin({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
-class _MixedAccelPlugin(AccelPlugin, MixedPrecision):  # type: ignore[misc]
-    """`AccelPlugin` while it autocasts; its ``super()`` calls then reach Lightning's ``MixedPrecision``."""
+@functools.cache
+def _autocasting(kind: type[AccelPlugin]) -> type[AccelPlugin]:
+    """``kind`` while it autocasts: the same, but its ``super()`` calls reach Lightning's ``MixedPrecision``."""
+    likeness = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind, MixedPrecision), {**likeness, "_plain_class": kind})
+
+
+def _copied(kind: type[AccelPlugin], state: dict[str, Any]) -> AccelPlugin:
+    plugin = kind.__new__(kind)
+    vars(plugin).update(state)
+    plugin._set_precision(cast(ResolvedPrecision, plugin.precision))
+    return plugin
 
 
 def _add_logger(trainer: Trainer, module: LightningModule) -> None:

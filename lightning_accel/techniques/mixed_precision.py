@@ -141,6 +141,17 @@ class CountingGradScaler(torch.amp.GradScaler):
         self._unscaled.clear()
         self._stepped.clear()
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_optimizers")  # weak references to the optimizers of this process
+        return state
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._optimizers = weakref.WeakSet()
+
     def _found_infs(self) -> Iterator[dict[Any, Tensor]]:
         return (state["found_inf_per_device"] for state in self._per_optimizer_states.values())
 

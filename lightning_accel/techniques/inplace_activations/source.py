@@ -120,7 +120,10 @@ def _check_same(owner: type, function: types.FunctionType, tree: ast.FunctionDef
     if "type_params" in ast.ClassDef._fields:
         setattr(shell, "type_params", [])  # noqa: B010
     module = ast.fix_missing_locations(ast.Module(body=[shell], type_ignores=[]))
-    (inner,) = _codes(compile(module, "<source>", "exec", dont_inherit=True))
+    try:
+        (inner,) = _codes(compile(module, "<source>", "exec", dont_inherit=True))
+    except SyntaxError:  # `nonlocal` names a variable of the function around it
+        raise UnreadableError("cannot be compiled by itself") from None
     compiled = next((code for code in _codes(inner) if code.co_name == function.__name__), None)
     names = set(function.__code__.co_names) | set(function.__code__.co_freevars)
     if (

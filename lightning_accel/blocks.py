@@ -29,7 +29,7 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, nn.Mo
     for want in wanted:
         matches = {n: m for n, m in modules.items() if n == want or type(m).__name__ == want}
         if not matches:
-            known = [*dict.fromkeys(type(m).__name__ for m in modules.values() if any(m.children())), *modules]
+            known = [*dict.fromkeys(type(m).__name__ for m in modules.values() if not _is_leaf(m)), *modules]
             raise ValueError(
                 f"No block matches {want!r}{nearest(want, known) or '.'} "
                 f"Blocks are class names or module paths; this model has, among others: {', '.join(known[:8])}."
@@ -64,7 +64,7 @@ def _repeated(model: nn.Module) -> dict[str, nn.Module]:
     composite = {
         n: m
         for n, m in model.named_modules()
-        if n and any(m.children()) and type(m) not in (nn.ModuleList, nn.ModuleDict)
+        if n and not _is_leaf(m) and type(m) not in (nn.ModuleList, nn.ModuleDict)
     }
     kinds = Counter(_kind(m) for m in composite.values())
     shared = {
@@ -102,4 +102,9 @@ def _cost(model: nn.Module, level: dict[str, nn.Module]) -> float:
 
 
 def _leaves(module: nn.Module) -> int:
-    return sum(not any(part.children()) for part in module.modules())
+    return sum(map(_is_leaf, module.modules()))
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    # Never `any(module.children())`: it asks modules for their length, which what torch.compile() returns has not.
+    return next(module.children(), None) is None

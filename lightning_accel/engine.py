@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lightning_accel.blocks import find_blocks
 from lightning_accel.host import Host
 from lightning_accel.patch import Patch, PatchSet
 from lightning_accel.plan import Plan
@@ -21,6 +22,7 @@ from lightning_accel.report import Report, TechniqueReport
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.techniques.compilation import Compilation
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing
+from lightning_accel.techniques.inplace_activations import InplaceActivations
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import CountingGradScaler, MixedPrecision
 
@@ -240,19 +242,20 @@ def _outcome(record: TechniqueReport) -> str:
 
 
 def module_techniques(
-    plan: Plan, *, during_trial: Callable[[], AbstractContextManager[Any]] = nullcontext
+    plan: Plan, model: nn.Module, *, during_trial: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> list[Technique]:
     """The techniques that edit modules, in the order in which they are applied, as ``plan`` asks for them.
 
     Args:
         plan: The settings.
+        model: What they will be applied to.
         during_trial: Entered around extra forward passes of the model itself.
     """
     techniques: list[Technique] = []
     if plan.inplace_activations and plan.verify:
-        from lightning_accel.techniques.inplace_activations import InplaceActivations
-
-        techniques.append(InplaceActivations())
+        recomputed = find_blocks(model, plan.checkpointing.blocks) if plan.checkpointing.mode != "off" else ()
+        reason = "inside a checkpointed block, whose activations do not last anyway"
+        techniques.append(InplaceActivations(skip=dict.fromkeys(recomputed, reason)))
     if plan.memory_format != "preserve":
         techniques.append(MemoryFormat(plan.memory_format, verify=plan.verify, during_trial=during_trial))
     if plan.checkpointing.mode != "off":
@@ -293,4 +296,4 @@ def accelerate(model: nn.Module, plan: Plan | None = None, *, host: Host | None 
     """
     plan = plan or Plan()
     host = host or Host.detect(next((parameter.device for parameter in model.parameters()), None))
-    return Engine(model, plan, host, [MixedPrecision(plan.precision, host), *module_techniques(plan)])
+    return Engine(model, plan, host, [MixedPrecision(plan.precision, host), *module_techniques(plan, model)])

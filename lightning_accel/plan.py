@@ -98,7 +98,9 @@ class Plan:
             self._replace(name, _switch(getattr(self, name)))
             _check_not_yet(name, getattr(self, name))
         if isinstance(self.preprocess, str) or not isinstance(self.preprocess, Sequence | None):
-            raise TypeError(f"preprocess={self.preprocess!r} is of type {type(self.preprocess).__name__}. Allowed: a list.")
+            raise TypeError(
+                f"preprocess={self.preprocess!r} is of type {type(self.preprocess).__name__}. Allowed: a list."
+            )
         self._replace("preprocess", tuple(self.preprocess) if self.preprocess else ())
         if self.preprocess:
             raise ValueError(f"preprocess={list(self.preprocess)!r}: not in this version yet; allowed: an empty list.")

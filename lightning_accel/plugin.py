@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -145,7 +146,7 @@ class AccelPlugin(Precision):
         self._report = self._engine.report
         self._report.of("precision").is_on = precision != "32-true"
         self._report.of("precision").status = f"{precision}: {reason}"
-        self._hook_batches(trainer)
+        self._hook_strategy(trainer.strategy)
         if self._is_fitting:
             if self.plan.log:
                 _add_logger(trainer, module)
@@ -271,11 +272,7 @@ class AccelPlugin(Precision):
         if self.scaler is not None:
             # Where Lightning's own precision="16-mixed" looks for it.
             checkpoint[MixedPrecision.__qualname__] = self.scaler.state_dict()
-        if self._engine is not None:
-            memory_format = self._engine.technique(MemoryFormat)
-            if memory_format is not None:
-                module = cast(LightningModule, self._engine.model)
-                restore_layouts(checkpoint, module, module.trainer.optimizers, memory_format.strides())
+        self._restore_layouts(checkpoint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -313,18 +310,34 @@ class AccelPlugin(Precision):
         elif self.scaler is None or self.scaler._device != self.device:
             self.scaler = CountingGradScaler(self.device)
 
-    def _hook_batches(self, trainer: Trainer) -> None:
+    def _hook_strategy(self, strategy: Strategy) -> None:
         engine = self._engine
         assert engine is not None
 
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def batch_to_device(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        def with_techniques(original: Callable[..., Any]) -> Callable[..., Any]:
+            def batch_to_device(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
                 return engine.batch(original(strategy, *args, **kwargs))
 
             return batch_to_device
 
-        self._hooks.add(MethodPatch("batch", "after the transfer", trainer.strategy, "batch_to_device", wrap))
+        def with_own_layouts(original: Callable[..., Any]) -> Callable[..., Any]:
+            # Not left to `on_save_checkpoint`, which is not called for a checkpoint of weights only.
+            def lightning_module_state_dict(strategy: Strategy) -> dict[str, Any]:
+                checkpoint = {"state_dict": original(strategy)}
+                self._restore_layouts(checkpoint)
+                return checkpoint["state_dict"]
+
+            return lightning_module_state_dict
+
+        for name, wrap in (("batch_to_device", with_techniques), ("lightning_module_state_dict", with_own_layouts)):
+            self._hooks.add(MethodPatch(name, "in the run's layouts", strategy, name, wrap))
         self._hooks.apply()
+
+    def _restore_layouts(self, checkpoint: dict[str, Any]) -> None:
+        memory_format = None if self._engine is None else self._engine.technique(MemoryFormat)
+        if self._engine is not None and memory_format is not None:
+            module = cast(LightningModule, self._engine.model)
+            restore_layouts(checkpoint, module, module.trainer.optimizers, memory_format.strides())
 
     @override
     def __reduce__(self) -> Any:

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +24,8 @@ from lightning_accel.tree import map_tensors, tensors_in
 ORACLE_SAMPLES = 4
 ORACLE_MAX_BYTES = 2 << 30
 ERROR_FACTOR = 8  # Winograd convolutions are off by that much more than direct ones, and nobody calls them wrong
-TIMED_PAIRS = (1, 3, 15)  # at least, enough when they take TIMED_S, at most
-TIMED_S = 1.0
+MIN_PAIRS, MAX_PAIRS = 3, 15
+TIMED_S = 1.0  # no further pair is timed once they have taken this long together
 NOT_SLOWER = 1.02  # a median this close to the original's is a tie: the clocks of shared machines tell no more
 
 
@@ -128,23 +129,20 @@ class Trial:
         """Times both, forward and backward, interleaved after a warm-up of each. Medians, in milliseconds."""
         try:
             with isolated(self.module):
-                least, enough, most = TIMED_PAIRS
-                spent: dict[str, list[float]] = {"original": [], "candidate": []}
-                for pair in range(1 + most):
-                    for name, side in (("original", original), ("candidate", candidate)):
-                        with side.state():
-                            seconds = self._timed(side.call)
-                        if pair > 0:
-                            spent[name].append(seconds)
-                    total = sum(map(sum, spent.values()))
-                    if pair >= (least if total > 5 * TIMED_S else enough) and total > TIMED_S:
+                pairs: list[tuple[float, float]] = []
+                for pair in range(1 + MAX_PAIRS):
+                    with original.state():
+                        original_s = self._timed(original.call)
+                    with candidate.state():
+                        candidate_s = self._timed(candidate.call)
+                    if pair > 0:  # the first is the warm-up
+                        pairs.append((original_s, candidate_s))
+                    if pair >= MIN_PAIRS and sum(map(sum, pairs)) > TIMED_S:
                         break
         except Exception as error:
             return Comparison(failure=f"failed in its trial: {_one_line(error)}")
-        return Comparison(
-            original_ms=1e3 * statistics.median(spent["original"]),
-            candidate_ms=1e3 * statistics.median(spent["candidate"]),
-        )
+        original_ms, candidate_ms = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
+        return Comparison(original_ms=original_ms, candidate_ms=candidate_ms)
 
     def _timed(self, call: Callable[..., Any]) -> float:
         synchronize(self.module)
@@ -233,6 +231,14 @@ def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> floa
     return worst
 
 
+_under_trial = ContextVar("_under_trial", default=False)
+
+
+def is_trial() -> bool:
+    """Whether this very call is part of a trial, for hooks that watch what the run itself does."""
+    return _under_trial.get()
+
+
 @contextmanager
 def isolated(module: nn.Module) -> Iterator[list[str]]:
     """Leaves random streams, buffers, plain attributes and the active dispatch modes as they were found.
@@ -243,21 +249,37 @@ def isolated(module: nn.Module) -> Iterator[list[str]]:
     snapshot = Snapshot(module)
     changed: list[str] = []
     with ExitStack() as stack:
+        token = _under_trial.set(True)
+        stack.callback(_under_trial.reset, token)
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(module)))
         # Someone may be counting FLOPs or watching storages, or (a checkpoint around this module) counting what is
         # saved for backward: a trial is none of their business.
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved))
+        # A weight cast here, under no_grad perhaps, must not be what an autocast region of the user's goes on with.
+        stack.enter_context(no_cast_cache())
+        stack.callback(torch.clear_autocast_cache)
         try:
             yield changed
         finally:
             changed += snapshot.restore()
 
 
+@contextmanager
+def no_cast_cache() -> Iterator[None]:
+    """Inside, an autocast region that is in force casts every weight anew at each use."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 class Snapshot:
     """What a forward pass may change besides its result: buffers, attributes, lists and dicts, Python's own `random`.
 
-    Values are compared, not version counters: the kernels of batch norm move their statistics behind the counter's back.
+    Values are compared, not version counters: batch norm's kernels move their statistics behind the counter's back.
     """
 
     _OWN = frozenset(vars(nn.Module())) | {"forward", "track_running_stats"}

@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_accel.blocks import find_blocks
+from lightning_accel.compiled import compile_call, is_compiled, undo_compile
 from lightning_accel.host import Host
 from lightning_accel.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.plan import CompileSetting
@@ -35,11 +36,11 @@ class CompilePatch(Patch):
 
     @override
     def _apply(self) -> None:
-        self.block.compile(options=self._options)
+        compile_call(self.block, self._options)
 
     @override
     def _undo(self) -> None:
-        self.block._compiled_call_impl = None
+        undo_compile(self.block)
 
 
 class Compilation(Technique):
@@ -82,7 +83,7 @@ class Compilation(Technique):
                 "", f"{type(model).__name__} has no repeated blocks, and whole training steps are not compiled"
             )
         for site, block in blocks.items():
-            if block._compiled_call_impl is not None or isinstance(block, torch.jit.ScriptModule):
+            if isinstance(block, torch.jit.ScriptModule) or any(is_compiled(part) for part in block.modules()):
                 yield Refusal(site, "already compiled")
             else:
                 yield CompilePatch(site, block, self._mode, eager_random=host.kind == "cpu")

@@ -26,7 +26,7 @@ from lightning_accel.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.plan import CheckpointingPlan
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.tree import leaves
-from lightning_accel.trial import Contender, Trial
+from lightning_accel.trial import Contender, Trial, no_cast_cache
 
 # Arguments that a block cannot change, or (tensors) is seen to change; a batch or cache object of the user's can be.
 _PLAIN = (Tensor, type(None), int, float, complex, str, bytes, Enum, torch.dtype, torch.device, nn.Module, FunctionType)
@@ -55,7 +55,9 @@ def checkpoint_block(site: str, block: nn.Module, plan: CheckpointingPlan) -> Me
             context_fn = _context_fn(self, plan.mode, has_statistics)
             if context_fn is None:
                 return checkpoint(function, *args, use_reentrant=False)
-            return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+            # Selective recomputation counts operators: it must not meet a cast that the first time found in the cache.
+            with nullcontext() if torch.compiler.is_compiling() else no_cast_cache():
+                return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
 
         forward.is_checkpointed = True  # type: ignore[attr-defined]
         return forward

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_accel.compiled import eager_where_compiled, is_compiled
 from lightning_accel.host import Host
 from lightning_accel.layout import FORMAT_NAMES, OptimizerLayouts, WeightLayout, to_channels_last
 from lightning_accel.patch import MethodPatch, Patch, PatchSet
@@ -50,10 +51,6 @@ def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5)) -> list[Weig
             reason = "inside a compiled module: the compiler chooses layouts itself"
         claims.append(Refusal(site, reason) if reason else WeightLayout(site, module, dim))
     return claims
-
-
-def is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _why_not(convolution: nn.Module) -> str | None:
@@ -91,7 +88,11 @@ class ViewRescue(TorchFunctionMode):
                 raise
             frame = sys._getframe(1)
             self.places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-            return args[0].reshape_as(*args[1:], **kwargs) if func is Tensor.view_as else args[0].reshape(*args[1:], **kwargs)
+            return (
+                args[0].reshape_as(*args[1:], **kwargs)
+                if func is Tensor.view_as
+                else args[0].reshape(*args[1:], **kwargs)
+            )
 
 
 class MemoryFormat(Technique):
@@ -149,7 +150,7 @@ class MemoryFormat(Technique):
 
     @contextmanager
     def _rescued(self, stage: str) -> Iterator[None]:
-        with ViewRescue() as rescue:
+        with eager_where_compiled(self._model), ViewRescue() as rescue:
             yield
         self._rescued_stages.add(stage)
         if rescue.places:

@@ -22,6 +22,7 @@ from lightning_accel.techniques.inplace_activations import catalog
 from lightning_accel.techniques.inplace_activations.ownership import SAVING_RESULT_IN_PLACE, Proof
 from lightning_accel.techniques.inplace_activations.replay import differs_in_place
 from lightning_accel.techniques.inplace_activations.sites import global_hook, hook_on, is_rewired
+from lightning_accel.trial import is_trial
 
 _PRODUCER_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -144,6 +145,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def hooks(self, site: str) -> tuple[Any, Any]:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if is_trial():
+                return
             self._calls[site] += 1
             self._active.append(site)
             if site not in self._problems:
@@ -155,6 +158,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._refuse(site, problem)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if is_trial():
+                return
             self._active.remove(site)
             if output is None:
                 self._refuse(site, "it raised an exception on the step that was watched")

@@ -1,0 +1,48 @@
+"""What `torch.compile` and the rest of the package must know of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of this very module run compiled code, by ``module.compile()`` or ``torch.compile(module)``."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def compile_call(module: nn.Module, options: dict[str, Any]) -> None:
+    """Compiles a module's call in place, as ``module.compile()`` does for modules of the user's own.
+
+    For those of ``torch.nn`` itself (``nn.TransformerEncoderLayer``, ``nn.Sequential``) that silently compiles
+    nothing: the compiler starts at no frame whose code is torch's (torch 2.13). Here it starts at one of ours.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    compiled: Callable[..., Any] = torch.compile(call, options=options)
+    module._compiled_call_impl = compiled
+
+
+def undo_compile(module: nn.Module) -> None:
+    """Lets the module's calls run eagerly again."""
+    module._compiled_call_impl = None
+
+
+@contextmanager
+def eager_where_compiled(model: nn.Module) -> Iterator[None]:
+    """Runs compiled parts of ``model`` eagerly, for a step that is watched by a dispatch or function mode.
+
+    Compiled code called under a dispatch mode runs eagerly ever after, and under a function mode is compiled anew
+    (torch 2.13); told to stand aside, it comes back unharmed.
+    """
+    if any(is_compiled(module) for module in model.modules()):
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield

@@ -44,9 +44,8 @@ def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5)) -> list[Weig
         dim = next((dim for dim in dims if isinstance(module, _CONVOLUTIONS[dim])), None)
         if dim is None:
             continue
-        reason = _why_not(module)
-        if is_unmade:
-            reason = "the model has lazy parameters: run it once before, and they will be there"
+        unmade = "the model has lazy parameters: run it once before, and they will be there"
+        reason = unmade if is_unmade else _why_not(module)
         if any(not name or site == name or site.startswith(f"{name}.") for name in compiled):
             reason = "inside a compiled module: the compiler chooses layouts itself"
         claims.append(Refusal(site, reason) if reason else WeightLayout(site, module, dim))

@@ -70,10 +70,10 @@ class Engine:
         self.decisions: Decisions = dict(decisions or {})
         self._agree = agree or (lambda verdicts: verdicts)
         self._patches: dict[str, PatchSet] = {}
-        self._techniques = [technique for technique in techniques if self._is_available(technique)]
         self._trial_step: int | None = 0
         for name in _MODULE_TECHNIQUES:
             self.report.of(name).status = "off"
+        self._techniques = [technique for technique in techniques if self._is_available(technique)]
         if plan.inplace_activations and not plan.verify:
             self.report.of(
                 "inplace_activations"

@@ -1,0 +1,387 @@
+"""Repeated blocks are compiled in place, once tried; what does not compile, or is not faster, stays eager."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import Tensor, nn
+
+from lightning_accel import compiled
+from lightning_accel.engine import AccelError, AccelWarning, Engine, accelerate
+from lightning_accel.host import Host
+from lightning_accel.plan import CompileSetting, Plan
+from lightning_accel.techniques import compilation
+from models import TASKS, TinyCNN, TinyTransformer, TransformerBlock
+
+# The compiler's own, which it hides from all but those who make warnings errors.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
+
+CPU = Host(kind="cpu", device_name="a CPU", compiler="g++")
+MODES: list[CompileSetting] = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+def compiling(model: nn.Module, setting: CompileSetting | bool = "on", **more: Any) -> Engine:
+    host = more.pop("host", CPU)
+    settings = {"precision": "32-true", "memory_format": "preserve", "inplace_activations": False, **more}
+    return accelerate(model, Plan(compile=setting, **settings), host=host)
+
+
+def run(model: nn.Module, handle: Engine | None, steps: int = 3) -> list[float]:
+    task = TASKS["transformer"]
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        inputs, targets = task.batch(step)
+        optimizer.zero_grad()
+        with handle.step() if handle else nullcontext():
+            loss = task.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Nothing compiled by another test, no pool of threads, and not the variable that TorchInductor leaves behind."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+    torch._dynamo.reset()
+    os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)
+
+
+class Backend:
+    """In place of TorchInductor: runs graphs as they are, does ``around`` first, and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, around: Callable[[], Any] = lambda: None) -> None:
+        self.compiled = 0
+        self.ran = 0
+
+        def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+            self.compiled += 1
+
+            def call(*args: Any) -> Any:
+                self.ran += 1
+                around()
+                return graph.forward(*args)
+
+            return call
+
+        def compile_call(module: nn.Module, options: dict[str, Any]) -> None:
+            module._compiled_call_impl = torch.compile(
+                lambda *args, **kwargs: module._call_impl(*args, **kwargs), backend=backend
+            )
+
+        monkeypatch.setattr(compilation, "compile_call", compile_call)
+
+
+# -- for real ------------------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """As little as is worth compiling: one kernel forward, one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.scale * x))
+
+
+def test_a_compiled_run_has_the_plain_runs_losses_dropout_included() -> None:
+    host = Host.detect("cpu")
+    if host.compiler is None:
+        pytest.skip("no C++ compiler here")
+    plain = nn.Sequential(nn.Linear(8, 8), Small(), Small())
+    model = copy.deepcopy(plain)
+    handle = compiling(model, host=host)
+    losses: list[list[float]] = [[], []]
+    for net, used, found in ((plain, None, losses[0]), (model, handle, losses[1])):
+        torch.manual_seed(1)
+        for _ in range(3):
+            with used.step() if used else nullcontext():
+                loss = net(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            found.append(loss.item())
+    assert handle.report.applied("compile") == ["1", "2"]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert copy.deepcopy(model)[1]._compiled_call_impl is None
+    handle.undo()
+    assert model[1]._compiled_call_impl is None
+
+
+# -- with another backend ------------------------------------------------------------------------------------------
+
+
+def test_the_first_step_is_eager_and_the_second_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend(monkeypatch)
+    model = TinyTransformer()
+    handle = compiling(model)
+    run(model, handle, steps=1)
+    assert (backend.compiled, handle.report.applied("compile")) == (0, [])
+    run(model, handle, steps=1)
+    assert backend.compiled > 0
+    assert handle.report.applied("compile") == ["layers.0", "layers.1", "layers.2"]
+    handle.undo()
+
+
+def test_undone_blocks_run_eagerly_and_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend(monkeypatch)
+    model = TinyTransformer()
+    before = {name: dict(vars(m)) for name, m in model.named_modules()}
+    limit = torch._dynamo.config.recompile_limit
+    handle = compiling(model)
+    run(model, handle)
+    handle.undo()
+    ran = backend.ran
+    run(model, None)
+    assert backend.ran == ran
+    assert torch._dynamo.config.recompile_limit == limit
+    assert {name: {**dict(vars(m)), "_compiled_call_impl": None} for name, m in model.named_modules()} == {
+        name: {**attributes, "_compiled_call_impl": None} for name, attributes in before.items()
+    }
+
+
+def test_with_checkpointing_and_the_rest_it_still_trains_as_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    Backend(monkeypatch)
+    plain = TinyTransformer(dropout=0.0)  # without TorchInductor a compiled recomputation draws other random numbers
+    model = copy.deepcopy(plain)
+    handle = compiling(model, gradient_checkpointing="full")
+    assert run(model, handle) == pytest.approx(run(plain, None), rel=1e-5)
+    assert handle.report.refused("compile") == {}
+    assert len(handle.report.applied("compile")) == len(handle.report.applied("gradient_checkpointing")) == 3
+    handle.undo()
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def raising() -> None:
+    raise RuntimeError("no such kernel on this machine")
+
+
+def test_blocks_that_fail_to_run_compiled_stay_eager_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    Backend(monkeypatch, around=raising)
+    plain = TASKS["transformer"].model()
+    model = copy.deepcopy(plain)
+    handle = compiling(model)
+    assert run(model, handle) == run(plain, None)
+    refused = handle.report.refused("compile")
+    assert set(refused) == {"layers.0", "layers.1", "layers.2"}
+    assert all("failed in its trial" in why and "no such kernel" in why for why in refused.values())
+    handle.undo()
+
+
+def test_blocks_that_fail_to_compile_stay_eager_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such instruction")
+
+    def compile_call(module: nn.Module, options: dict[str, Any]) -> None:
+        module._compiled_call_impl = torch.compile(lambda *args: module._call_impl(*args), backend=broken)
+
+    monkeypatch.setattr(compilation, "compile_call", compile_call)
+    plain = TASKS["transformer"].model()
+    model = copy.deepcopy(plain)
+    handle = compiling(model)
+    assert run(model, handle) == run(plain, None)
+    assert all("failed in its trial: BackendCompilerFailed" in r for r in handle.report.refused("compile").values())
+    assert len(handle.report.refused("compile")) == 3
+    handle.undo()
+
+
+def test_blocks_that_compute_something_else_compiled_stay_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_call(module: nn.Module, options: dict[str, Any]) -> None:
+        module._compiled_call_impl = lambda x: 1.1 * module._call_impl(x)
+
+    monkeypatch.setattr(compilation, "compile_call", compile_call)
+    plain = TASKS["transformer"].model()
+    model = copy.deepcopy(plain)
+    handle = compiling(model)
+    assert run(model, handle) == run(plain, None)
+    assert all("other numbers" in why for why in handle.report.refused("compile").values())
+    handle.undo()
+
+
+def test_auto_gives_back_what_is_slower_and_on_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    Backend(monkeypatch, around=lambda: time.sleep(0.05))
+    model = nn.Sequential(nn.Linear(8, 8), *(TransformerBlock(8) for _ in range(2)))
+    kept = {}
+    for setting in ("auto", "on"):
+        handle = compiling(model, setting)
+        for _ in range(2):
+            with handle.step():
+                model(torch.randn(2, 3, 8)).sum().backward()
+        kept[setting] = handle.report.applied("compile")
+        if setting == "auto":
+            assert all("x the speed here" in why for why in handle.report.refused("compile").values())
+        handle.undo()
+    assert kept == {"auto": [], "on": ["1", "2"]}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_is_torchs(monkeypatch: pytest.MonkeyPatch, mode: CompileSetting) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(compilation, "compile_call", lambda module, options: seen.append(options))
+    model = TinyTransformer()
+    handle = compiling(model, mode, verify=False)
+    run(model, handle, steps=2)
+    handle.undo()
+    expected = torch._inductor.list_mode_options(mode)
+    assert len(seen) == 3
+    assert all(options == {**expected, "fallback_random": True} for options in seen)
+
+
+# -- refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        (Host(kind="cpu", device_name="a CPU"), r"install a C\+\+ compiler \(Debian, Ubuntu: apt-get install g\+\+\)"),
+        (Host(kind="cuda", device_name="a card"), "install Triton and a C compiler"),
+        (Host(kind="mps", device_name="M1", compiler="clang"), "does not build kernels for mps"),
+    ],
+)
+def test_a_machine_that_cannot_compile_is_told_how_to_and_goes_on(host: Host, reason: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), *(TransformerBlock(8) for _ in range(2)))
+    with pytest.warns(AccelWarning, match=f"compile: .*{reason}"):
+        handle = compiling(model, host=host)
+    assert reason.replace("\\", "") in handle.report.of("compile").status
+    assert any("compile: " in note for note in handle.report.notes)
+    handle.undo()
+    with pytest.raises(AccelError, match="strict=True"):
+        compiling(model, host=host, strict=True)
+
+
+def test_a_model_without_blocks_is_a_warning_and_with_strict_an_error() -> None:
+    with pytest.warns(AccelWarning, match="Linear has no repeated blocks"):
+        compiling(nn.Linear(2, 2)).undo()
+    with pytest.raises(AccelError):
+        compiling(nn.Linear(2, 2), strict=True)
+
+
+def test_auto_finds_nothing_without_a_warning() -> None:
+    handle = compiling(nn.Linear(2, 2), "auto")
+    assert "no repeated blocks" in handle.report.refused("compile")[""]
+    handle.undo()
+
+
+def test_a_deterministic_run_does_not_decide_by_the_clock(determinism_restored: None) -> None:
+    torch.use_deterministic_algorithms(True)
+    with pytest.warns(AccelWarning, match="set compile='on' to compile"):
+        compiling(TinyTransformer(), "auto").undo()
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapper"])
+def test_blocks_that_the_user_compiled_stay_theirs(how: str) -> None:
+    model = TinyTransformer()
+    for index, layer in enumerate(model.layers):
+        if how == "in place":
+            layer.compile(backend="eager")
+        else:
+            model.layers[index] = torch.compile(layer, backend="eager")
+    mine = [layer._compiled_call_impl for layer in model.layers]
+    with pytest.warns(AccelWarning, match="already compiled"):
+        handle = compiling(model)
+    run(model, handle)
+    handle.undo()
+    assert [layer._compiled_call_impl for layer in model.layers] == mine
+
+
+@pytest.mark.parametrize("technique", [{"gradient_checkpointing": "full"}, {"memory_format": "channels_last"}])
+@pytest.mark.parametrize("how", ["in place", "wrapper"])
+def test_a_model_that_the_user_compiled_trains_as_before_under_the_other_techniques(
+    technique: dict[str, Any], how: str
+) -> None:
+    task = TASKS["cnn"]
+    plain = task.model()
+    model: Any = copy.deepcopy(plain)
+    if how == "in place":
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    with pytest.warns(AccelWarning, match="compile") if "memory_format" in technique else nullcontext():
+        handle = compiling(model, "off", **technique)
+    losses: list[list[float]] = [[], []]
+    for net, used, found in ((plain, None, losses[0]), (model, handle, losses[1])):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(3):
+            inputs, targets = task.batch(step)
+            optimizer.zero_grad()
+            with used.step() if used else nullcontext():
+                loss = task.loss(net(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+    handle.undo()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    torch.testing.assert_close(
+        [b.clone() for b in model.buffers()], [b.clone() for b in plain.buffers()], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_block_that_is_not_called_on_the_trial_step_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    Backend(monkeypatch)
+    model = nn.ModuleList(TransformerBlock(8) for _ in range(2))
+    handle = compiling(model)
+    for _ in range(2):
+        with handle.step():
+            model[0](torch.randn(2, 3, 8)).sum().backward()
+    assert handle.report.applied("compile") == ["0"]
+    assert "not called" in handle.report.refused("compile")["1"]
+    handle.undo()
+
+
+def test_modules_of_torch_nn_are_compiled_too() -> None:
+    """``module.compile()`` compiles nothing there: the compiler starts at no frame whose code is torch's."""
+    seen: list[Any] = []
+    layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    original = torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda call, options: original(call, backend=backend))
+        compiled.compile_call(layer, {})
+    layer(torch.randn(2, 4))
+    assert len(seen) == 1
+    compiled.undo_compile(layer)
+    layer(torch.randn(3, 4))
+    assert len(seen) == 1
+
+
+def test_watched_steps_run_compiled_parts_eagerly_and_leave_them_compiled() -> None:
+    ran: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *args: (ran.append(1), graph.forward(*args))[1]
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model[0] = torch.compile(model[0], backend=backend)
+    x: Tensor = torch.randn(2, 4)
+    with compiled.eager_where_compiled(model):
+        model(x)
+    assert ran == []
+    model(x)
+    assert ran == [1]
+
+
+def test_plain_models_are_not_asked_to_stand_aside() -> None:
+    with compiled.eager_where_compiled(TinyCNN()):
+        assert torch.compiler.is_compiling() is False

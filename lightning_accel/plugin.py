@@ -303,7 +303,7 @@ class AccelPlugin(Precision):
         is one looks like float16 to them when it runs in float32.
         """
         self.precision = precision
-        kind = self._plain_class or type(self)
+        kind: Any = self._plain_class or type(self)
         self.__class__ = kind if precision == "32-true" else _autocasting(kind)
         if precision != "16-mixed":
             self.scaler = None
@@ -325,7 +325,8 @@ class AccelPlugin(Precision):
             def lightning_module_state_dict(strategy: Strategy) -> dict[str, Any]:
                 checkpoint = {"state_dict": original(strategy)}
                 self._restore_layouts(checkpoint)
-                return checkpoint["state_dict"]
+                restored: dict[str, Any] = checkpoint["state_dict"]
+                return restored
 
             return lightning_module_state_dict
 
@@ -353,7 +354,7 @@ class AccelPlugin(Precision):
 
 
 @functools.cache
-def _autocasting(kind: type[AccelPlugin]) -> type[AccelPlugin]:
+def _autocasting(kind: Any) -> Any:
     """``kind`` while it autocasts: the same, but its ``super()`` calls reach Lightning's ``MixedPrecision``."""
     likeness = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (kind, MixedPrecision), {**likeness, "_plain_class": kind})

@@ -143,7 +143,7 @@ def footprint(module: nn.Module) -> dict[str, Any]:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
     found: dict[str, Any] = {}
     for name, part in module.named_modules():
-        own = {k: v for k, v in vars(part).items() if k in ("forward", "inplace", "momentum", "training")}
+        own = {k: v for k, v in vars(part).items() if k in ("forward", "inplace", "momentum")}
         found[name] = (id(part), type(part), own, {h: len(vars(part)[h]) for h in hooks}, part._compiled_call_impl)
     for name, parameter in module.named_parameters():
         found[name] = (id(parameter), parameter.stride(), parameter.dtype, parameter.is_inference())

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning_models import Call, Supervised, cnn, images, mlp, sgd, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import AccelPlugin
+from lightning_models import Call, Supervised, cnn, images, mlp, sgd, vectors
 
 MakeTrainer = Callable[..., Any]
 

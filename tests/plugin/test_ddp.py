@@ -1,0 +1,97 @@
+"""Two processes train as one does, and decide together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plugin.two_ranks import RUNS, train, weights
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the runs of ``two_ranks.py`` left what each rank got, and what they printed."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    script = Path(__file__).with_name("two_ranks.py")
+    run = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, timeout=300, cwd=folder)
+    assert run.returncode == 0, run.stderr
+    (folder / "printed.txt").write_text(run.stdout + run.stderr)
+    return folder
+
+
+def of_rank(folder: Path, run: str, rank: int) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads((folder / f"{run}.{rank}.json").read_text())
+    return said
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_both_ranks_decide_the_same(two_ranks: Path, run: str) -> None:
+    assert of_rank(two_ranks, run, 0)["report"] == of_rank(two_ranks, run, 1)["report"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_both_ranks_hold_the_same_weights(two_ranks: Path, run: str) -> None:
+    assert of_rank(two_ranks, run, 0)["weights"] == of_rank(two_ranks, run, 1)["weights"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_two_processes_train_as_one_on_the_same_global_batch(two_ranks: Path, run: str) -> None:
+    ranks = [of_rank(two_ranks, run, rank) for rank in (0, 1)]
+    rel = 1e-4 if ranks[0]["report"]["techniques"]["precision"]["status"].startswith("32-true") else 5e-2
+    module, _ = train(run, 8, devices=1)
+    losses = [sum(pair) / 2 for pair in zip(ranks[0]["losses"], ranks[1]["losses"], strict=True)]
+    assert losses == pytest.approx(module.losses, rel=rel)
+    assert ranks[0]["weights"] == pytest.approx(weights(module), rel=rel, abs=rel / 10)
+
+
+@pytest.mark.parametrize("run", ["channels_last", "half"])
+def test_channels_last_is_in_force(two_ranks: Path, run: str) -> None:
+    assert of_rank(two_ranks, run, 0)["report"]["techniques"]["memory_format"]["applied"]
+
+
+@pytest.mark.parametrize("run", ["checkpointing", "unused"])
+def test_checkpointing_is_in_force(two_ranks: Path, run: str) -> None:
+    assert len(of_rank(two_ranks, run, 0)["report"]["techniques"]["gradient_checkpointing"]["applied"]) == 3
+
+
+def test_a_layout_that_is_taken_back_in_mid_run_is_taken_back_on_both(two_ranks: Path) -> None:
+    for rank in (0, 1):
+        assert not of_rank(two_ranks, "views", rank)["report"]["techniques"]["memory_format"]["applied"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_modules_are_given_back(two_ranks: Path, run: str) -> None:
+    assert of_rank(two_ranks, run, 0)["instance"] == of_rank(two_ranks, run, 1)["instance"] == []
+
+
+def test_every_run_prints_one_summary(two_ranks: Path) -> None:
+    assert (two_ranks / "printed.txt").read_text().count("lightning-accel on") == len(RUNS)
+
+
+SPAWNED = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from plugin.two_ranks import train
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    module, trainer = train({run!r}, 4, devices=2, strategy="ddp_spawn")
+    print("weights", sum(p.detach().abs().sum().item() for p in module.parameters()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["channels_last", "half"])
+def test_spawned_processes_get_the_plugin(tmp_path: Path, two_ranks: Path, run: str) -> None:
+    script = tmp_path / "spawned.py"
+    script.write_text(SPAWNED.format(tests=str(Path(__file__).parent.parent), run=run))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = next(line for line in done.stdout.splitlines() if line.startswith("weights"))
+    expected = sum(map(abs, of_rank(two_ranks, run, 0)["weights"]))
+    assert float(said.split()[1]) == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,490 @@
+"""The module is the user's own again after every kind of run, however it ended."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_accel import AccelPlugin
+from lightning_accel.callbacks import SpeedMemoryLogger
+from lightning_models import Block, Call, Supervised, Transformer, cnn, footprint, images, tokens
+
+MakeTrainer = Callable[..., Any]
+
+
+def everything(**settings: Any) -> AccelPlugin:
+    """Acts on a CNN in every way that does not depend on a clock."""
+    given = {
+        "precision": "32-true",
+        "memory_format": "channels_last",
+        "gradient_checkpointing": {"mode": "full", "blocks": ["net.0", "net.3"]},
+    }
+    return AccelPlugin(**{**given, **settings})
+
+
+def explode(*_: Any, **__: Any) -> None:
+    raise RuntimeError("in the middle")
+
+
+# -- the module is given back -------------------------------------------------------------------------------------
+
+
+def test_the_run_does_change_the_module(make_trainer: MakeTrainer) -> None:
+    """Without this the tests below would pass on a plugin that does nothing."""
+    module, seen = Supervised(cnn()), {}
+    before = footprint(module)
+    look = Call(on_train_batch_end=lambda *_: seen.update(footprint(module)))
+    plugin = everything()
+    make_trainer(plugins=[plugin], callbacks=[look]).fit(module, images())
+    assert {name for name in before if seen[name] != before[name]} >= {"net.0", "net.3", "net.0.weight"}
+    assert plugin.report.applied("gradient_checkpointing") == ["net.0", "net.3"]
+    assert plugin.report.applied("memory_format") == ["net.0", "net.3"]
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_the_module_is_as_before_after(make_trainer: MakeTrainer, stage: str) -> None:
+    module = Supervised(cnn())
+    before = footprint(module)
+    getattr(make_trainer(plugins=[everything()]), stage)(module, images())
+    assert footprint(module) == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("hook", ["training_step", "validation_step", "callback", "configure_optimizers", "backward"])
+def test_the_module_is_as_before_after_an_exception(
+    make_trainer: MakeTrainer, hook: str, error: type[BaseException]
+) -> None:
+    steps = 0
+
+    class Fails(Supervised):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            nonlocal steps
+            loss = super().training_step(batch, batch_idx)
+            steps += 1
+            if hook == "training_step" and steps == 3:
+                raise error("in the middle")
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if hook == "validation_step" and steps == 4:
+                raise error("in the middle")
+
+        def backward(self, *args: Any, **kwargs: Any) -> None:
+            if hook == "backward":
+                raise error("in the middle")
+            super().backward(*args, **kwargs)
+
+        def configure_optimizers(self) -> Any:
+            if hook == "configure_optimizers":
+                raise error("in the middle")
+            return super().configure_optimizers()
+
+    def fail(*_: Any) -> None:
+        if hook == "callback":
+            raise error("in the middle")
+
+    module = Fails(cnn())
+    before = footprint(module)
+    trainer = make_trainer(plugins=[everything()], callbacks=[Call(on_train_batch_end=fail)])
+    with pytest.raises((error, SystemExit)):
+        trainer.fit(module, images(), images())
+    assert footprint(module) == before
+
+
+def test_an_exception_in_the_very_first_trial_step_leaves_the_module_as_before(make_trainer: MakeTrainer) -> None:
+    class Fails(Supervised):
+        def loss(self, batch: Any) -> Tensor:
+            super().loss(batch)
+            raise RuntimeError("in the middle")
+
+    module = Fails(cnn())
+    before = footprint(module)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        make_trainer(plugins=[everything()]).fit(module, images())
+    assert footprint(module) == before
+
+
+def test_the_strategy_is_given_back_too(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(plugins=[everything()])
+    trainer.fit(Supervised(cnn()), images())
+    assert "batch_to_device" not in vars(trainer.strategy)
+
+
+# -- one run after another ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", ["same trainer", "same plugin", "new plugin"])
+def test_a_second_fit_on_the_same_module(make_trainer: MakeTrainer, again: str) -> None:
+    module, plugin = Supervised(cnn()), everything()
+    before = footprint(module)
+    trainer = make_trainer(plugins=[plugin])
+    trainer.fit(module, images())
+    if again == "same trainer":
+        trainer.fit_loop.max_epochs = 2
+    else:
+        plugin = plugin if again == "same plugin" else everything()
+        trainer = make_trainer(plugins=[plugin])
+    trainer.fit(module, images())
+    assert len(module.losses) == 8
+    assert plugin.report.applied("gradient_checkpointing") == ["net.0", "net.3"]
+    assert footprint(module) == before
+
+
+def test_a_second_fit_of_the_same_trainer_has_one_speed_logger(make_trainer: MakeTrainer) -> None:
+    module = Supervised(cnn())
+    trainer = make_trainer(plugins=[everything()])
+    trainer.fit(module, images())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, images())
+    assert sum(isinstance(callback, SpeedMemoryLogger) for callback in trainer.callbacks) == 1
+
+
+def test_a_second_fit_decides_as_the_first_without_another_trial(make_trainer: MakeTrainer) -> None:
+    module, plugin = CountsCalls(cnn()), everything()
+    make_trainer(plugins=[plugin]).fit(module, images())
+    assert module.calls > 4
+    module.calls = 0
+    make_trainer(plugins=[plugin]).fit(module, images())
+    assert module.calls == 4
+
+
+def test_another_module_is_tried_anew(make_trainer: MakeTrainer) -> None:
+    plugin = everything()
+    make_trainer(plugins=[plugin]).fit(CountsCalls(cnn()), images())
+    module = CountsCalls(cnn())
+    make_trainer(plugins=[plugin]).fit(module, images())
+    assert module.calls > 4
+
+
+class CountsCalls(Supervised):
+    """Counts the calls of its first convolution, in a cell that no trial can restore."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self._calls = Cell()
+        net[0].register_forward_hook(lambda *_: self._calls.add())  # type: ignore[index]
+
+    @property
+    def calls(self) -> int:
+        return self._calls.value
+
+    @calls.setter
+    def calls(self, value: int) -> None:
+        self._calls.value = value
+
+
+class Cell:
+    value = 0
+
+    def add(self) -> None:
+        self.value += 1
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_run_without_gradients_does_not_decide_for_training(make_trainer: MakeTrainer, stage: str) -> None:
+    """A block that must not be recomputed is only found out with gradients."""
+    module = Supervised(Remembering())
+    plugin = everything(gradient_checkpointing={"mode": "full", "blocks": ["net.0"]}, memory_format="preserve")
+    getattr(make_trainer(plugins=[plugin]), stage)(module, images())
+    make_trainer(plugins=[plugin]).fit(module, images())
+    assert "net.0" in plugin.report.refused("gradient_checkpointing")
+
+
+class Remembering(nn.Sequential):
+    def __init__(self) -> None:
+        class Counts(nn.Conv2d):
+            def forward(self, x: Tensor) -> Tensor:
+                self.seen = getattr(self, "seen", 0) + 1
+                return super().forward(x)
+
+        super().__init__(Counts(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 4))
+
+
+def test_fit_validate_test_predict_with_one_trainer(make_trainer: MakeTrainer) -> None:
+    module = Supervised(cnn())
+    before = footprint(module)
+    trainer = make_trainer(plugins=[everything(precision="bf16-mixed")])
+    trainer.fit(module, images(), images())
+    trainer.validate(module, images())
+    trainer.test(module, images())
+    predictions = trainer.predict(module, images())
+    assert len(predictions) == 4
+    after = footprint(module)
+    assert {k: v for k, v in after.items() if k.startswith("net.0")} == {
+        k: v for k, v in before.items() if k.startswith("net.0")
+    }
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("stage", ["validate", "predict"])
+@pytest.mark.parametrize("memory_format", ["auto", "channels_last"])
+def test_a_module_that_was_only_evaluated_can_still_be_trained(
+    make_trainer: MakeTrainer, stage: str, inference_mode: bool, memory_format: Any
+) -> None:
+    module = Supervised(cnn())
+    plugin = everything(memory_format=memory_format)
+    getattr(make_trainer(plugins=[plugin], inference_mode=inference_mode), stage)(module, images())
+    assert not any(p.is_inference() for p in (*module.parameters(), *module.buffers()))
+    make_trainer(plugins=[plugin]).fit(module, images())
+    assert len(module.losses) == 4
+
+
+# -- all kinds of modules -----------------------------------------------------------------------------------------
+
+
+def test_layers_made_in_configure_model_are_found(make_trainer: MakeTrainer) -> None:
+    class Late(Supervised):
+        def __init__(self) -> None:
+            super().__init__(nn.Identity())
+
+        def configure_model(self) -> None:
+            if isinstance(self.net, nn.Identity):
+                self.net = cnn()
+
+    module, plugin = Late(), everything()
+    make_trainer(plugins=[plugin]).fit(module, images())
+    assert plugin.report.applied("memory_format") == ["net.0", "net.3"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the same without the plugin
+def test_a_compiled_lightning_module_trains(make_trainer: MakeTrainer) -> None:
+    module = Supervised(cnn())
+    before = footprint(module)
+    compiled = torch.compile(module, backend="eager")
+    make_trainer(plugins=[AccelPlugin(precision="32-true")]).fit(compiled, images())
+    assert len(module.losses) == 4
+    assert all(footprint(module)[name] == before[name] for name in before if name)
+
+
+def test_a_compiled_network_inside_the_module_trains(make_trainer: MakeTrainer) -> None:
+    module = Supervised(cnn())
+    module.net = torch.compile(module.net, backend="eager")
+    before = footprint(module)
+    plugin = AccelPlugin(precision="32-true", memory_format="channels_last")
+    with pytest.warns(UserWarning, match="found no site"):
+        make_trainer(plugins=[plugin]).fit(module, images())
+    assert footprint(module) == before
+    assert "compile" in plugin.report.refused("memory_format")["net._orig_mod.0"]
+
+
+def test_frozen_parameters_stay_frozen_and_unchanged(make_trainer: MakeTrainer) -> None:
+    module = Supervised(cnn())
+    module.net[0].requires_grad_(False)
+    frozen = module.net[0].weight.detach().clone()
+    make_trainer(plugins=[everything()]).fit(module, images())
+    assert torch.equal(module.net[0].weight, frozen)
+    assert not module.net[0].weight.requires_grad
+
+
+def test_tied_weights_stay_tied(make_trainer: MakeTrainer) -> None:
+    class Tied(Supervised):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1)))
+            self.net[2].weight = self.net[0].weight
+
+        def loss(self, batch: Any) -> Tensor:
+            assert self.net[2].weight is self.net[0].weight
+            return self.net(batch[0]).pow(2).mean()
+
+    module = Tied()
+    before = footprint(module)
+    plugin = everything(gradient_checkpointing="off")
+    make_trainer(plugins=[plugin]).fit(module, images())
+    assert module.net[2].weight is module.net[0].weight
+    assert footprint(module) == before
+
+
+def test_layers_directly_on_the_module_whose_forward_is_called(make_trainer: MakeTrainer) -> None:
+    plain, accelerated = make_direct(), make_direct()
+    make_trainer().fit(plain, images())
+    plugin = AccelPlugin(precision="32-true", memory_format="channels_last")
+    make_trainer(plugins=[plugin]).fit(accelerated, images())
+    assert accelerated.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert plugin.report.applied("memory_format") == ["conv"]
+
+
+def test_layers_directly_on_the_module_called_by_its_training_step(make_trainer: MakeTrainer) -> None:
+    class NoForward(Direct):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = F.cross_entropy(self.head(self.conv(batch[0]).relu().flatten(1)), batch[1])
+            self.losses.append(float(loss.detach()))
+            return loss
+
+    plain, accelerated = make_direct(NoForward), make_direct(NoForward)
+    make_trainer().fit(plain, images())
+    plugin = AccelPlugin(precision="32-true", memory_format="channels_last")
+    make_trainer(plugins=[plugin]).fit(accelerated, images())
+    assert accelerated.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert plugin.report.applied("memory_format") == ["conv"]
+
+
+class Direct(Supervised):
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8 * 36, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log("activation", x.mean(), on_step=False, on_epoch=True)
+        return self.head(self.conv(x).relu().flatten(1))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+def make_direct(kind: type[Direct] = Direct) -> Direct:
+    torch.manual_seed(0)
+    return kind()
+
+
+# -- beside other callbacks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "averaging",
+    [
+        lambda: EMAWeightAveraging(decay=0.5),
+        lambda: WeightAveraging(),
+        lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1),
+    ],
+    ids=["ema", "average", "swa"],
+)
+def test_averaged_weights_are_those_of_a_plain_run(make_trainer: MakeTrainer, averaging: Any) -> None:
+    results = []
+    for plugins in ([], [everything()]):
+        torch.manual_seed(0)
+        module = Supervised(cnn())
+        before = footprint(module)
+        make_trainer(plugins=plugins, callbacks=[averaging()], max_epochs=3).fit(module, images(), images())
+        assert footprint(module) == before
+        results.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_learning_rate_finder_runs(make_trainer: MakeTrainer) -> None:
+    class Tunable(Supervised):
+        lr = 1e-3
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    module = Tunable(cnn())
+    before = footprint(module)
+    trainer = make_trainer(plugins=[everything()])
+    Tuner(trainer).lr_find(module, images(8), num_training=6)
+    assert footprint(module) == before
+    trainer.fit(module, images())
+
+
+def test_the_batch_size_finder_runs(make_trainer: MakeTrainer) -> None:
+    class Tunable(Supervised):
+        batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return images(8, self.batch_size)
+
+        def val_dataloader(self) -> Any:
+            return images(1)
+
+    module = Tunable(cnn())
+    before = footprint(module)
+    trainer = make_trainer(plugins=[everything()])
+    assert Tuner(trainer).scale_batch_size(module, max_trials=2, steps_per_trial=2) == 4
+    assert footprint(module) == before
+    trainer.fit(module)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fast_dev_run": True},
+        {"barebones": True},
+        {"limit_train_batches": 1},
+        {"overfit_batches": 1},
+        {"detect_anomaly": True},
+        {"limit_train_batches": 0},
+        {"max_steps": 1},
+    ],
+    ids=str,
+)
+def test_the_trainer_option(options: dict[str, Any]) -> None:
+    module = Supervised(cnn())
+    before = footprint(module)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet |= {"logger": False, "accelerator": "cpu", "max_epochs": 1}
+    trainer = Trainer(plugins=[everything()], **{**quiet, **options})
+    trainer.fit(module, images(), None if options.get("barebones") else images())
+    assert footprint(module) == before
+
+
+@pytest.mark.usefixtures("determinism_restored")
+def test_a_deterministic_run_decides_nothing_by_time(make_trainer: MakeTrainer) -> None:
+    plugin = AccelPlugin(precision="32-true")
+    make_trainer(plugins=[plugin], deterministic=True).fit(Supervised(cnn()), images())
+    assert plugin.report.applied("memory_format") == ["net.0", "net.3"]
+    assert "the speed" not in plugin.report.to_text()
+
+
+# -- copies of the plugin -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["auto", "32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
+@pytest.mark.parametrize("after_run", [False, True], ids=["before a run", "after a run"])
+def test_a_copied_plugin_trains(make_trainer: MakeTrainer, precision: Any, duplicate: Any, after_run: bool) -> None:
+    plugin = AccelPlugin(precision=precision, memory_format="channels_last")
+    if after_run:
+        make_trainer(plugins=[plugin]).fit(Supervised(cnn()), images())
+    twin = duplicate(plugin)
+    module = Supervised(cnn())
+    make_trainer(plugins=[twin]).fit(module, images())
+    assert len(module.losses) == 4
+    assert twin.plan == plugin.plan
+
+
+def test_a_subclass_stays_what_it_is(make_trainer: MakeTrainer) -> None:
+    class Mine(AccelPlugin):
+        pass
+
+    plugin = Mine(precision="bf16-mixed")
+    make_trainer(plugins=[plugin]).fit(Supervised(cnn()), images())
+    assert isinstance(plugin, Mine)
+
+
+def test_the_representation_names_the_precision_and_what_is_not_default() -> None:
+    plugin = AccelPlugin(precision="bf16-mixed", compile="auto")
+    assert repr(plugin) == "AccelPlugin(precision='bf16-mixed', compile='auto')"
+
+
+def test_a_dropped_module_is_not_kept_alive(make_trainer: MakeTrainer) -> None:
+    import gc
+    import weakref
+
+    plugin = everything()
+
+    def run() -> weakref.ref[LightningModule]:
+        module = Supervised(cnn())
+        make_trainer(plugins=[plugin]).fit(module, images())
+        return weakref.ref(module)
+
+    reference = run()
+    gc.collect()
+    assert reference() is None
+
+
+def test_blocks_of_a_transformer_are_given_back(make_trainer: MakeTrainer) -> None:
+    module = Supervised(Transformer())
+    before = footprint(module)
+    plugin = AccelPlugin(precision="bf16-mixed", gradient_checkpointing="selective")
+    make_trainer(plugins=[plugin]).fit(module, tokens())
+    assert footprint(module) == before
+    assert all(type(block) is Block for block in module.net.blocks)

@@ -1,0 +1,117 @@
+"""Training runs on two CPU processes, one after another; each rank writes what it got into ``<run>.<rank>.json``.
+
+Run by a test in processes of its own: python two_ranks.py FOLDER [RUN ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_accel import AccelPlugin
+from lightning_models import Supervised, Transformer, images, tokens
+
+
+class Views(Supervised):
+    """Takes its batch apart with ``view``, which channels_last does not allow."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0 * batch[0].view(batch[0].size(0), -1).mean()
+
+
+class PartlyUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = Transformer(dropout=0.0), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+class Shares(LightningDataModule):
+    """Batches in order: what the ranks get together is what one process gets with batches as large as all theirs."""
+
+    def __init__(self, dataset: Any, batch_size: int) -> None:
+        super().__init__()
+        self.dataset, self.batch_size = dataset, batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        ranks = {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
+        sampler: DistributedSampler[Any] = DistributedSampler(self.dataset, shuffle=False, **ranks)
+        return DataLoader(self.dataset, self.batch_size, sampler=sampler)
+
+
+def cnn_without_statistics() -> nn.Module:
+    convolutions = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()]
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(128, 4))
+
+
+CHANNELS_LAST = {"precision": "32-true", "memory_format": "channels_last"}
+
+RUNS: dict[str, dict[str, Any]] = {
+    "channels_last": CHANNELS_LAST,
+    "auto": {},
+    "views": {**CHANNELS_LAST, "kind": Views},
+    "half": {**CHANNELS_LAST, "precision": "16-mixed"},
+    "checkpointing": {"precision": "32-true", "gradient_checkpointing": "full", "net": "transformer"},
+    "unused": {"precision": "32-true", "gradient_checkpointing": "full", "net": "unused"},
+}
+STRATEGIES = {"unused": "ddp_find_unused_parameters_true"}
+NETS = {
+    "cnn": lambda: cnn_without_statistics(),
+    "transformer": lambda: Transformer(dropout=0.0),
+    "unused": PartlyUnused,
+}
+
+
+def train(run: str, batch_size: int, **options: Any) -> tuple[Supervised, Trainer]:
+    settings = dict(RUNS[run])
+    net, kind = settings.pop("net", "cnn"), settings.pop("kind", Supervised)
+    seed_everything(0, verbose=False)
+    module = kind(NETS[net]())
+    data = Shares((images if net == "cnn" else tokens)(8).dataset, batch_size)
+    given = {"plugins": [AccelPlugin(**settings)], "max_epochs": 2, "gradient_clip_val": 0.5}
+    given |= {"use_distributed_sampler": False}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", enable_model_summary=False, **{**quiet, **given, **options})
+    trainer.fit(module, data)
+    return module, trainer
+
+
+def weights(module: nn.Module) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+
+def main(folder: Path, runs: list[str]) -> None:
+    torch.set_num_threads(1)
+    for run in runs or RUNS:
+        with warnings.catch_warnings():
+            if run == "channels_last":
+                warnings.filterwarnings("error", message="Grad strides do not match")
+            module, trainer = train(run, 4, devices=2, strategy=STRATEGIES.get(run, "ddp"))
+        plugin = trainer.precision_plugin
+        assert isinstance(plugin, AccelPlugin)
+        said = {
+            "losses": module.losses,
+            "weights": weights(module),
+            "report": plugin.report.to_dict(),
+            # Lightning itself leaves the module's own forward bound to the instance, when DDP wraps it.
+            "instance": [name for name, part in module.net.named_modules() if "forward" in vars(part)],
+        }
+        (folder / f"{run}.{trainer.global_rank}.json").write_text(json.dumps(said), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -209,6 +209,8 @@ class Engine:
             for technique in reversed(on_trial):
                 found[technique.name] = stack.enter_context(technique.trial(self._patches[technique.name]))
             yield
+        if not self._techniques:
+            return  # undone in the middle of the step
         agreed = self._agree(found) if on_trial else {}
         for technique in on_trial:
             if technique.remembers:

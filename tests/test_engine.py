@@ -1,0 +1,373 @@
+"""The engine claims, tries, applies, reports and undoes; ``accelerate`` is its face for a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_accel
+from lightning_accel.engine import AccelError, AccelWarning, Engine, accelerate
+from lightning_accel.host import Host
+from lightning_accel.patch import AttributePatch, Patch, PatchSet
+from lightning_accel.plan import Plan
+from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from models import TASKS, TinyCNN
+
+HOST = Host(kind="cpu", device_name="a CPU")
+
+
+class Fake(Technique):
+    """Sets ``inplace`` on every ReLU of the model, and writes down what the engine asks of it."""
+
+    name: ClassVar[str] = "fake"
+
+    def __init__(self, *, verdict: Verdict | None = None, **attributes: Any) -> None:
+        self.calls: list[str] = []
+        self.verdict = verdict or Verdict(keep=True, reason="2.0x the speed here")
+        self.reason: str | None = None
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def unavailable(self, host: Host) -> str | None:
+        return self.reason
+
+    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+        for site, module in model.named_modules():
+            if isinstance(module, nn.ReLU):
+                yield AttributePatch(site, "inplace → True", module, "inplace", True)
+            elif isinstance(module, nn.Linear):
+                yield Refusal(site, "a linear layer")
+
+    @contextmanager
+    def trial(self, patches: PatchSet) -> Iterator[Verdicts]:
+        self.calls.append("trial")
+        yield {patch.site: self.verdict for patch in patches}
+
+    @contextmanager
+    def step(self, stage: str) -> Iterator[None]:
+        self.calls.append(f"enter {stage}")
+        try:
+            yield
+        finally:
+            self.calls.append(f"leave {stage}")
+
+    def batch(self, batch: Any) -> Any:
+        return batch + 1
+
+    def settled(self) -> None:
+        self.calls.append("settled")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU())
+
+
+def engine(net: nn.Module, *techniques: Technique, **options: Any) -> Engine:
+    plan = Plan(inplace_activations=False, strict=options.pop("strict", False))
+    return Engine(net, plan, HOST, techniques, **options)
+
+
+def inplace(net: nn.Module) -> list[bool]:
+    return [m.inplace for m in net.modules() if isinstance(m, nn.ReLU)]
+
+
+def test_sites_are_changed_after_the_trial_and_reported() -> None:
+    net, fake = model(), Fake()
+    handle = engine(net, fake)
+    assert handle.report.of("fake").status == "waiting for the first step"
+    with handle.step():
+        assert inplace(net) == [False, False]
+    assert inplace(net) == [True, True]
+    assert handle.report.applied("fake") == ["1", "2"]
+    assert handle.report.of("fake").changes["1"] == "inplace → True: 2.0x the speed here"
+    assert handle.report.refused("fake") == {"0": "a linear layer"}
+    assert handle.report.of("fake").status == "in force"
+
+
+def test_what_is_applied_before_its_trial_is_taken_back_when_refused() -> None:
+    net = model()
+    fake = Fake(verdict=Verdict(keep=False, reason="slower"), applied_before_trial=True)
+    handle = engine(net, fake)
+    assert inplace(net) == [True, True]
+    with handle.step():
+        pass
+    assert inplace(net) == [False, False]
+    assert handle.report.refused("fake")["1"] == "slower"
+    assert handle.report.of("fake").status == "left alone: a linear layer"
+    assert not handle.report.of("fake").is_on
+
+
+@pytest.mark.parametrize("trial_step", [0, 1])
+def test_a_technique_is_tried_on_its_step_and_once(trial_step: int) -> None:
+    fake = Fake(trial_step=trial_step)
+    handle = engine(model(), fake)
+    tried = []
+    for _ in range(4):
+        with handle.step():
+            pass
+        tried.append(fake.calls.count("trial"))
+    assert tried == [1, 1, 1, 1] if trial_step == 0 else [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("stage", "may_try", "no_grad", "is_tried"),
+    [
+        ("train", None, False, True),
+        ("train", None, True, False),
+        ("validate", None, False, False),
+        ("validate", True, True, True),
+        ("train", False, False, False),
+    ],
+)
+def test_only_steps_with_gradients_are_trials_unless_told_otherwise(
+    stage: str, may_try: bool | None, no_grad: bool, is_tried: bool
+) -> None:
+    fake = Fake()
+    handle = engine(model(), fake)
+    with torch.set_grad_enabled(not no_grad), handle.step(stage, may_try=may_try):
+        pass
+    assert ("trial" in fake.calls) is is_tried
+
+
+def test_techniques_are_entered_in_order_left_in_reverse_and_closed() -> None:
+    log: list[str] = []
+    first, second = Fake(name="first", calls=log), Fake(name="second", calls=log)
+    handle = engine(nn.Linear(2, 2), first, second)
+    assert handle.batch(1) == 3
+    with handle.step("test"):
+        log.append("step")
+    assert log == ["enter test", "enter test", "step", "leave test", "leave test"]
+    handle.undo()
+    assert log[-2:] == ["close", "close"]
+
+
+def test_an_exception_in_a_step_leaves_every_context_and_the_trial_for_the_next() -> None:
+    net, fake = model(), Fake()
+    handle = engine(net, fake)
+
+    def crash() -> None:
+        with handle.step():
+            raise KeyError("user's bug")
+
+    with pytest.raises(KeyError, match="user's bug"):
+        crash()
+    assert fake.calls == ["enter train", "trial", "leave train"]
+    assert inplace(net) == [False, False]
+    with handle.step():
+        pass
+    assert inplace(net) == [True, True]
+
+
+def test_an_objection_after_the_trial_takes_everything_back_for_good() -> None:
+    net, fake = model(), Fake()
+    handle = engine(net, fake)
+    for _ in range(2):
+        with handle.step():
+            pass
+    with handle.step():
+        fake.objection = "line 7 does not like it"
+    assert inplace(net) == [False, False]
+    assert handle.report.refused("fake")["1"] == "line 7 does not like it"
+    assert handle.decisions["fake"]["1"] == Verdict(keep=False, reason="line 7 does not like it")
+    assert fake.objection is None
+
+
+def test_decisions_of_an_earlier_run_hold_without_a_trial() -> None:
+    first = engine(model(), Fake(verdict=Verdict(keep=False, reason="slower")))
+    with first.step():
+        pass
+    net, fake = model(), Fake()
+    again = engine(net, fake, decisions=first.decisions)
+    with again.step():
+        pass
+    assert "trial" not in fake.calls
+    assert inplace(net) == [False, False]
+    assert again.report.refused("fake")["1"] == "slower"
+
+
+def test_a_technique_that_does_not_remember_tries_again() -> None:
+    first = engine(model(), Fake(remembers=False))
+    with first.step():
+        pass
+    assert "fake" not in first.decisions
+
+
+def test_a_site_without_a_verdict_is_not_changed() -> None:
+    net = model()
+    handle = engine(net, Fake(), decisions={"fake": {"1": Verdict(keep=True)}})
+    assert inplace(net) == [True, False]
+    assert "no verdict" in handle.report.refused("fake")["2"]
+
+
+def test_what_the_processes_agree_on_holds() -> None:
+    net = model()
+    asked: list[Any] = []
+
+    def agree(decisions: Any) -> Any:
+        asked.append(copy.deepcopy(decisions))
+        return {"fake": {"1": Verdict(keep=True), "2": Verdict(keep=False, reason="rank 0 says no")}}
+
+    handle = engine(net, Fake(), agree=agree)
+    for _ in range(3):
+        with handle.step():
+            pass
+    assert inplace(net) == [True, False]
+    assert handle.report.refused("fake")["2"] == "rank 0 says no"
+    assert len(asked) == 1
+
+
+def test_a_patch_that_cannot_be_applied_is_reported_and_the_run_goes_on() -> None:
+    class Sealed(nn.ReLU):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "inplace" and name in vars(self):
+                raise RuntimeError("no")
+            super().__setattr__(name, value)
+
+    net = nn.Sequential(nn.Linear(2, 2), Sealed(), nn.ReLU())
+    handle = engine(net, Fake())
+    with handle.step():
+        pass
+    assert inplace(net) == [False, True]
+    assert handle.report.refused("fake")["1"] == "could not be applied: RuntimeError: no"
+
+
+# -- warnings ------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_machine_lacks_is_a_warning_a_note_and_the_status() -> None:
+    with pytest.warns(AccelWarning, match="fake: install it"):
+        handle = engine(model(), Fake(reason="install it"))
+    assert handle.report.notes == ["fake: install it"]
+    assert handle.report.of("fake").status == "install it"
+
+
+def test_asked_for_by_name_and_found_nothing_is_a_warning_with_the_reasons() -> None:
+    with pytest.warns(AccelWarning, match="fake was asked for and found no site: a linear layer"):
+        engine(nn.Sequential(nn.Linear(2, 2)), Fake(explicit=True))
+    with pytest.warns(AccelWarning, match="this model has nothing for it"):
+        engine(nn.Sequential(nn.Tanh()), Fake(explicit=True))
+
+
+@pytest.mark.parametrize("fake", [Fake(reason="install it"), Fake(explicit=True)])
+def test_strict_raises_where_the_default_warns_and_leaves_the_model_alone(fake: Fake) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU()) if fake.reason else nn.Sequential(nn.Linear(2, 2))
+    other = Fake(name="other", applied_before_trial=True)
+    with pytest.raises(AccelError, match=r"\(strict=True\)"):
+        engine(net, other, fake, strict=True)
+    assert not any(inplace(net))
+
+
+def test_an_error_while_claiming_undoes_and_closes_what_came_before() -> None:
+    class Broken(Fake):
+        def patches(self, model: nn.Module, host: Host) -> Iterable[Patch]:
+            raise ValueError("no block matches")
+
+    net, other = model(), Fake(name="other", applied_before_trial=True)
+    with pytest.raises(ValueError, match="no block matches"):
+        engine(net, other, Broken())
+    assert inplace(net) == [False, False]
+    assert "close" in other.calls
+
+
+# -- undo ----------------------------------------------------------------------------------------------------------
+
+
+def test_undone_it_does_nothing_and_keeps_its_report() -> None:
+    net, fake = model(), Fake()
+    handle = engine(net, fake)
+    with handle.step():
+        pass
+    handle.undo()
+    handle.undo()
+    assert inplace(net) == [False, False]
+    assert handle.report.applied("fake") == ["1", "2"]
+    fake.calls.clear()
+    with handle.step():
+        assert handle.batch(1) == 1
+    assert fake.calls == []
+
+
+def test_undone_inside_a_step_it_stays_undone() -> None:
+    net = model()
+    handle = engine(net, Fake())
+    with handle.step():
+        handle.undo()
+    assert inplace(net) == [False, False]
+
+
+# -- accelerate ----------------------------------------------------------------------------------------------------
+
+
+def test_by_default_it_does_what_the_plugin_does_and_raises_no_warning() -> None:
+    task = TASKS["cnn"]
+    net = task.model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = accelerate(net)
+        for step in range(3):
+            inputs, targets = task.batch(step)
+            with handle.step():
+                loss = task.loss(net(handle.batch(inputs)).float(), targets)
+            loss.backward()
+    assert set(handle.report.techniques) >= {"precision", "memory_format", "inplace_activations"}
+    handle.undo()
+
+
+def test_it_serves_a_model_without_parameters() -> None:
+    handle = accelerate(nn.ReLU(), Plan(precision="32-true"))
+    with handle.step():
+        pass
+    handle.undo()
+
+
+def test_the_report_names_device_and_every_technique() -> None:
+    handle = accelerate(TinyCNN(), Plan(precision="32-true", memory_format="preserve", inplace_activations=False))
+    lines = handle.report.summary().splitlines()
+    assert "(cpu)" in lines[0]
+    assert [line.split()[1] for line in lines[1:]] == [
+        *("precision:", "inplace_activations:", "memory_format:", "gradient_checkpointing:", "compile:")
+    ]
+    handle.undo()
+
+
+def test_unverified_plans_leave_in_place_activations_out_and_say_so() -> None:
+    handle = accelerate(TinyCNN(), Plan(precision="32-true", verify=False))
+    assert "needs verify=True" in handle.report.of("inplace_activations").status
+    assert handle.report.applied("inplace_activations") == []
+    handle.undo()
+
+
+@pytest.mark.parametrize("name", lightning_accel.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(lightning_accel, name).__name__ == name
+
+
+def test_a_name_that_is_not_there_is_an_ordinary_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'magic'"):
+        lightning_accel.magic  # noqa: B018
+
+
+def test_the_defaults_of_the_protocol_do_nothing() -> None:
+    class Nothing(Technique):
+        name: ClassVar[str] = "nothing"
+
+    net = nn.Linear(2, 2)
+    handle = engine(net, Nothing())
+    with handle.step():
+        assert handle.batch("batch") == "batch"
+    assert handle.report.of("nothing").status == "no site in this model"
+    patches = PatchSet([AttributePatch("1", "", nn.ReLU(), "inplace", True)])
+    kept: Callable[[PatchSet], AbstractContextManager[Verdicts]] = Nothing().trial
+    with kept(patches) as verdicts:
+        assert verdicts == {"1": Verdict(keep=True)}
+    handle.undo()

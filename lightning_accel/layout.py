@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_accel.patch import Patch
+from lightning_accel.patch import MethodPatch, Patch
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 FORMAT_NAMES = {4: "channels_last", 5: "channels_last_3d"}
@@ -58,12 +58,37 @@ class WeightLayout(Patch):
         self._parameters = [p for p in convolution.parameters() if p.dim() == dim]
         self._format = FORMATS[dim]
         self.strides: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._computes_contiguously: MethodPatch | None = None
+
+    def hold(self) -> None:
+        """Computes as after :meth:`undo`, on a contiguous copy of the weight, but leaves the weight's layout alone.
+
+        For layouts given up in mid-run where DistributedDataParallel is at work. Its buckets keep the strides that
+        the weights had when it was made, or after its first step: where they change later it permutes the elements
+        of every gradient, without an error (torch 2.11 to 2.13).
+        """
+        if self._computes_contiguously is None:
+            self._apply()
+            self._computes_contiguously = MethodPatch(
+                self.site, "contiguous weight", self.convolution, "_conv_forward", _on_contiguous_weight
+            )
+            self._computes_contiguously.apply()
+
+    def release(self) -> None:
+        """Ends :meth:`hold`; the weight gets its own layout back."""
+        if self._computes_contiguously is not None:
+            self._computes_contiguously.undo()
+            self._computes_contiguously = None
+            self._undo()
 
     # Outside inference mode, where a trial may find itself: what it allocates could never be trained again.
 
     @override
     @torch.inference_mode(False)
     def _apply(self) -> None:
+        if self._computes_contiguously is not None:
+            self._computes_contiguously.undo()
+            self._computes_contiguously = None
         for parameter in self._parameters:
             if parameter.is_contiguous(memory_format=self._format):
                 continue  # tied to another convolution's, which has the strides to restore
@@ -80,6 +105,13 @@ class WeightLayout(Patch):
         self.strides.clear()
 
 
+def _on_contiguous_weight(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _conv_forward(self: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return original(self, x, weight.contiguous(), bias)
+
+    return _conv_forward
+
+
 def _match_gradient(parameter: nn.Parameter) -> None:
     if parameter.grad is not None and parameter.grad.layout == torch.strided:
         parameter.grad = with_strides(parameter.grad, parameter.stride())
@@ -92,10 +124,15 @@ class OptimizerLayouts:
     elements, without an error (``AdamW(fused=True)`` on CPU, torch 2.13). They differ after a checkpoint of a
     contiguous run is loaded, and after weights change their layout in mid-run; every optimizer that steps on one of
     ``parameters`` is brought in step before its first step, and again by :meth:`match`.
+
+    Args:
+        parameters: Those whose layout may change.
+        before_first_step: Called with every optimizer that holds one of them, before its first step.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], before_first_step: Callable[[Optimizer], None]) -> None:
         self._parameters = set(parameters)
+        self._before_first_step = before_first_step
         self._matched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -103,6 +140,8 @@ class OptimizerLayouts:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in self._matched:
             self._matched.add(optimizer)
+            if any(parameter in self._parameters for group in optimizer.param_groups for parameter in group["params"]):
+                self._before_first_step(optimizer)
             self._match_one(optimizer)
             if optimizer not in self._hooks:
                 # A state loaded in mid-run has the layouts of the run that saved it.
@@ -124,6 +163,20 @@ class OptimizerLayouts:
                 for name, value in state.items():
                     if _belongs_to(value, parameter):
                         state[name] = with_strides(value, parameter.stride())
+
+
+def reads_by_layout(optimizer: Optimizer) -> str | None:
+    """Why an optimizer may fail, or go wrong, on weights and gradients in another layout; None for those known not to.
+
+    Torch's own work element by element, but for LBFGS, which calls ``.view(-1)`` on every gradient. What others do
+    cannot be known: some Muons call ``grad.view(len(grad), -1)``, 8-bit optimizers keep flat states.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return f"{name} calls .view(-1) on gradients, which channels_last lays out otherwise"
+    if not type(optimizer).step.__module__.startswith("torch.optim"):
+        return f"{name} is not an optimizer of torch's and may read gradients by their layout"
+    return None
 
 
 def restore_layouts(

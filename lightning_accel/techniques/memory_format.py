@@ -12,14 +12,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Optimizer
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_accel.compiled import eager_where_compiled, is_compiled
 from lightning_accel.host import Host
-from lightning_accel.layout import FORMAT_NAMES, OptimizerLayouts, WeightLayout, to_channels_last
+from lightning_accel.layout import FORMAT_NAMES, OptimizerLayouts, WeightLayout, reads_by_layout, to_channels_last
 from lightning_accel.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.plan import MemoryFormatSetting
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
@@ -61,7 +63,14 @@ def _why_not(convolution: nn.Module) -> str | None:
             return "its weight is shared with other processes"
         if parameter.dim() in FORMAT_NAMES and parameter.untyped_storage().nbytes() != parameter.nbytes:
             return "its weight is a part of a larger buffer"
+    if _has_buckets() and type(convolution).forward not in (nn.Conv2d.forward, nn.Conv3d.forward):
+        return "on several ranks its layout could not be taken back in mid-run"
     return None
+
+
+def _has_buckets() -> bool:
+    """Whether gradients may be reduced in DistributedDataParallel's buckets: see :meth:`WeightLayout.hold`."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class ViewRescue(TorchFunctionMode):
@@ -134,7 +143,8 @@ class MemoryFormat(Technique):
         claims = convert_weights(model, self._dims)
         self._weights = [claim for claim in claims if isinstance(claim, WeightLayout)]
         if self._weights:
-            self._optimizers = OptimizerLayouts(p for p in model.parameters() if p.dim() in self._dims)
+            parameters = (p for p in model.parameters() if p.dim() in self._dims)
+            self._optimizers = OptimizerLayouts(parameters, self._before_first_step)
         return claims
 
     @override
@@ -158,12 +168,26 @@ class MemoryFormat(Technique):
                 " .reshape() or .flatten() there would allow it"
             )
 
+    def _before_first_step(self, optimizer: Optimizer) -> None:
+        reason = reads_by_layout(optimizer)
+        if reason is None or not self._is_in_force():
+            return
+        if isinstance(optimizer, LBFGS):
+            self.objection = reason
+        elif self._is_auto:
+            self.objection = f"{reason}; memory_format='channels_last' trusts it not to"
+        if self.objection is not None:
+            self._take_back()
+
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
         return self._trial(patches) if self._verify else super().trial(patches)
 
     @contextmanager
     def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
+        if self.objection is not None:  # an optimizer that steps with a closure was met before its first forward pass
+            yield {patch.site: Verdict(keep=False, reason=self.objection) for patch in patches}
+            return
         for patch in patches:
             patch.apply()  # a first step that raised may have left them taken back, before they were judged
         verdicts: Verdicts = {}
@@ -195,6 +219,7 @@ class MemoryFormat(Technique):
                     if not technique._verdict(found).keep:
                         # Nothing of this step has run yet: let it be the original's to the last bit.
                         technique._take_back()
+                        technique._hold()
                 if not technique._is_in_force():
                     args, kwargs = _contiguous((args, kwargs))
                 return original(self, *args, **kwargs)
@@ -240,6 +265,11 @@ class MemoryFormat(Technique):
             weight.undo()
         return applied
 
+    def _hold(self) -> None:
+        for weight in self._weights:
+            if _has_buckets() and not weight.is_applied:
+                weight.hold()
+
     @staticmethod
     def _verdict(found: list[Comparison]) -> Verdict:
         if not found:
@@ -265,11 +295,14 @@ class MemoryFormat(Technique):
 
     @override
     def settled(self) -> None:
+        self._hold()
         if self._optimizers is not None:
             self._optimizers.match()
 
     @override
     def close(self) -> None:
+        for weight in reversed(self._weights):
+            weight.release()
         if self._optimizers is not None:
             self._optimizers.match()
             self._optimizers.close()

@@ -1,6 +1,6 @@
 """What SpeedMemoryLogger costs a training step, beside Lightning's ThroughputMonitor.
 
-    python benchmarks/logger_overhead.py [--rounds 30] [--steps 400] [--json PATH]
+    python benchmarks/logger_overhead.py [--rounds 30] [--steps 400] [--json docs/results]
 
 One process; a tiny model, so that the loop's own time is all there is. Every round trains the same number of steps
 plain, with the one callback and with the other, in turn; a figure is the median over the rounds of what a round's step
@@ -11,17 +11,16 @@ default, so neither is helped by logging less than the other.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from _measure import publish
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel.callbacks import SpeedMemoryLogger
-from lightning_accel.host import Host
 
 BATCH_SIZE = 8
 WARM_UP_STEPS = 50
@@ -90,8 +88,6 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
                     times[name].append(took)
     extra = {name: [a - b for a, b in zip(times[name], times["plain"], strict=True)] for name in CASES}
     return {
-        "device": Host.detect("cpu").device_name,
-        "torch": torch.__version__,
         "rounds": rounds,
         "steps": steps,
         "step_us": {name: statistics.median(values) for name, values in times.items()},
@@ -102,32 +98,20 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = [
-        f"{result['device']}, torch {result['torch']}, {result['rounds']} rounds of {result['steps']} steps",
-        f"{'':20}{'step (µs)':>12}{'overhead (µs)':>16}{'quartiles':>18}",
-    ]
-    for name, took in result["step_us"].items():
-        line = f"{name:20}{took:12.1f}"
-        if name in result["overhead_us"]:
-            low, high = result["overhead_us_quartiles"][name]
-            line += f"{result['overhead_us'][name]:16.1f}{f'{low:.1f} to {high:.1f}':>18}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    options = parser.parse_args()
+    options, _ = parser.parse_known_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     result = measure(options.rounds, options.steps)
-    print(table(result))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    rows = [["plain", f"{result['step_us']['plain']:.0f}", "", ""]]
+    for name, overhead in result["overhead_us"].items():
+        low, high = result["overhead_us_quartiles"][name]
+        rows.append([name, f"{result['step_us'][name]:.0f}", f"{overhead:.1f}", f"{low:.1f} to {high:.1f}"])
+    columns = ["callback", "step, µs", "overhead, µs", "quartiles"]
+    publish("logger_overhead", "python benchmarks/logger_overhead.py", columns, rows, result)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from plugin.two_ranks import RUNS, train, weights
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +49,18 @@ def test_both_ranks_hold_the_same_weights(two_ranks: Path, run: str) -> None:
     assert of_rank(two_ranks, run, 0)["weights"] == of_rank(two_ranks, run, 1)["weights"]
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [run for run in RUNS if run != "refused by rank 1"])
 def test_two_processes_train_as_one_on_the_same_global_batch(two_ranks: Path, run: str) -> None:
     ranks = [of_rank(two_ranks, run, rank) for rank in (0, 1)]
-    rel = 1e-4 if ranks[0]["report"]["techniques"]["precision"]["status"].startswith("32-true") else 5e-2
+    is_exact = ranks[0]["report"]["techniques"]["precision"]["status"].startswith("32-true")
     module, _ = train(run, 8, devices=1)
     losses = [sum(pair) / 2 for pair in zip(ranks[0]["losses"], ranks[1]["losses"], strict=True)]
-    assert losses == pytest.approx(module.losses, rel=rel)
-    assert ranks[0]["weights"] == pytest.approx(weights(module), rel=rel, abs=rel / 10)
+    assert losses == pytest.approx(module.losses, rel=1e-4 if is_exact else 2e-2)
+    if is_exact:
+        assert ranks[0]["weights"] == pytest.approx(weights(module), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("run", ["channels_last", "half"])
+@pytest.mark.parametrize("run", ["channels_last", "half", "refused by rank 1"])
 def test_channels_last_is_in_force(two_ranks: Path, run: str) -> None:
     assert of_rank(two_ranks, run, 0)["report"]["techniques"]["memory_format"]["applied"]
 
@@ -59,9 +70,11 @@ def test_checkpointing_is_in_force(two_ranks: Path, run: str) -> None:
     assert len(of_rank(two_ranks, run, 0)["report"]["techniques"]["gradient_checkpointing"]["applied"]) == 3
 
 
-def test_a_layout_that_is_taken_back_in_mid_run_is_taken_back_on_both(two_ranks: Path) -> None:
+@pytest.mark.parametrize("run", ["views", "views, no rebuilt buckets", "refused by rank 0"])
+def test_a_layout_is_taken_back_on_both(two_ranks: Path, run: str) -> None:
+    """DDP's buckets must not notice: they would permute the gradients of weights that changed their strides."""
     for rank in (0, 1):
-        assert not of_rank(two_ranks, "views", rank)["report"]["techniques"]["memory_format"]["applied"]
+        assert not of_rank(two_ranks, run, rank)["report"]["techniques"]["memory_format"]["applied"]
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,18 @@ class Views(Supervised):
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + 0 * batch[0].view(batch[0].size(0), -1).mean()
+
+
+class Fickle(nn.Conv2d):
+    """Computes other numbers in channels_last, on one rank only."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(8, 8, 3)
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_here = torch.distributed.is_initialized() and torch.distributed.get_rank() == self.rank
+        return super().forward(x if x.is_contiguous() or not is_here else 2 * x)
 
 
 class PartlyUnused(nn.Module):
@@ -53,8 +66,8 @@ class Shares(LightningDataModule):
         return DataLoader(self.dataset, self.batch_size, sampler=sampler)
 
 
-def cnn_without_statistics() -> nn.Module:
-    convolutions = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()]
+def cnn_without_statistics(second: Callable[[], nn.Module] = lambda: nn.Conv2d(8, 8, 3)) -> nn.Module:
+    convolutions = [nn.Conv2d(3, 8, 3), nn.ReLU(), second(), nn.ReLU()]
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(128, 4))
 
 
@@ -64,13 +77,18 @@ RUNS: dict[str, dict[str, Any]] = {
     "channels_last": CHANNELS_LAST,
     "auto": {},
     "views": {**CHANNELS_LAST, "kind": Views},
+    "views, no rebuilt buckets": {**CHANNELS_LAST, "kind": Views},
+    "refused by rank 0": {**CHANNELS_LAST, "net": "fickle 0"},
+    "refused by rank 1": {**CHANNELS_LAST, "net": "fickle 1"},
     "half": {**CHANNELS_LAST, "precision": "16-mixed"},
     "checkpointing": {"precision": "32-true", "gradient_checkpointing": "full", "net": "transformer"},
     "unused": {"precision": "32-true", "gradient_checkpointing": "full", "net": "unused"},
 }
-STRATEGIES = {"unused": "ddp_find_unused_parameters_true"}
+STRATEGIES = dict.fromkeys(["unused", "views, no rebuilt buckets"], "ddp_find_unused_parameters_true")
 NETS = {
-    "cnn": lambda: cnn_without_statistics(),
+    "cnn": cnn_without_statistics,
+    "fickle 0": lambda: cnn_without_statistics(lambda: Fickle(0)),
+    "fickle 1": lambda: cnn_without_statistics(lambda: Fickle(1)),
     "transformer": lambda: Transformer(dropout=0.0),
     "unused": PartlyUnused,
 }
@@ -81,7 +99,7 @@ def train(run: str, batch_size: int, **options: Any) -> tuple[Supervised, Traine
     net, kind = settings.pop("net", "cnn"), settings.pop("kind", Supervised)
     seed_everything(0, verbose=False)
     module = kind(NETS[net]())
-    data = Shares((images if net == "cnn" else tokens)(8).dataset, batch_size)
+    data = Shares((tokens if net in ("transformer", "unused") else images)(8).dataset, batch_size)
     given = {"plugins": [AccelPlugin(**settings)], "max_epochs": 2, "gradient_clip_val": 0.5}
     given |= {"use_distributed_sampler": False}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

@@ -255,7 +255,7 @@ def isolated(module: nn.Module) -> Iterator[list[str]]:
         # Someone may be counting FLOPs or watching storages, or (a checkpoint around this module) counting what is
         # saved for backward: a trial is none of their business.
         stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_pack, _unpack))
         # A weight cast here, under no_grad perhaps, must not be what an autocast region of the user's goes on with.
         stack.enter_context(no_cast_cache())
         stack.callback(torch.clear_autocast_cache)
@@ -263,6 +263,18 @@ def isolated(module: nn.Module) -> Iterator[list[str]]:
             yield changed
         finally:
             changed += snapshot.restore()
+
+
+def _pack(saved: Tensor) -> tuple[Tensor, int]:
+    return saved.detach(), saved._version
+
+
+def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    # Autograd leaves this check to whoever packs: without it a trial would pass where the run then raises.
+    saved, version = packed
+    if saved._version != version:
+        raise RuntimeError("a tensor that its backward pass needs was modified in place")
+    return saved
 
 
 @contextmanager

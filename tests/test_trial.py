@@ -77,6 +77,26 @@ BAD: dict[str, tuple[Callable[[nn.Module], Call], str]] = {
 }
 
 
+def modifies_what_backward_needs(module: nn.Module) -> Call:
+    """The exponential of zero rows is one: multiplying it by one changes no number, and yet backward() refuses."""
+
+    def call(x: Tensor) -> Tensor:
+        y = torch.exp(module.forward(x) * 0)
+        result = module.forward(x) + (y - 1)
+        y.mul_(1.0)
+        return result
+
+    return call
+
+
+def test_a_candidate_whose_backward_pass_would_raise_in_the_run_fails_in_its_trial() -> None:
+    module = block().eval()
+    found = compare(module, modifies_what_backward_needs(module), X.clone().requires_grad_())
+    assert found.failure == (
+        "failed in its trial: RuntimeError: a tensor that its backward pass needs was modified in place"
+    )
+
+
 @pytest.mark.parametrize("make", GOOD.values(), ids=GOOD)
 def test_a_candidate_with_the_same_numbers_agrees(make: Callable[[nn.Module], Call]) -> None:
     module = block().eval()

@@ -167,14 +167,14 @@ class StdlibText(LightningDataModule):
         return DataLoader(self.val_set, batch_size=self.batch_size)
 
 
-def train(*, plain: bool = False, epochs: int = 4, batch_size: int = 8, **trainer_options: Any) -> Trainer:
+def train(*, plain: bool = False, epochs: int = 3, batch_size: int = 8, **trainer_options: Any) -> Trainer:
     """Trains, and returns the Trainer; ``trainer_options`` go to it as they are."""
     seed_everything(0)
     model = BytesGPT()
     data = StdlibText(batch_size=batch_size)
     plugins = [] if plain else [AccelPlugin()]  # the one line
     # A pass over all of the text takes minutes on a CPU: an epoch is a short random part of it.
-    options: dict[str, Any] = {"limit_train_batches": 60, "limit_val_batches": 20, **trainer_options}
+    options: dict[str, Any] = {"limit_train_batches": 50, "limit_val_batches": 10, **trainer_options}
     trainer = Trainer(plugins=plugins, max_epochs=epochs, log_every_n_steps=5, gradient_clip_val=1.0, **options)
     trainer.fit(model, datamodule=data)
     return trainer
@@ -183,7 +183,7 @@ def train(*, plain: bool = False, epochs: int = 4, batch_size: int = 8, **traine
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on Python's standard library.")
     parser.add_argument("--plain", action="store_true", help="train without lightning-accel")
-    parser.add_argument("--epochs", type=int, default=4, help="epochs of 60 batches")
+    parser.add_argument("--epochs", type=int, default=3, help="epochs of 50 batches")
     parser.add_argument("--max-steps", type=int, default=-1, help="stop after so many steps; -1: after the epochs")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--accelerator", default="auto", help="as in Lightning's Trainer: cpu, gpu, auto, …")

@@ -48,13 +48,14 @@ class AccelCLI(LightningCLI):
         ModuleNotFoundError: jsonargparse is missing.
     """
 
-    def __init__(self, *args: Any, parser_class: type[LightningArgumentParser] = AccelArgumentParser, **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not _JSONARGPARSE:
             raise ModuleNotFoundError(
                 f"{type(self).__name__} reads its configuration with jsonargparse, which is not usable here:"
                 f" pip install 'lightning-accel[cli]'. ({_JSONARGPARSE})"
             )
-        super().__init__(*args, parser_class=parser_class, **kwargs)
+        kwargs.setdefault("parser_class", AccelArgumentParser)
+        super().__init__(*args, **kwargs)
 
     @override
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -172,6 +172,11 @@ class MemoryFormat(Technique):
         reason = reads_by_layout(optimizer)
         if reason is None or not self._is_in_force():
             return
+        if _has_buckets():
+            # Too late to give the layout back: DDP has laid its buckets out by it.
+            if isinstance(optimizer, LBFGS):
+                raise ValueError(f"{reason}: on several ranks give memory_format='preserve'.")
+            return
         if isinstance(optimizer, LBFGS):
             self.objection = reason
         elif self._is_auto:

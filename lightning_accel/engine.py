@@ -118,6 +118,12 @@ class Engine:
             batch = technique.batch(batch)
         return batch
 
+    def predictions(self, outputs: Any) -> Any:
+        """What a predict step returned, as the original would have."""
+        for technique in self._techniques:
+            outputs = technique.predictions(outputs)
+        return outputs
+
     def undo(self) -> None:
         """Takes every edit back: the model is again the one that was passed in. The report stays."""
         for technique in reversed(self._techniques):

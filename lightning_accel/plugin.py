@@ -320,6 +320,12 @@ class AccelPlugin(Precision):
 
             return batch_to_device
 
+        def as_predicted(original: Callable[..., Any]) -> Callable[..., Any]:
+            def predict_step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+                return engine.predictions(original(strategy, *args, **kwargs))
+
+            return predict_step
+
         def with_own_layouts(original: Callable[..., Any]) -> Callable[..., Any]:
             # Not left to `on_save_checkpoint`, which is not called for a checkpoint of weights only.
             def lightning_module_state_dict(strategy: Strategy) -> dict[str, Any]:
@@ -330,7 +336,11 @@ class AccelPlugin(Precision):
 
             return lightning_module_state_dict
 
-        for name, wrap in (("batch_to_device", with_techniques), ("lightning_module_state_dict", with_own_layouts)):
+        for name, wrap in (
+            ("batch_to_device", with_techniques),
+            ("predict_step", as_predicted),
+            ("lightning_module_state_dict", with_own_layouts),
+        ):
             self._hooks.add(MethodPatch(name, "in the run's layouts", strategy, name, wrap))
         self._hooks.apply()
 

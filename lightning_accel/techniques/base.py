@@ -93,6 +93,10 @@ class Technique:
         """Applied to every batch once it is on the device."""
         return batch
 
+    def predictions(self, outputs: Any) -> Any:
+        """Applied to what a predict step returns, which the user's code keeps."""
+        return outputs
+
     def settled(self) -> None:
         """Called after patches of this technique were applied or taken back in mid-run."""
 

@@ -154,6 +154,11 @@ class MemoryFormat(Technique):
         return map_tensors(lambda tensor: to_channels_last(tensor, self._dims), batch)
 
     @override
+    def predictions(self, outputs: Any) -> Any:
+        # Out of the run's sight, where nobody expects them in another layout and .view() would raise.
+        return _contiguous(outputs) if self._is_in_force() else outputs
+
+    @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
         return nullcontext() if stage in self._rescued_stages or not self._is_in_force() else self._rescued(stage)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -195,3 +195,20 @@ def test_logged_metrics_are_those_of_a_plain_run(make_trainer: MakeTrainer, memo
         logged.append({name: float(value) for name, value in trainer.logged_metrics.items()})
     assert logged[0]["sum"] == 4
     assert logged[1] == pytest.approx(logged[0], rel=1e-5)
+
+
+def test_predictions_come_back_in_the_layout_a_plain_run_gives() -> None:
+    class Segmenter(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Conv2d(3, 4, 3)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+            return {"maps": self.net(batch)}
+
+    plugin = AccelPlugin(memory_format="channels_last", precision="32-true")
+    trainer = Trainer(plugins=[plugin], accelerator="cpu", logger=False, enable_progress_bar=False)
+    predictions = trainer.predict(Segmenter(), DataLoader(torch.randn(4, 3, 8, 8), batch_size=2))
+    assert plugin.report.applied("memory_format") == ["net"]
+    assert predictions is not None
+    assert all(batch["maps"].is_contiguous() for batch in predictions)

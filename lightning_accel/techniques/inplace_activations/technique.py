@@ -30,6 +30,7 @@ class InplaceActivations(Technique):
     """
 
     name: ClassVar[str] = "inplace_activations"
+    remembers: ClassVar[bool] = False
 
     def __init__(self, *, skip: Mapping[str, str] | None = None) -> None:
         self._skip = dict(skip or {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -105,10 +106,12 @@ class Trial:
         if [t.shape for t in actual] != [t.shape for t in expected]:
             return Comparison(failure="returns tensors of other shapes than the original")
         rounding = max((torch.finfo(tensor.dtype).eps for tensor in expected), default=0.0)
-        if oracle is not None and len(oracle) == len(expected):
+        allowed = float("inf")
+        if oracle is not None and [t.shape for t in oracle] == [t.shape for t in expected]:
             allowed = ERROR_FACTOR * relative_error(expected, oracle) + rounding
             error_found = relative_error(actual, oracle)
-        else:
+        # An original that is that far off (it overflows, it draws random numbers) would let anything pass.
+        if allowed >= 1:
             rounding = max(rounding, _autocast_eps(self.module))
             allowed, error_found = ERROR_FACTOR * rounding, relative_error(actual, expected)
         agrees = error_found <= allowed
@@ -155,20 +158,20 @@ class Trial:
         """Outputs, then gradients of inputs and parameters: floating-point tensors only, detached."""
         if not self.with_gradients:
             with torch.no_grad():
-                return [t for t in tensors_in(self._on_copies(call, args, kwargs)) if t.is_floating_point()]
+                return [_comparable(t) for t in tensors_in(self._on_copies(call, args, kwargs)) if _has_numbers(t)]
         with torch.enable_grad():
             args, kwargs = map_tensors(_fresh_leaf, (args, kwargs))
-            outputs = [t for t in tensors_in(self._on_copies(call, args, kwargs)) if t.is_floating_point()]
+            outputs = [t for t in tensors_in(self._on_copies(call, args, kwargs)) if _has_numbers(t)]
             inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
             wanted = inputs + [p for p in self.module.parameters() if p.requires_grad]
             differentiable = [t for t in outputs if t.requires_grad]
             if not differentiable or not wanted:
-                return [t.detach() for t in outputs]
+                return [_comparable(t) for t in outputs]
             cotangents = [_cotangent(t) for t in differentiable]
             gradients = torch.autograd.grad(differentiable, wanted, cotangents, allow_unused=True)
         # An unused input has no gradient; zeros keep the two sides' lists in step.
         filled = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients, wanted, strict=True)]
-        return [t.detach() for t in outputs] + filled
+        return [_comparable(t) for t in outputs + filled]
 
     def _on_copies(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls with copies of the inputs: a forward pass may write into what it is given (``x -= self.mean``)."""
@@ -185,7 +188,7 @@ class Trial:
         batch_size = tensors[0].shape[0] if tensors else 0
 
         def take(tensor: Tensor) -> Tensor:
-            is_batched = tensor.dim() > 0 and tensor.shape[0] == batch_size
+            is_batched = tensor.layout == torch.strided and tensor.dim() > 0 and tensor.shape[0] == batch_size
             return tensor[: self.samples] if is_batched else tensor
 
         sliced: tuple[Any, Any] = map_tensors(take, (self.args, self.kwargs))
@@ -198,6 +201,9 @@ class Trial:
 
     def _oracle(self, args: Any, kwargs: Any) -> list[Tensor] | None:
         if sum(p.numel() * 8 for p in self.module.parameters()) > ORACLE_MAX_BYTES:
+            return None
+        tensors = (*self.module.parameters(), *self.module.buffers(), *tensors_in((args, kwargs)))
+        if any(t.is_complex() for t in tensors):  # whose imaginary part .to(torch.float64) would drop
             return None
         try:
             reference = copy.deepcopy(self.module).to(torch.float64)
@@ -214,21 +220,22 @@ def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> floa
     """The largest norm of a difference over the norm of the expected tensor; infinite for NaN where none belongs.
 
     A tensor whose true value is zero but for rounding (the bias before a batch norm has such a gradient) is measured
-    against a hundredth of the largest tensor's norm.
+    against a hundredth of the largest tensor's norm. Infinities and NaNs must stand in the same places.
     """
-    norms = [float(torch.linalg.vector_norm(t.double())) for t in expected]
-    finite = [norm for norm in norms if norm == norm and norm != float("inf")]
-    floor = max(finite, default=0.0) / 100
+    norms = [float(torch.linalg.vector_norm(_finite_part(t))) for t in expected]
+    floor = max(norms, default=0.0) / 100
     worst = 0.0
     for got, want, norm in zip(actual, expected, norms, strict=True):
-        same_non_finite = torch.equal(torch.isfinite(got), torch.isfinite(want))
-        if not same_non_finite:
+        if not all(torch.equal(is_odd(got), is_odd(want)) for is_odd in (torch.isnan, torch.isposinf, torch.isneginf)):
             return float("inf")
-        difference = torch.nan_to_num(got.double() - want.double(), nan=0.0, posinf=0.0, neginf=0.0)
-        off = float(torch.linalg.vector_norm(difference))
+        off = float(torch.linalg.vector_norm(_finite_part(got) - _finite_part(want)))
         if off:
-            worst = max(worst, off / max(norm if norm == norm else 0.0, floor, 1e-300))
+            worst = max(worst, off / max(norm, floor, 1e-300))
     return worst
+
+
+def _finite_part(tensor: Tensor) -> Tensor:
+    return torch.nan_to_num(tensor.double(), nan=0.0, posinf=0.0, neginf=0.0)
 
 
 _under_trial = ContextVar("_under_trial", default=False)
@@ -304,7 +311,7 @@ class Snapshot:
         for prefix, attributes in self._attributes.items():
             tensors |= {f"{prefix}.{name}".lstrip("."): value for name, (value, _) in attributes.items()}
         self._tensors = {n: (t, t.detach().clone()) for n, t in tensors.items() if isinstance(t, Tensor)}
-        self._random = random.getstate()
+        self._random = _random_states()
 
     def restore(self) -> list[str]:
         """Puts everything back, and names what had changed."""
@@ -324,9 +331,11 @@ class Snapshot:
                 changed += [f"{prefix}.{name}" if prefix else name for name in replaced]
                 module._buffers.clear()
                 module._buffers.update(slots)
-        if random.getstate() != self._random:
-            random.setstate(self._random)
-            changed.append("random.getstate()")
+        now = _random_states()
+        for name, (state, restore) in self._random.items():
+            if now[name][0] != state:
+                restore()
+                changed.append(name)
         return changed
 
     @classmethod
@@ -351,6 +360,17 @@ class Snapshot:
                 value.clear()
                 value.extend(contents) if isinstance(value, list) else value.update(contents)
                 yield name
+
+
+def _random_states() -> dict[str, tuple[object, Callable[[], None]]]:
+    """The random streams beside torch's, in comparable form, each with the function that brings it back here."""
+    python = random.getstate()
+    states: dict[str, tuple[object, Callable[[], None]]] = {"random": (python, lambda: random.setstate(python))}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state()
+        states["numpy.random"] = (repr(state[2:]) + state[1].tobytes().hex(), lambda: numpy.random.set_state(state))
+    return states
 
 
 def _same_items(now: Any, before: Any) -> bool:
@@ -403,6 +423,17 @@ def _cotangent(output: Tensor) -> Tensor:
     # Drawn in float64 and rounded, so that every dtype is asked for the gradient in the same direction.
     generator = torch.Generator().manual_seed(output.numel())
     return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """The tensor detached, dense and real: what norms and differences can be taken of."""
+    tensor = tensor.detach()
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
 def _one_line(error: BaseException) -> str:

@@ -131,8 +131,9 @@ def train(module: nn.Conv2d, optimizer: torch.optim.Optimizer, steps: range) -> 
 
 
 @contextmanager
-def matched(module: nn.Module) -> Iterator[OptimizerLayouts]:
-    layouts = OptimizerLayouts(module.parameters())
+def matched(module: nn.Module, seen: list[Any] | None = None) -> Iterator[OptimizerLayouts]:
+    seen = [] if seen is None else seen
+    layouts = OptimizerLayouts(module.parameters(), before_first_step=seen.append)
     try:
         yield layouts
     finally:
@@ -201,6 +202,17 @@ def test_optimizers_of_other_parameters_are_not_touched() -> None:
     with matched(module):
         train(other, optimizer, range(1))
     assert optimizer.state[other.weight]["exp_avg"].stride() == state_strides
+
+
+def test_every_optimizer_of_these_parameters_is_announced_before_its_first_step() -> None:
+    module, other = conv(), conv()
+    first, second, stranger = (OPTIMIZERS["adamw"](net.parameters()) for net in (module, module, other))
+    announced: list[Any] = []
+    with matched(module, announced):
+        for _ in range(2):
+            for net, optimizer in ((module, first), (module, second), (other, stranger)):
+                train(net, optimizer, range(1))
+    assert announced == [first, second]
 
 
 def test_closed_it_leaves_no_hook_behind() -> None:

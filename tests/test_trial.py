@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -125,6 +126,28 @@ def test_bfloat16_is_judged_by_what_bfloat16_costs() -> None:
     assert worse.failure
 
 
+def test_an_original_that_overflows_does_not_let_everything_pass() -> None:
+    """In float16 the sum is infinite, in the oracle's float64 it is not: off by infinity, times anything."""
+
+    class Overflowing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x, (x.half() * 60_000).sum(1, keepdim=True).float()], 1)
+
+    module, x = Overflowing(), torch.ones(4, 4)
+    assert compare(module, module.forward, x).failure == ""
+    assert compare(module, lambda x: module.forward(x) * torch.tensor([2.0, 1, 1, 1, 1]), x).failure
+
+
+def test_outputs_whose_shape_hangs_on_rounding_are_compared_without_an_oracle() -> None:
+    class Selecting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x.double() > 0.1 if x.dtype == torch.float64 else x > 2.0]
+
+    module, x = Selecting(), torch.linspace(3, 0, 20)
+    assert compare(module, module.forward, x).failure == ""
+    assert compare(module, lambda x: 2 * module.forward(x), x).failure
+
+
 def test_dropout_does_not_stand_in_the_way_of_a_comparison() -> None:
     module = block().train()
     assert compare(module, lambda x: module.forward(x.flip(0)).flip(0), X).failure == ""
@@ -183,6 +206,8 @@ def test_zeros_with_rounding_noise_are_no_difference() -> None:
         ([float("-inf")], [float("-inf")], True),
         ([float("nan")], [1.0], False),
         ([1.0], [float("inf")], False),
+        ([float("inf")], [float("-inf")], False),
+        ([1.0, float("inf")], [2.0, float("inf")], False),
         ([], [], True),
     ],
 )
@@ -248,7 +273,7 @@ class Forgetful(nn.Module):
         self.cache["x"] = x
         self.seen.add(len(self.seen))
         self.fresh = True
-        scale = random.random() + torch.rand(())
+        scale = random.random() + np.random.rand() + torch.rand(())
         x = self.norm(self.linear(x))
         if self.calls > 1_000:
             raise AssertionError("never restored")
@@ -257,7 +282,7 @@ class Forgetful(nn.Module):
 
 CHANGED = {
     *("in_place", "assigned", "absent", "plain", "calls", "last", "history", "ring", "cache", "seen", "fresh"),
-    *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "random.getstate()"),
+    *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "random", "numpy.random"),
 }
 
 
@@ -279,6 +304,7 @@ def everything(module: nn.Module, x: Tensor) -> dict[str, Any]:
         "input": (x.tolist(), x._version, None if x.grad is None else x.grad.tolist()),
         "torch random": torch.get_rng_state().tolist(),
         "python random": random.getstate(),
+        "numpy random": np.random.get_state()[1].tolist(),
         "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
         "training": [m.training for m in module.modules()],
     }
@@ -343,6 +369,31 @@ def test_a_dict_that_the_forward_pass_fills_is_not_the_users() -> None:
     module, batch = Filling(), {"x": torch.zeros(4, 4)}
     assert compare(module, module.forward, batch).failure == ""
     assert list(batch) == ["x"]
+
+
+class Spectrum(nn.Module):
+    """Complex inside and out, as Fourier operators are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(x) * self.weight
+
+
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (nn.Embedding(5, 4, sparse=True), torch.tensor([0, 3, 3])),
+        (Spectrum(), torch.randn(2, 4)),
+        (nn.Identity(), torch.eye(3).to_sparse()),
+    ],
+    ids=["sparse gradients", "complex numbers", "sparse inputs"],
+)
+def test_tensors_of_other_kinds_are_compared_too(module: nn.Module, x: Tensor) -> None:
+    assert compare(module, module.forward, x).failure == ""
+    assert compare(module, lambda x: 1.1 * module.forward(x), x).failure
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -11,8 +11,12 @@ from torch import nn
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of this very module run compiled code, by ``module.compile()`` or ``torch.compile(module)``."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    """Whether calls of this very module run compiled code, by ``module.compile()`` or ``torch.compile(module)``.
+
+    Of a compiled LightningModule the Trainer has the original, whose methods Lightning has replaced by compiled ones.
+    """
+    is_lightning = getattr(module, "_compiler_ctx", None) is not None
+    return is_lightning or module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def compile_call(module: nn.Module, options: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_accel.blocks import find_blocks
+from lightning_accel.compiled import eager_where_compiled
 from lightning_accel.host import Host
 from lightning_accel.patch import Patch, PatchSet
 from lightning_accel.plan import Plan
@@ -211,6 +212,8 @@ class Engine:
         with ExitStack() as stack:
             for technique in self._techniques:
                 stack.enter_context(technique.step(stage))
+            if on_trial and self._trial_step == 0:  # the compiler would trace the trials, and fail on them
+                stack.enter_context(eager_where_compiled(self.model))
             # The first technique's trial outermost: memory format times blocks that checkpointing tries as well.
             for technique in reversed(on_trial):
                 found[technique.name] = stack.enter_context(technique.trial(self._patches[technique.name]))

@@ -31,6 +31,22 @@ class Views(Supervised):
         return super().loss(batch) + 0 * batch[0].view(batch[0].size(0), -1).mean()
 
 
+class Foreign(Supervised):
+    """Trains with an optimizer that is not torch's own: such ones may read gradients by their layout."""
+
+    def configure_optimizers(self) -> Any:
+        return type("Mine", (torch.optim.SGD,), {"step": _plain_step})(self.parameters(), lr=0.05)
+
+
+@torch.no_grad()
+def _plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+    with torch.enable_grad():
+        loss = closure()
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        parameter.sub_(parameter.grad, alpha=0.05)
+    return loss
+
+
 class Fickle(nn.Conv2d):
     """Computes other numbers in channels_last, on one rank only."""
 
@@ -80,6 +96,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "views, no rebuilt buckets": {**CHANNELS_LAST, "kind": Views},
     "refused by rank 0": {**CHANNELS_LAST, "net": "fickle 0"},
     "refused by rank 1": {**CHANNELS_LAST, "net": "fickle 1"},
+    "foreign optimizer": {"precision": "32-true", "kind": Foreign},
     "half": {**CHANNELS_LAST, "precision": "16-mixed"},
     "checkpointing": {"precision": "32-true", "gradient_checkpointing": "full", "net": "transformer"},
     "unused": {"precision": "32-true", "gradient_checkpointing": "full", "net": "unused"},

@@ -136,6 +136,7 @@ class Views(Supervised):
         return F.cross_entropy(self.net(x), y) + 0 * rows
 
 
+@pytest.mark.filterwarnings("ignore:memory_format was asked for and is not in force")
 def test_a_step_that_views_its_batch_trains_and_says_where(make_trainer: MakeTrainer) -> None:
     torch.manual_seed(0)
     plain = Views(cnn())

@@ -179,3 +179,41 @@ def test_a_fit_from_a_checkpoint_of_another_model_is_lightnings_error(make_train
     other = Supervised(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 4)))
     with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict"):
         make_trainer(plugins=[plugin()]).fit(other, images(), ckpt_path="a.ckpt")
+
+
+class Residual(nn.Module):
+    """``x + relu(x)`` reads the activation's input again only if it is told to."""
+
+    def __init__(self, reads_again: bool) -> None:
+        super().__init__()
+        self.embedding, self.act, self.head = nn.Embedding(11, 8), nn.ReLU(), nn.Linear(8, 11)
+        self.also = nn.Identity() if reads_again else Nothing()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * 2.0
+        also = self.also(x)
+        y = self.act(x)
+        return self.head(y if also is None else y + also)
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor) -> None:
+        return None
+
+
+def test_an_activation_is_proven_anew_when_the_resumed_program_has_changed(make_trainer: MakeTrainer) -> None:
+    """A verdict from the checkpoint would let the ReLU overwrite what the new program reads again."""
+
+    def start(reads_again: bool, **options: Any) -> tuple[Supervised, Any]:
+        torch.manual_seed(0)
+        return Supervised(Residual(reads_again)), make_trainer(**options)
+
+    module, trainer = start(False, plugins=[plugin(memory_format="preserve")])
+    trainer.fit(module, tokens())
+    trainer.save_checkpoint("a.ckpt")
+    runs = []
+    for plugins in ([], [plugin(memory_format="preserve")]):
+        module, trainer = start(True, plugins=plugins, max_epochs=2)
+        trainer.fit(module, tokens(), ckpt_path="a.ckpt")
+        runs.append(module.losses)
+    assert runs[1] == runs[0]

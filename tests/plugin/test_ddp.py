@@ -39,6 +39,7 @@ def test_both_ranks_hold_the_same_weights(two_ranks: Path, run: str) -> None:
     assert of_rank(two_ranks, run, 0)["weights"] == of_rank(two_ranks, run, 1)["weights"]
 
 
+@pytest.mark.filterwarnings("ignore:memory_format was asked for and is not in force")
 @pytest.mark.parametrize("run", [run for run in RUNS if run != "refused by rank 1"])
 def test_two_processes_train_as_one_on_the_same_global_batch(two_ranks: Path, run: str) -> None:
     ranks = [of_rank(two_ranks, run, rank) for rank in (0, 1)]

@@ -193,6 +193,7 @@ class Cell:
         self.value += 1
 
 
+@pytest.mark.filterwarnings("ignore:gradient_checkpointing was asked for and is not in force")
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_a_run_without_gradients_does_not_decide_for_training(make_trainer: MakeTrainer, stage: str) -> None:
     """A block that must not be recomputed is only found out with gradients."""

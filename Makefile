@@ -7,7 +7,7 @@ SOURCES := lightning_accel callbacks tests examples benchmarks
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint types format bench gpu clean
+.PHONY: help demo test test-slow lint types format bench results gpu clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -37,8 +37,14 @@ format: $(STAMP)  ## Let ruff rewrite what it can
 	$(BIN)/ruff format $(SOURCES)
 
 bench: $(STAMP)  ## Every benchmark that runs on a CPU
-	@for script in $$(ls benchmarks/*.py | grep -v -e /gpu.py -e '/_'); do \
+	@for script in $$(ls benchmarks/*.py | grep -v -e /gpu.py -e /render.py -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+results: $(STAMP)  ## Measure everything again, and write the tables of README.md and docs/results (20 minutes)
+	$(BIN)/python examples/demo.py --json docs/results/demo.json
+	@for script in $$(ls benchmarks/*.py | grep -v -e /gpu.py -e /render.py -e '/_'); do \
+		echo "== $$script"; $(BIN)/python "$$script" --json docs/results || exit 1; done
+	$(BIN)/python benchmarks/render.py
 
 # No network, no venv, no install: PYTHON is the machine's own, with torch and Lightning in it. The package is laid out
 # as it would be installed (callbacks/ inside it) in a temporary folder, and everything runs from there: `python -m`

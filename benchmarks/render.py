@@ -1,8 +1,8 @@
 """Writes the tables of README.md and docs/results/README.md from the JSON files that the measurements left.
 
-    python examples/demo.py --json docs/results/demo.json
-    python benchmarks/checkpointing.py --json docs/results        # and every other benchmark
-    python benchmarks/render.py
+    make results      # the demo, every benchmark, and this
+
+Tests hold that the pages are what this writes, so that no figure in them is by hand.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ TITLES = {
 REMARKS = {
     "plugin_overhead": "Asked for: at most 1% of a 50 ms step.",
     "logger_overhead": "Asked for: under 40 µs a step, and below ThroughputMonitor.",
-    "checkpointing": "Asked for: `full` at least 60% lower; `selective` at least 30% lower for at most half of the extra time.",
-    "numbers": "Asked for: 1e-5. Where two runs sum in another order, training itself drives them apart; the last rows of a"
-    " model show how fast, with nothing of ours involved.",
+    "checkpointing": "Asked for: `full` at least 60% lower; `selective` at least 30% lower for at most half of the"
+    " extra time.",
+    "numbers": "Asked for: 1e-5. Where two runs sum in another order, training itself drives them apart; the last rows"
+    " of a model show how fast, with nothing of ours involved.",
 }
 
 

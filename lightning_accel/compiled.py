@@ -19,6 +19,12 @@ def is_compiled(module: nn.Module) -> bool:
     return is_lightning or module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
+def is_inside_compiled(model: nn.Module, site: str) -> bool:
+    """Whether the module at ``site``, or one around it, is compiled."""
+    parts = site.split(".") if site else []
+    return any(is_compiled(model.get_submodule(".".join(parts[:depth]))) for depth in range(len(parts) + 1))
+
+
 def compile_call(module: nn.Module, options: dict[str, Any]) -> None:
     """Compiles a module's call in place, as ``module.compile()`` does for modules of the user's own.
 
@@ -27,7 +33,7 @@ def compile_call(module: nn.Module, options: dict[str, Any]) -> None:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     compiled: Callable[..., Any] = torch.compile(call, options=options)
     module._compiled_call_impl = compiled
@@ -35,7 +41,7 @@ def compile_call(module: nn.Module, options: dict[str, Any]) -> None:
 
 def undo_compile(module: nn.Module) -> None:
     """Lets the module's calls run eagerly again."""
-    module._compiled_call_impl = None
+    vars(module).pop("_compiled_call_impl", None)
 
 
 @contextmanager

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from lightning_accel.techniques.compilation import Compilation
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing
 from lightning_accel.techniques.inplace_activations import InplaceActivations
 from lightning_accel.techniques.memory_format import MemoryFormat
-from lightning_accel.techniques.mixed_precision import CountingGradScaler, MixedPrecision
+from lightning_accel.techniques.mixed_precision import MixedPrecision
 
 Decisions = dict[str, Verdicts]
 T = TypeVar("T", bound=Technique)
@@ -110,7 +111,7 @@ class Engine:
         else:
             yield from self._step_with_trials(stage)
         for technique in self._techniques:
-            if technique.objection:
+            if technique.objections:
                 self._take_back(technique)
 
     def batch(self, batch: Any) -> Any:
@@ -148,7 +149,7 @@ class Engine:
         warnings.warn(message, AccelWarning, stacklevel=2)
 
     @property
-    def scaler(self) -> CountingGradScaler:
+    def scaler(self) -> torch.amp.GradScaler:
         """The gradient scaler of a plain loop; it passes everything through unless the precision is ``"16-mixed"``."""
         mixed = self.technique(MixedPrecision)
         if mixed is None:
@@ -235,21 +236,31 @@ class Engine:
                 self._apply(technique, patch, remark)
             else:
                 self._refuse(technique, patch.site, verdict.reason)
+        self._settle(technique)
+
+    def _take_back(self, technique: Technique) -> None:
+        reasons, technique.objections = technique.objections, {}
+        for site, reason in reasons.items():
+            self._refuse(technique, site, reason)
+        # A resumed run, too, must leave these sites alone.
+        refusals = {site: Verdict(keep=False, reason=reason) for site, reason in reasons.items()}
+        self.decisions[technique.name] = self.decisions.get(technique.name, {}) | refusals
+        self._settle(technique)
+
+    def _settle(self, technique: Technique) -> None:
         technique.settled()
         record = self.report.of(technique.name)
         record.is_on = technique.acts_without_sites or bool(record.changes)
         record.status = technique.status or _outcome(record)
-
-    def _take_back(self, technique: Technique) -> None:
-        reason, technique.objection = technique.objection or "", None
-        # Decisions are kept whole: a resumed run, too, must leave these sites alone.
-        verdicts = {patch.site: Verdict(keep=False, reason=reason) for patch in self._patches[technique.name]}
-        self.decisions[technique.name] = self.decisions.get(technique.name, {}) | verdicts
-        self._carry_out(technique, verdicts)
+        if technique.explicit and not record.changes:
+            self.degrade(f"{technique.name} was asked for and is not in force anywhere: {record.status}")
 
 
 def _outcome(record: TechniqueReport) -> str:
-    return "in force" if record.changes else f"left alone: {next(iter(record.refusals.values()), 'nothing to do')}"
+    if record.changes:
+        return "in force"
+    reasons = Counter(record.refusals.values()).most_common(1)
+    return f"left alone: {reasons[0][0] if reasons else 'nothing to do'}"
 
 
 def module_techniques(

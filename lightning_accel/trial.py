@@ -6,20 +6,17 @@ A trial leaves no trace in the run: random streams, buffers, gradients and dispa
 from __future__ import annotations
 
 import copy
-import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_accel.isolation import cuda_devices, device_of, dropout_off, isolated
 from lightning_accel.tree import map_tensors, tensors_in
 
 ORACLE_SAMPLES = 4
@@ -94,10 +91,10 @@ class Trial:
         """
         try:
             with isolated(self.module) as left_behind, dropout_off(self.module) if with_oracle else nullcontext():
-                with torch.random.fork_rng(devices=_cuda_devices(self.module)), original.state():
+                with torch.random.fork_rng(devices=cuda_devices(self.module)), original.state():
                     args, kwargs = self._samples(original.call) if with_oracle else (self.args, self.kwargs)
                     oracle = self._oracle(args, kwargs) if with_oracle else None
-                with torch.random.fork_rng(devices=_cuda_devices(self.module)), original.state():
+                with torch.random.fork_rng(devices=cuda_devices(self.module)), original.state():
                     expected = self._run(original.call, args, kwargs)
                 with candidate.state():
                     actual = self._run(candidate.call, args, kwargs)
@@ -150,11 +147,13 @@ class Trial:
     def _timed(self, call: Callable[..., Any]) -> float:
         synchronize(self.module)
         start = time.perf_counter()
-        self._run(call, self.args, self.kwargs)
+        self._run(call, self.args, self.kwargs, torch.ones_like)
         synchronize(self.module)
         return time.perf_counter() - start
 
-    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+    def _run(
+        self, call: Callable[..., Any], args: Any, kwargs: Any, cotangent: Callable[[Tensor], Tensor] | None = None
+    ) -> list[Tensor]:
         """Outputs, then gradients of inputs and parameters: floating-point tensors only, detached."""
         if not self.with_gradients:
             with torch.no_grad():
@@ -167,7 +166,7 @@ class Trial:
             differentiable = [t for t in outputs if t.requires_grad]
             if not differentiable or not wanted:
                 return [_comparable(t) for t in outputs]
-            cotangents = [_cotangent(t) for t in differentiable]
+            cotangents = [(cotangent or _random_cotangent)(t) for t in differentiable]
             gradients = torch.autograd.grad(differentiable, wanted, cotangents, allow_unused=True)
         # An unused input has no gradient; zeros keep the two sides' lists in step.
         filled = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients, wanted, strict=True)]
@@ -209,7 +208,7 @@ class Trial:
             reference = copy.deepcopy(self.module).to(torch.float64)
             vars(reference).pop("forward", None)
             args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
-            device_type = _device(self.module).type
+            device_type = device_of(self.module).type
             with torch.autocast(device_type, enabled=False):
                 return Trial(reference, args, kwargs, self.with_gradients)._run(reference.forward, args, kwargs)
         except Exception:  # not every module can be copied, or has float64 kernels: the plain comparison remains
@@ -238,188 +237,24 @@ def _finite_part(tensor: Tensor) -> Tensor:
     return torch.nan_to_num(tensor.double(), nan=0.0, posinf=0.0, neginf=0.0)
 
 
-_under_trial = ContextVar("_under_trial", default=False)
-
-
-def is_trial() -> bool:
-    """Whether this very call is part of a trial, for hooks that watch what the run itself does."""
-    return _under_trial.get()
-
-
-@contextmanager
-def isolated(module: nn.Module) -> Iterator[list[str]]:
-    """Leaves random streams, buffers, plain attributes and the active dispatch modes as they were found.
-
-    Yields:
-        A list that holds, once the context is left, the names of what was found changed and restored.
-    """
-    snapshot = Snapshot(module)
-    changed: list[str] = []
-    with ExitStack() as stack:
-        token = _under_trial.set(True)
-        stack.callback(_under_trial.reset, token)
-        stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(module)))
-        # Someone may be counting FLOPs or watching storages, or (a checkpoint around this module) counting what is
-        # saved for backward: a trial is none of their business.
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_pack, _unpack))
-        # A weight cast here, under no_grad perhaps, must not be what an autocast region of the user's goes on with.
-        stack.enter_context(no_cast_cache())
-        stack.callback(torch.clear_autocast_cache)
-        try:
-            yield changed
-        finally:
-            changed += snapshot.restore()
-
-
-def _pack(saved: Tensor) -> tuple[Tensor, int]:
-    return saved.detach(), saved._version
-
-
-def _unpack(packed: tuple[Tensor, int]) -> Tensor:
-    # Autograd leaves this check to whoever packs: without it a trial would pass where the run then raises.
-    saved, version = packed
-    if saved._version != version:
-        raise RuntimeError("a tensor that its backward pass needs was modified in place")
-    return saved
-
-
-@contextmanager
-def no_cast_cache() -> Iterator[None]:
-    """Inside, an autocast region that is in force casts every weight anew at each use."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
-class Snapshot:
-    """What a forward pass may change besides its result: buffers, attributes, lists and dicts, Python's own `random`.
-
-    Values are compared, not version counters: batch norm's kernels move their statistics behind the counter's back.
-    """
-
-    _OWN = frozenset(vars(nn.Module())) | {"forward", "track_running_stats"}
-
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = dict(module.named_modules())
-        self._slots = {n: dict(m._buffers) for n, m in self._modules.items()}
-        self._attributes = {n: self._attributes_of(m) for n, m in self._modules.items()}
-        tensors = {f"{n}.{name}".lstrip("."): t for n, slots in self._slots.items() for name, t in slots.items()}
-        for prefix, attributes in self._attributes.items():
-            tensors |= {f"{prefix}.{name}".lstrip("."): value for name, (value, _) in attributes.items()}
-        self._tensors = {n: (t, t.detach().clone()) for n, t in tensors.items() if isinstance(t, Tensor)}
-        self._random = _random_states()
-
-    def restore(self) -> list[str]:
-        """Puts everything back, and names what had changed."""
-        changed = []
-        with torch.no_grad():
-            for name, (tensor, value) in self._tensors.items():
-                if not torch.equal(tensor, value):
-                    changed.append(name)
-                    tensor.copy_(value)
-        for prefix, module in self._modules.items():
-            for name in self._restore_attributes(module, self._attributes[prefix]):
-                changed.append(f"{prefix}.{name}" if prefix else name)
-            # A buffer that the forward pass assigned anew: `self.mean = 0.9 * self.mean + 0.1 * x.mean()`.
-            slots = self._slots[prefix]
-            replaced = [n for n in {**slots, **module._buffers} if module._buffers.get(n) is not slots.get(n)]
-            if replaced:
-                changed += [f"{prefix}.{name}" if prefix else name for name in replaced]
-                module._buffers.clear()
-                module._buffers.update(slots)
-        now = _random_states()
-        for name, (state, restore) in self._random.items():
-            if now[name][0] != state:
-                restore()
-                changed.append(name)
-        return changed
-
-    @classmethod
-    def _attributes_of(cls, module: nn.Module) -> dict[str, tuple[Any, Any]]:
-        return {
-            name: (value, copy.copy(value) if isinstance(value, list | dict | set) else None)
-            for name, value in vars(module).items()
-            if name not in cls._OWN
-        }
-
-    @classmethod
-    def _restore_attributes(cls, module: nn.Module, before: dict[str, tuple[Any, Any]]) -> Iterator[str]:
-        now = vars(module)
-        for name in [name for name in now if name not in before and name not in cls._OWN]:
-            del now[name]
-            yield name
-        for name, (value, contents) in before.items():
-            if now.get(name) is not value:
-                now[name] = value
-                yield name
-            elif isinstance(value, list | dict | set) and not _same_items(value, contents):
-                value.clear()
-                value.extend(contents) if isinstance(value, list) else value.update(contents)
-                yield name
-
-
-def _random_states() -> dict[str, tuple[object, Callable[[], None]]]:
-    """The random streams beside torch's, in comparable form, each with the function that brings it back here."""
-    python = random.getstate()
-    states: dict[str, tuple[object, Callable[[], None]]] = {"random": (python, lambda: random.setstate(python))}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state = numpy.random.get_state()
-        states["numpy.random"] = (repr(state[2:]) + state[1].tobytes().hex(), lambda: numpy.random.set_state(state))
-    return states
-
-
-def _same_items(now: Any, before: Any) -> bool:
-    """Whether two containers hold the very same objects; `==` would ask tensors, which answer with tensors."""
-    if isinstance(now, dict):
-        return list(map(id, now)) == list(map(id, before)) and _same_items([*now.values()], [*before.values()])
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
-
-
-@contextmanager
-def dropout_off(module: nn.Module) -> Iterator[None]:
-    """Switches the dropout modules inside ``module`` off: two sides can only be compared without it."""
-    active = [m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
-    for dropout in active:
-        dropout.training = False
-    try:
-        yield
-    finally:
-        for dropout in active:
-            dropout.training = True
-
-
 def synchronize(module: nn.Module) -> None:
     """Waits for the module's device, where it computes behind the caller's back."""
-    device = _device(module)
+    device = device_of(module)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _device(module: nn.Module) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
-
-
 def _autocast_eps(module: nn.Module) -> float:
     # Under autocast a float32 output may be the sum of bfloat16 products.
-    device_type = _device(module).type
+    device_type = device_of(module).type
     return torch.finfo(torch.get_autocast_dtype(device_type)).eps if torch.is_autocast_enabled(device_type) else 0.0
-
-
-def _cuda_devices(module: nn.Module) -> list[torch.device]:
-    device = _device(module)
-    return [device] if device.type == "cuda" else []
 
 
 def _fresh_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _cotangent(output: Tensor) -> Tensor:
+def _random_cotangent(output: Tensor) -> Tensor:
     # Drawn in float64 and rounded, so that every dtype is asked for the gradient in the same direction.
     generator = torch.Generator().manual_seed(output.numel())
     return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)

@@ -103,7 +103,7 @@ def test_what_is_applied_before_its_trial_is_taken_back_when_refused() -> None:
         pass
     assert inplace(net) == [False, False]
     assert handle.report.refused("fake")["1"] == "slower"
-    assert handle.report.of("fake").status == "left alone: a linear layer"
+    assert handle.report.of("fake").status == "left alone: slower"
     assert not handle.report.of("fake").is_on
 
 
@@ -168,18 +168,20 @@ def test_an_exception_in_a_step_leaves_every_context_and_the_trial_for_the_next(
     assert inplace(net) == [True, True]
 
 
-def test_an_objection_after_the_trial_takes_everything_back_for_good() -> None:
+def test_an_objection_after_the_trial_takes_a_site_back_for_good() -> None:
     net, fake = model(), Fake()
     handle = engine(net, fake)
     for _ in range(2):
         with handle.step():
             pass
     with handle.step():
-        fake.objection = "line 7 does not like it"
-    assert inplace(net) == [False, False]
+        fake.objections = {"1": "line 7 does not like it"}
+    assert inplace(net) == [False, True]
     assert handle.report.refused("fake")["1"] == "line 7 does not like it"
+    assert handle.report.applied("fake") == ["2"]
     assert handle.decisions["fake"]["1"] == Verdict(keep=False, reason="line 7 does not like it")
-    assert fake.objection is None
+    assert handle.decisions["fake"]["2"].keep
+    assert not fake.objections
 
 
 def test_decisions_of_an_earlier_run_hold_without_a_trial() -> None:
@@ -371,3 +373,17 @@ def test_the_defaults_of_the_protocol_do_nothing() -> None:
     with kept(patches) as verdicts:
         assert verdicts == {"1": Verdict(keep=True)}
     handle.undo()
+
+
+def test_a_technique_that_was_asked_for_and_is_refused_everywhere_is_a_warning() -> None:
+    fake = Fake(verdict=Verdict(keep=False, reason="other numbers"), explicit=True)
+    handle = engine(model(), fake)
+    with pytest.warns(AccelWarning, match="fake was asked for and is not in force.*: other numbers"), handle.step():
+        pass
+
+
+def test_strict_makes_an_error_of_it() -> None:
+    fake = Fake(verdict=Verdict(keep=False, reason="other numbers"), explicit=True)
+    handle = engine(model(), fake, strict=True)
+    with pytest.raises(AccelError, match="fake was asked for"), handle.step():
+        pass

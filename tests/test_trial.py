@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accel.trial import Comparison, Contender, Trial, isolated, relative_error
+from lightning_accel.isolation import isolated
+from lightning_accel.trial import Comparison, Contender, Trial, relative_error
 from models import ResidualBlock, TransformerBlock, images
 
 Call = Callable[..., Any]

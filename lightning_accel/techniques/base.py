@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -54,7 +55,7 @@ class Technique:
         acts_without_sites: Whether it acts though it edits no module (mixed precision does).
         explicit: Whether the user asked for it by name, so that finding nothing to do is worth a warning.
         status: One line for the report; empty: the engine counts the sites.
-        objection: Why every patch must be taken back, when a technique notices that after its trial; else None.
+        objections: Site → why its patch must be taken back, for what a technique notices after its trial.
     """
 
     name: ClassVar[str]
@@ -64,7 +65,7 @@ class Technique:
     acts_without_sites: ClassVar[bool] = False
     explicit: bool = False
     status: str = ""
-    objection: str | None = None
+    objections: Mapping[str, str] = MappingProxyType({})
 
     def unavailable(self, host: Host) -> str | None:
         """Why this cannot work on ``host`` at all, with the mend; None when it can."""

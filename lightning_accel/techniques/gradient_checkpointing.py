@@ -21,12 +21,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from typing_extensions import override
 
 from lightning_accel.blocks import find_blocks
+from lightning_accel.compiled import is_inside_compiled
 from lightning_accel.host import Host
+from lightning_accel.isolation import no_cast_cache
 from lightning_accel.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.plan import CheckpointingPlan
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.tree import leaves
-from lightning_accel.trial import Contender, Trial, no_cast_cache
+from lightning_accel.trial import Contender, Trial
 
 # Arguments that a block cannot change, or (tensors) is seen to change; a batch or cache object of the user's can be.
 _PLAIN = (Tensor, type(None), int, float, complex, str, bytes, Enum, torch.dtype, torch.device, nn.Module, FunctionType)
@@ -44,7 +46,7 @@ _DEAR = (
 
 def checkpoint_block(site: str, block: nn.Module, plan: CheckpointingPlan) -> MethodPatch:
     """The edit that makes one block recompute itself: non-reentrant, with the random state of the first time."""
-    has_statistics = any(isinstance(m, _NormBase) and m.track_running_stats for m in block.modules())
+    has_statistics = _keeps_statistics(block)
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +88,10 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 def _dear_operators() -> frozenset[Any]:
     found = (getattr(torch.ops.aten, name, None) for name in _DEAR)
     return frozenset(getattr(packet, overload) for packet in found if packet for overload in packet.overloads())
+
+
+def _keeps_statistics(block: nn.Module) -> bool:
+    return any(isinstance(m, _NormBase) and m.track_running_stats for m in block.modules())
 
 
 class _FrozenStatistics(AbstractContextManager[None]):
@@ -130,6 +136,7 @@ class GradientCheckpointing(Technique):
         self._plan = plan
         self._verify = verify
         self._blocks: dict[str, nn.Module] = {}
+        self._untried: dict[str, MethodPatch] = {}
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
@@ -146,6 +153,9 @@ class GradientCheckpointing(Technique):
                 yield Refusal(site, "already checkpointed")
             elif any(is_lazy(parameter) for parameter in block.parameters()):
                 yield Refusal(site, "has lazy parameters: run the model once before, and they will be there")
+            elif _keeps_statistics(block) and is_inside_compiled(model, site):
+                # Only backends that plan the backward pass themselves (Inductor) know not to repeat a statistic.
+                yield Refusal(site, "compiled by you, with running statistics that some compilers would move twice")
             else:
                 yield checkpoint_block(site, block, self._plan)
 
@@ -155,29 +165,46 @@ class GradientCheckpointing(Technique):
 
     @contextmanager
     def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
-        # A block the step did not call stays checkpointed: it costs nothing until it is called.
-        verdicts: Verdicts = {patch.site: Verdict(keep=True) for patch in patches}
-        with ExitStack() as stack:
-            for patch in patches:
-                assert isinstance(patch, MethodPatch)
-                stack.enter_context(self._tried_at_first_call(patch, verdicts))
+        self._untried = {patch.site: patch for patch in patches if isinstance(patch, MethodPatch)}
+        verdicts: Verdicts = {}
+        with self._tried_when_called(verdicts):
             yield verdicts
+        for site in self._untried:
+            verdicts[site] = Verdict(keep=True, reason="not called on the first step: tried when it is")
+
+    @override
+    def step(self, stage: str) -> AbstractContextManager[Any]:
+        return self._late_trial() if self._untried else nullcontext()
+
+    @contextmanager
+    def _late_trial(self) -> Iterator[None]:
+        verdicts: Verdicts = {}
+        with self._tried_when_called(verdicts):
+            yield
+        refused = {site: verdict.reason for site, verdict in verdicts.items() if not verdict.keep}
+        self.objections = {**self.objections, **refused}
+
+    @contextmanager
+    def _tried_when_called(self, verdicts: Verdicts) -> Iterator[None]:
+        with ExitStack() as stack:
+            for patch in self._untried.values():
+                stack.enter_context(self._tried_at_first_call(patch, verdicts))
+            yield
+        self._untried = {site: patch for site, patch in self._untried.items() if site not in verdicts}
 
     @contextmanager
     def _tried_at_first_call(self, patch: MethodPatch, verdicts: Verdicts) -> Iterator[None]:
         block, checkpointed = self._blocks[patch.site], patch.value
         original = patch.original
-        tried = False
 
         def wrap(_: Callable[..., Any]) -> Callable[..., Any]:
             def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                nonlocal tried
-                if self is block and not tried and torch.is_grad_enabled():
-                    tried = True
+                if self is block and patch.site not in verdicts and torch.is_grad_enabled():
+                    verdicts[patch.site] = Verdict(keep=True)  # for calls of the block within its own trial
                     verdicts[patch.site] = _try_block(
                         block, functools.partial(original, block), checkpointed, args, kwargs
                     )
-                if self is block and not verdicts[patch.site].keep:
+                if self is block and patch.site in verdicts and not verdicts[patch.site].keep:
                     return original(self, *args, **kwargs)
                 return checkpointed.__func__(self, *args, **kwargs)
 

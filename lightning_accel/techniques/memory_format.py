@@ -19,7 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_accel.compiled import eager_where_compiled, is_compiled
+from lightning_accel.compiled import eager_where_compiled, is_inside_compiled
 from lightning_accel.host import Host
 from lightning_accel.layout import FORMAT_NAMES, OptimizerLayouts, WeightLayout, reads_by_layout, to_channels_last
 from lightning_accel.patch import MethodPatch, Patch, PatchSet
@@ -40,7 +40,6 @@ _CONVOLUTIONS = {
 def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5)) -> list[WeightLayout | Refusal]:
     """The edits that put the convolutions of ``model`` into channels_last (4-D weights) and channels_last_3d (5-D)."""
     claims: list[WeightLayout | Refusal] = []
-    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
     is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
     for site, module in model.named_modules():
         dim = next((dim for dim in dims if isinstance(module, _CONVOLUTIONS[dim])), None)
@@ -48,7 +47,7 @@ def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5)) -> list[Weig
             continue
         unmade = "the model has lazy parameters: run it once before, and they will be there"
         reason = unmade if is_unmade else _why_not(module)
-        if any(not name or site == name or site.startswith(f"{name}.") for name in compiled):
+        if is_inside_compiled(model, site):
             reason = "inside a compiled module: the compiler chooses layouts itself"
         claims.append(Refusal(site, reason) if reason else WeightLayout(site, module, dim))
     return claims
@@ -81,7 +80,6 @@ class ViewRescue(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.places: list[str] = []
 
     @override
@@ -136,6 +134,8 @@ class MemoryFormat(Technique):
         self._model = nn.Module()
         self._rescued_stages: set[str] = set()
         self._is_trying = False
+        self._is_timed = False
+        self._is_timed_at_once = False
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
@@ -168,10 +168,13 @@ class MemoryFormat(Technique):
             yield
         self._rescued_stages.add(stage)
         if rescue.places:
-            self.objection = (
+            self._object(
                 f"{rescue.places[0]} calls .view() on a tensor that channels_last lays out otherwise;"
                 " .reshape() or .flatten() there would allow it"
             )
+
+    def _object(self, reason: str) -> None:
+        self.objections = {weight.site: reason for weight in self._weights}
 
     def _before_first_step(self, optimizer: Optimizer) -> None:
         reason = reads_by_layout(optimizer)
@@ -183,10 +186,10 @@ class MemoryFormat(Technique):
                 raise ValueError(f"{reason}: on several ranks give memory_format='preserve'.")
             return
         if isinstance(optimizer, LBFGS):
-            self.objection = reason
+            self._object(reason)
         elif self._is_auto:
-            self.objection = f"{reason}; memory_format='channels_last' trusts it not to"
-        if self.objection is not None:
+            self._object(f"{reason}; memory_format='channels_last' trusts it not to")
+        if self.objections:
             self._take_back()
 
     @override
@@ -195,8 +198,8 @@ class MemoryFormat(Technique):
 
     @contextmanager
     def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
-        if self.objection is not None:  # an optimizer that steps with a closure was met before its first forward pass
-            yield {patch.site: Verdict(keep=False, reason=self.objection) for patch in patches}
+        if self.objections:  # an optimizer that steps with a closure was met before its first forward pass
+            yield {site: Verdict(keep=False, reason=reason) for site, reason in self.objections.items()}
             return
         for patch in patches:
             patch.apply()  # a first step that raised may have left them taken back, before they were judged
@@ -205,8 +208,10 @@ class MemoryFormat(Technique):
         with ExitStack() as stack:
             for weight in self._weights:
                 stack.enter_context(self._at_first_call(weight.convolution, found, self._compare_convolution))
+            roots = _roots(self._model, self._weights)
+            self._is_timed_at_once = len(roots) == 1
             # Entered last, so that a root that is itself a convolution is timed as well as compared.
-            for root in _roots(self._model, self._weights):
+            for root in roots:
                 stack.enter_context(self._at_first_call(root, found, self._compare_root))
             yield verdicts
         verdict = self._verdict(found)
@@ -226,8 +231,8 @@ class MemoryFormat(Technique):
                         found.append(compare(module, functools.partial(original, module), args, kwargs))
                     finally:
                         technique._is_trying = False
-                    if not technique._verdict(found).keep:
-                        # Nothing of this step has run yet: let it be the original's to the last bit.
+                    if found[-1].failure or (technique._is_timed_at_once and not technique._verdict(found).keep):
+                        # Nothing more is to be measured: let this step be the original's, to the last bit.
                         technique._take_back()
                         technique._hold()
                 if not technique._is_in_force():
@@ -249,16 +254,23 @@ class MemoryFormat(Technique):
         # One sample tells all: a convolution treats each alike. Its gradients too: it has no kinks that rounding
         # could fall on either side of, as a whole network has.
         trial = Trial(module, args, kwargs, with_gradients=torch.is_grad_enabled(), samples=1)
-        return trial.numbers(Contender(_on_contiguous(forward), state=self._taken_back), Contender(forward))
+        original, candidate = Contender(_on_contiguous(forward), state=self._taken_back), Contender(forward)
+        found = trial.numbers(original, candidate)
+        # Some models are entered by another method than forward (`model.forward_features(x)`): no root was timed then.
+        return found if found.failure or self._is_timed or not self._may_time() else trial.time(original, candidate)
 
     def _compare_root(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Comparison:
         original, candidate = Contender(_on_contiguous(forward), state=self._taken_back), Contender(forward)
         with self._during_trial():
+            self._is_timed = True
             found = Trial(module, args, kwargs, with_gradients=False).numbers(original, candidate)
-            # A deterministic run decides nothing by the clock.
-            if found.failure or not self._is_auto or torch.are_deterministic_algorithms_enabled():
+            if found.failure or not self._may_time():
                 return found
             return Trial(module, args, kwargs, with_gradients=torch.is_grad_enabled()).time(original, candidate)
+
+    def _may_time(self) -> bool:
+        # A deterministic run decides nothing by the clock.
+        return self._is_auto and not torch.are_deterministic_algorithms_enabled()
 
     @contextmanager
     def _taken_back(self) -> Iterator[None]:

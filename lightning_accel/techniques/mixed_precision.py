@@ -189,7 +189,7 @@ class MixedPrecision(Technique):
         self.precision, reason = resolve_precision(setting, host)
         self.status = f"{self.precision}: {reason}"
         self._device_type = host.device_type
-        self.scaler = CountingGradScaler(self._device_type, enabled=self.precision == "16-mixed")
+        self.scaler = torch.amp.GradScaler(self._device_type, enabled=self.precision == "16-mixed")
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:

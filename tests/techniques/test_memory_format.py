@@ -21,6 +21,9 @@ from models import TASKS, TinyCNN, ViewCNN, images
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
+# What is refused everywhere though it was asked for is said as a warning too; tests/test_engine.py holds that.
+pytestmark = pytest.mark.filterwarnings("ignore:.* is not in force anywhere")
+
 
 def laid_out(model: nn.Module, setting: str = "channels_last", **settings: Any) -> Engine:
     quiet: dict[str, Any] = {"precision": "32-true", "inplace_activations": False, "memory_format": setting}
@@ -205,7 +208,8 @@ def test_a_run_equals_the_plain_one_with_a_fused_optimizer_too(fused: bool, star
     plain = TASKS["cnn"].model()
     model = copy.deepcopy(plain)
     nets = [(plain, None), (model, None)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused) for net, _ in nets]
+    # A large eps: Adam makes a full step of a gradient that is nothing but rounding.
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-3, fused=fused) for net, _ in nets]
     handle = None
     for index in range(6):
         if index == starts_at:

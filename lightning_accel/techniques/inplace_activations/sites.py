@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from lightning_accel.compiled import is_compiled
 from lightning_accel.host import Host
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -57,8 +58,7 @@ def is_rewired(module: nn.Module) -> bool:
 def compiled_part(named: Mapping[str, nn.Module]) -> str | None:
     """The name of a compiled module. Code that Dynamo first meets under a dispatch mode is never compiled again."""
     for name, module in named.items():
-        wrapped = type(module).__name__ == "OptimizedModule"
-        if wrapped or module._compiled_call_impl is not None or getattr(module, "_compiler_ctx", None) is not None:
+        if is_compiled(module) or getattr(module, "_compiler_ctx", None) is not None:
             return name or "the model"
     return None
 

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_accel.isolation import is_trial
 from lightning_accel.techniques.inplace_activations import catalog
 from lightning_accel.techniques.inplace_activations.ownership import SAVING_RESULT_IN_PLACE, Proof
 from lightning_accel.techniques.inplace_activations.replay import differs_in_place
 from lightning_accel.techniques.inplace_activations.sites import global_hook, hook_on, is_rewired
-from lightning_accel.trial import is_trial
 
 _PRODUCER_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 

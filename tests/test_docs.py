@@ -1,0 +1,42 @@
+"""Every block of code in the README runs, and every setting it names exists."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_accel import Plan
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    assert "precision" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_yaml_blocks_are_plans(text: str) -> None:
+    config = yaml.safe_load(text)
+    settings = config["accel"] if "accel" in config else config["trainer"]["plugins"][0]["init_args"]
+    assert Plan.from_dict(settings)
+
+
+def test_every_setting_is_described() -> None:
+    missing = [field.name for field in fields(Plan) if f"`{field.name}`" not in README]
+    assert missing == []
+
+
+def test_linked_files_exist() -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    root = Path(__file__).parent.parent
+    assert [link for link in links if not (root / link).exists()] == []

@@ -20,14 +20,14 @@ TITLES = {
     "plugin_overhead": "AccelPlugin against the same techniques by hand",
     "logger_overhead": "SpeedMemoryLogger against Lightning's ThroughputMonitor",
     "checkpointing": "Gradient checkpointing, 12-block transformer, float32",
-    "numbers": "Largest relative difference of the losses",
+    "same_losses": "Largest relative difference of the losses",
 }
 REMARKS = {
     "plugin_overhead": "Asked for: at most 1% of a 50 ms step.",
     "logger_overhead": "Asked for: under 40 µs a step, and below ThroughputMonitor.",
     "checkpointing": "Asked for: `full` at least 60% lower; `selective` at least 30% lower for at most half of the"
     " extra time.",
-    "numbers": "Asked for: 1e-5. Where two runs sum in another order, training itself drives them apart; the last rows"
+    "same_losses": "Asked for: 1e-5. Where two runs sum in another order, training itself drives them apart; the last rows"
     " of a model show how fast, with nothing of ours involved.",
 }
 

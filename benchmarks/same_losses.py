@@ -1,6 +1,6 @@
 """Whether an accelerated run computes what the plain one does: the largest relative difference of its losses.
 
-    python benchmarks/numbers.py [--json docs/results]
+    python benchmarks/same_losses.py [--json docs/results]
 
 The demo's two models and data, the same weights and batches, ten steps. To answer: with `32-true` and everything else
 on, the plain run's losses to 1e-5; with `bf16-mixed`, those of Lightning's own `bf16-mixed` to the same.
@@ -86,8 +86,8 @@ def main() -> None:
         if network is DigitsNet:
             add("plain, channels_last by hand / plain", losses(network, channels_last=True), plain)
     publish(
-        "numbers",
-        "python benchmarks/numbers.py",
+        "same_losses",
+        "python benchmarks/same_losses.py",
         ["model", "losses of / against", "step 1", "3 steps", f"{STEPS} steps"],
         rows,
     )

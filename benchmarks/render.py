@@ -27,8 +27,8 @@ REMARKS = {
     "logger_overhead": "Asked for: under 40 µs a step, and below ThroughputMonitor.",
     "checkpointing": "Asked for: `full` at least 60% lower; `selective` at least 30% lower for at most half of the"
     " extra time.",
-    "same_losses": "Asked for: 1e-5. Where two runs sum in another order, training itself drives them apart; the last rows"
-    " of a model show how fast, with nothing of ours involved.",
+    "same_losses": "Asked for: 1e-5. Where two runs sum in another order, training itself drives them apart; the last"
+    " rows of a model show how fast, with nothing of ours involved.",
 }
 
 

@@ -29,11 +29,22 @@ def to_channels_last(tensor: Tensor, dims: Sequence[int] = (4, 5)) -> Tensor:
     if tensor.layout != torch.strided:
         return tensor
     if tensor.dim() in dims and (tensor.is_floating_point() or tensor.dtype == torch.uint8):
-        return tensor.contiguous(memory_format=FORMATS[tensor.dim()])
+        return in_format(tensor, FORMATS[tensor.dim()])
     is_dense = tensor.is_contiguous() or (
         tensor.dim() in FORMATS and tensor.is_contiguous(memory_format=FORMATS[tensor.dim()])
     )
     return tensor if is_dense else tensor.contiguous()
+
+
+def in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """``tensor`` in a channels_last format, with the strides by which operators recognise it.
+
+    One channel, or one pixel, is contiguous in both orders, and ``.contiguous()`` leaves it as it is. Operators then
+    take it for contiguous, and one such weight puts the activations of all that follow into the wrong format.
+    """
+    dense = tensor.contiguous(memory_format=memory_format)
+    strides = torch.empty(tensor.shape, device="meta", memory_format=memory_format).stride()
+    return dense if dense.stride() == strides else dense.as_strided(dense.shape, strides)
 
 
 def with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
@@ -90,10 +101,11 @@ class WeightLayout(Patch):
             self._computes_contiguously.undo()
             self._computes_contiguously = None
         for parameter in self._parameters:
-            if parameter.is_contiguous(memory_format=self._format):
+            converted = in_format(parameter.data, self._format)
+            if converted.stride() == parameter.stride():
                 continue  # tied to another convolution's, which has the strides to restore
             self.strides[parameter] = parameter.stride()
-            parameter.data = parameter.data.contiguous(memory_format=self._format)
+            parameter.data = converted
             _match_gradient(parameter)
 
     @override

@@ -253,3 +253,13 @@ def test_a_checkpoint_without_some_of_its_parts_is_no_error() -> None:
     for checkpoint in ({"state_dict": {}}, {"state_dict": {}, "optimizer_states": [optimizer.state_dict()]}):
         restore_layouts(checkpoint, module, [optimizer], patch.strides)
     patch.undo()
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 3, 3), (8, 4, 1, 1), (4, 1, 6, 6)])
+def test_one_channel_or_one_pixel_gets_the_strides_that_operators_recognise(shape: tuple[int, ...]) -> None:
+    """`.contiguous()` leaves these as they are, and every activation after such a weight would be contiguous."""
+    tensor = torch.randn(shape)
+    converted = to_channels_last(tensor)
+    assert converted.stride() == torch.empty(shape, memory_format=torch.channels_last).stride()
+    assert torch.equal(converted, tensor)
+    assert converted.data_ptr() == tensor.data_ptr()

@@ -81,7 +81,20 @@ def _context_fn(block: nn.Module, mode: str, has_statistics: bool) -> Callable[[
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _dear_operators() else CheckpointPolicy.PREFER_RECOMPUTE
+    if operator in _dear_operators() and not _makes_scores(operator, args):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _makes_scores(operator: Any, args: Any) -> bool:
+    """Whether a batched product gives more than it is given, as queries by keys do: (B, T, d) by (B, d, T) → (B, T, T).
+
+    Attention's scores are most of what a block holds, and a small part of its arithmetic (Korthikanti et al.).
+    """
+    if operator is not torch.ops.aten.bmm.default:
+        return False
+    left, right = args
+    return bool(left.shape[1] * right.shape[2] > left.shape[2] * (left.shape[1] + right.shape[2]))
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """What SpeedMemoryLogger costs a training step, beside Lightning's ThroughputMonitor.
 
-    python benchmarks/logger_overhead.py [--rounds 30] [--steps 400] [--json docs/results]
+    python benchmarks/logger_overhead.py [--rounds 20] [--steps 400] [--json docs/results]
 
 One process; a tiny model, so that the loop's own time is all there is. Every round trains the same number of steps
 plain, with the one callback and with the other, in turn; a figure is the median over the rounds of what a round's step
@@ -100,7 +100,7 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=400)
     options, _ = parser.parse_known_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

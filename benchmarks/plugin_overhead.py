@@ -27,7 +27,7 @@ from lightning_accel import AccelPlugin
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from digits import Digits, DigitsNet
 
-STEPS, WARM_UP_STEPS, ROUNDS, BATCH_SIZE = 30, 6, 9, 12
+STEPS, WARM_UP_STEPS, ROUNDS, BATCH_SIZE = 30, 6, 7, 20
 
 
 class TimedNet(DigitsNet):

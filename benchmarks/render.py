@@ -76,7 +76,8 @@ def results_page() -> str:
     parts = [
         "# Measured\n",
         "Made by `python benchmarks/render.py` from the JSON files beside it; the command over each table measures it"
-        " again. Times are medians of runs that took turns, on a shared machine: trust the ratios.\n",
+        " again. Times are medians, on a shared machine: trust the ratios. The sides of a benchmark take turns, step by"
+        " step or fit by fit; the demo's four runs follow each other.\n",
     ]
     parts += [f"## The demo\n\n`python examples/demo.py --json docs/results/demo.json`\n\n{demo_table()}\n"]
     for name, title in TITLES.items():

@@ -78,7 +78,7 @@ def main() -> None:
         preserved = accelerated(precision="32-true", memory_format="preserve", gradient_checkpointing="full")
         add("32-true, layouts kept / plain", losses(network, **preserved), plain)
         add(
-            "bf16-mixed / Lightning's bf16-mixed",
+            "bf16-mixed, layouts kept / Lightning's bf16-mixed",
             losses(network, **accelerated(precision="bf16-mixed", memory_format="preserve")),
             lightning_bf16,
         )

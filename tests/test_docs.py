@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import yaml
 
 from lightning_accel import Plan
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -38,5 +40,11 @@ def test_every_setting_is_described() -> None:
 
 def test_linked_files_exist() -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", README)
-    root = Path(__file__).parent.parent
-    assert [link for link in links if not (root / link).exists()] == []
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_figures_are_those_that_were_measured() -> None:
+    """No figure in the pages is by hand: they are what ``benchmarks/render.py`` makes of the measurements' files."""
+    render = runpy.run_path(str(ROOT / "benchmarks" / "render.py"))
+    assert render["readme"]() == README
+    assert render["results_page"]() == (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")

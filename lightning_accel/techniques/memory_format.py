@@ -25,8 +25,12 @@ from lightning_accel.layout import FORMAT_NAMES, OptimizerLayouts, WeightLayout,
 from lightning_accel.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.plan import MemoryFormatSetting
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
-from lightning_accel.tree import map_tensors
+from lightning_accel.tree import map_tensors, tensors_in
 from lightning_accel.trial import NOT_SLOWER, Comparison, Contender, Trial
+
+# A 1x1 convolution with a stride, in channels_last and bfloat16, on two threads: its backward pass leaves a kernel in
+# oneDNN's cache whose destruction crashes the interpreter as it ends (torch 2.13, and nothing of ours in between).
+_LONE_SAMPLE = "batches of one sample: oneDNN's bfloat16 kernels for them crash when the program ends"
 
 Forward = Callable[..., Any]
 Compare = Callable[[nn.Module, Forward, Any, Any], Comparison]
@@ -251,9 +255,11 @@ class MemoryFormat(Technique):
     def _compare_convolution(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Comparison:
         if not self._is_in_force():
             return Comparison()
-        # One sample tells all: a convolution treats each alike. Its gradients too: it has no kinks that rounding
+        if _is_lone_bfloat16(args, kwargs):
+            return Comparison(failure=_LONE_SAMPLE)
+        # Few samples tell all: a convolution treats each alike. Its gradients too: it has no kinks that rounding
         # could fall on either side of, as a whole network has.
-        trial = Trial(module, args, kwargs, with_gradients=torch.is_grad_enabled(), samples=1)
+        trial = Trial(module, args, kwargs, with_gradients=torch.is_grad_enabled(), samples=2)
         original, candidate = Contender(_on_contiguous(forward), state=self._taken_back), Contender(forward)
         found = trial.numbers(original, candidate)
         # Some models are entered by another method than forward (`model.forward_features(x)`): no root was timed then.
@@ -263,6 +269,8 @@ class MemoryFormat(Technique):
         original, candidate = Contender(_on_contiguous(forward), state=self._taken_back), Contender(forward)
         with self._during_trial():
             self._is_timed = True
+            if _is_lone_bfloat16(args, kwargs):
+                return Comparison(failure=_LONE_SAMPLE)
             found = Trial(module, args, kwargs, with_gradients=False).numbers(original, candidate)
             if found.failure or not self._may_time():
                 return found
@@ -329,6 +337,15 @@ class MemoryFormat(Technique):
             self._optimizers.match()
             self._optimizers.close()
             self._optimizers = None
+
+
+def _is_lone_bfloat16(args: Any, kwargs: Any) -> bool:
+    images = [t for t in tensors_in((args, kwargs)) if t.dim() in FORMAT_NAMES]
+    return (
+        any(image.shape[0] == 1 and image.device.type == "cpu" for image in images)
+        and torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    )
 
 
 def _contiguous(data: Any) -> Any:

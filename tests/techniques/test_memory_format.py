@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -471,3 +473,17 @@ def test_dropout_draws_what_it_would_have_drawn() -> None:
         losses.append(step(net, used, images(0)[0]))
     torch.testing.assert_close(losses[1], losses[0])
     handle.undo()
+
+
+def test_a_batch_of_one_in_bfloat16_on_a_cpu_is_left_alone() -> None:
+    """OneDNN's kernels for it crash the interpreter as it ends; a process of its own shows that ours does not run them."""
+    program = (
+        "import torch; from torch import nn; from lightning_accel import Plan, accelerate\n"
+        "model = nn.Sequential(nn.Conv2d(4, 8, 1, stride=2, bias=False))\n"
+        "handle = accelerate(model, Plan(precision='bf16-mixed'))\n"
+        "with handle.step():\n    loss = model(handle.batch(torch.randn(1, 4, 16, 16))).float().sum()\n"
+        "loss.backward()\nprint(handle.report.refused('memory_format'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "batches of one sample" in done.stdout

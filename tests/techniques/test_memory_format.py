@@ -476,7 +476,7 @@ def test_dropout_draws_what_it_would_have_drawn() -> None:
 
 
 def test_a_batch_of_one_in_bfloat16_on_a_cpu_is_left_alone() -> None:
-    """OneDNN's kernels for it crash the interpreter as it ends; a process of its own shows that ours does not run them."""
+    """oneDNN: the kernels for it crash the interpreter as it ends, hence a process of its own."""
     program = (
         "import torch; from torch import nn; from lightning_accel import Plan, accelerate\n"
         "model = nn.Sequential(nn.Conv2d(4, 8, 1, stride=2, bias=False))\n"

@@ -26,7 +26,9 @@ REMARKS = {
     "plugin_overhead": "Asked for: at most 1% of a 50 ms step.",
     "logger_overhead": "Asked for: under 40 µs a step, and below ThroughputMonitor.",
     "checkpointing": "Asked for: `full` at least 60% lower; `selective` at least 30% lower for at most half of the"
-    " extra time.",
+    " extra time. The second holds at this width of 512; at 256 (`WIDTH` in the script), where attention's softmax is a"
+    " larger part of a block, `selective` took more than half. The timings with dropout are not to be trusted: the"
+    " plain side, slower there than `selective`, met a busy machine.",
     "same_losses": "Asked for: 1e-5. Where two runs sum in another order, training itself drives them apart; the last"
     " rows of a model show how fast, with nothing of ours involved.",
 }
@@ -63,7 +65,10 @@ def demo_table() -> str:
             rows.append([model, "accuracy", *(f"{accuracy:.1%}" for accuracy in accuracies), change])
     where = f"{demo['device']}, {demo['threads']} threads, torch {demo['torch']}"
     table = markdown(["model", "", "plain", "`AccelPlugin()`", ""], rows)
-    return f"{table}\n\n`make demo` on {where}: the same weights and batches, every run in a process of its own."
+    return (
+        f"{table}\n\n`make demo` on {where}: the same weights and batches, every run in a process of its own."
+        " The GPT trains without dropout; with it the ratio is lower, since both sides wait for masks that torch draws slowly on a CPU."
+    )
 
 
 def readme() -> str:

@@ -67,7 +67,8 @@ def demo_table() -> str:
     table = markdown(["model", "", "plain", "`AccelPlugin()`", ""], rows)
     return (
         f"{table}\n\n`make demo` on {where}: the same weights and batches, every run in a process of its own."
-        " The GPT trains without dropout; with it the ratio is lower, since both sides wait for masks that torch draws slowly on a CPU."
+        " The GPT trains without dropout; with it the ratio is lower, since both sides wait for masks"
+        " that torch draws slowly on a CPU."
     )
 
 

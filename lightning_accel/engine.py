@@ -23,6 +23,7 @@ from lightning_accel.plan import Plan
 from lightning_accel.report import Report, TechniqueReport
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.techniques.compilation import Compilation
+from lightning_accel.techniques.flash_attention import FlashAttention
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing
 from lightning_accel.techniques.inplace_activations import InplaceActivations
 from lightning_accel.techniques.memory_format import MemoryFormat
@@ -32,7 +33,14 @@ Decisions = dict[str, Verdicts]
 T = TypeVar("T", bound=Technique)
 
 
-_MODULE_TECHNIQUES = ("precision", "inplace_activations", "memory_format", "gradient_checkpointing", "compile")
+_MODULE_TECHNIQUES = (
+    "precision",
+    "flash_attention",
+    "inplace_activations",
+    "memory_format",
+    "gradient_checkpointing",
+    "compile",
+)
 
 
 class AccelWarning(UserWarning):
@@ -111,8 +119,7 @@ class Engine:
         else:
             yield from self._step_with_trials(stage)
         for technique in self._techniques:
-            if technique.objections:
-                self._take_back(technique)
+            self._hear(technique)
 
     def batch(self, batch: Any) -> Any:
         """What the techniques make of a batch that is on the device."""
@@ -229,6 +236,7 @@ class Engine:
         self._trial_step = 1 if self._trial_step == 0 else None
 
     def _carry_out(self, technique: Technique, verdicts: Verdicts) -> None:
+        technique.decided(verdicts)
         for patch in list(self._patches[technique.name]):
             verdict = verdicts.get(patch.site) or Verdict(keep=False, reason="has no verdict: not seen in its trial")
             if verdict.keep:
@@ -236,6 +244,24 @@ class Engine:
                 self._apply(technique, patch, remark)
             else:
                 self._refuse(technique, patch.site, verdict.reason)
+        self._settle(technique)
+
+    def _hear(self, technique: Technique) -> None:
+        """What a technique noticed during a step."""
+        if technique.objections:
+            self._take_back(technique)
+        if technique.revisions:
+            self._revise(technique)
+        complaints, technique.complaints = technique.complaints, ()
+        for complaint in complaints:
+            self.degrade(complaint)
+
+    def _revise(self, technique: Technique) -> None:
+        verdicts, technique.revisions = technique.revisions, {}
+        for site, verdict in verdicts.items():
+            record = self.report.record_applied if verdict.keep else self.report.record_refused
+            record(technique.name, site, verdict.reason)
+        self.decisions[technique.name] = self.decisions.get(technique.name, {}) | dict(verdicts)
         self._settle(technique)
 
     def _take_back(self, technique: Technique) -> None:
@@ -274,6 +300,8 @@ def module_techniques(
         during_trial: Entered around extra forward passes of the model itself.
     """
     techniques: list[Technique] = []
+    if plan.attention.backend != "off":
+        techniques.append(FlashAttention(plan.attention, verify=plan.verify))
     if plan.inplace_activations and plan.verify:
         recomputed = find_blocks(model, plan.checkpointing.blocks) if plan.checkpointing.mode != "off" else ()
         reason = "inside a checkpointed block, whose activations do not last anyway"

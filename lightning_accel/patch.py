@@ -81,10 +81,11 @@ class MethodPatch(AttributePatch):
     """Rebinds a method on one instance to ``wrap(original)``.
 
     The new method is a :class:`types.MethodType` over plain functions of ``self``: a deep copy of the object, as
-    EMA and SWA make, binds it to the copy, and pickling the object leaves the edit behind.
+    EMA and SWA make, binds it to the copy, and pickling the object leaves the edit behind. What it wraps is the
+    method as it is when the patch is applied: techniques that rebind the same ``forward`` stack up in their order.
 
     Attributes:
-        original: The method before, as a function of ``(self, *args, **kwargs)``.
+        original: The method before, as a function of ``(self, *args, **kwargs)``; there once the patch was applied.
 
     Args:
         target: The object; its class, and other instances of it, stay as they are.
@@ -95,10 +96,16 @@ class MethodPatch(AttributePatch):
     def __init__(
         self, site: str, change: str, target: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
-        self.original = _unbound(target, name)
-        function = wrap(self.original)
-        function.__name__ = name  # pickle stores a bound method as (object, method name)
-        super().__init__(site, change, target, name, types.MethodType(function, target))
+        super().__init__(site, change, target, name, None)
+        self._wrap = wrap
+
+    @override
+    def _apply(self) -> None:
+        self.original = _unbound(self.target, self.name)
+        function = self._wrap(self.original)
+        function.__name__ = self.name  # pickle stores a bound method as (object, method name)
+        self.value = types.MethodType(function, self.target)
+        super()._apply()
 
 
 def _unbound(target: Any, name: str) -> Callable[..., Any]:

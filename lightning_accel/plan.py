@@ -13,6 +13,9 @@ import yaml
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
 MemoryFormatSetting = Literal["auto", "preserve", "channels_last", "channels_last_3d"]
 CheckpointingMode = Literal["off", "full", "selective"]
+FlashAttentionSetting = Literal[
+    "auto", "off", "sdpa", "cudnn", "flash", "efficient", "fa3", "fa4", "flash-attn", "flex"
+]
 CompileSetting = Literal[
     "off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 ]
@@ -33,13 +36,27 @@ class CheckpointingPlan:
 
     def __post_init__(self) -> None:
         _check_choice("gradient_checkpointing.mode", self.mode, get_args(CheckpointingMode))
-        blocks: Any = self.blocks
-        if not isinstance(blocks, list | tuple) or not all(isinstance(block, str) for block in blocks):
-            raise TypeError(
-                f"gradient_checkpointing.blocks={self.blocks!r}: give a list of class names or module paths,"
-                " such as ['TransformerBlock', 'encoder.layers.0']."
-            )
-        object.__setattr__(self, "blocks", tuple(self.blocks))
+        object.__setattr__(self, "blocks", _names("gradient_checkpointing.blocks", self.blocks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashAttentionPlan:
+    """Flash attention site by site: what ``flash_attention`` takes when a backend is not enough.
+
+    Attributes:
+        backend: As ``flash_attention`` itself: ``"auto"``, a backend, ``"off"``.
+        skip: Class names or module paths of attention, or of what holds it, that stays as it is.
+        force: Those that are fused wherever the numbers agree, whatever the clock says.
+    """
+
+    backend: FlashAttentionSetting = "auto"
+    skip: tuple[str, ...] = ()
+    force: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backend", _read_backend("flash_attention.backend", self.backend))
+        for name in ("skip", "force"):
+            object.__setattr__(self, name, _names(f"flash_attention.{name}", getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +76,11 @@ class Plan:
             (in YAML a mapping with ``mode`` and ``blocks``).
         compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where a trial is faster;
             or a mode of :func:`torch.compile`.
-        flash_attention: Its place; only ``"off"`` in this version.
+        flash_attention: ``"auto"`` computes attention, however it was written, with a fused kernel wherever a trial
+            finds the same numbers and no loss of speed; a backend (``"sdpa"``, ``"cudnn"``, ``"flash"``,
+            ``"efficient"``, ``"fa3"``, ``"fa4"``, ``"flash-attn"``, ``"flex"``) wherever the numbers agree;
+            ``"off"`` leaves attention alone; or a :class:`FlashAttentionPlan` (in YAML a mapping with ``backend``,
+            ``skip`` and ``force``).
         activation_offloading: Its place; only ``"off"`` in this version.
         sparse_activations: Its place; only ``"off"`` in this version.
         preprocess: Its place; only an empty list in this version.
@@ -78,7 +99,7 @@ class Plan:
     memory_format: MemoryFormatSetting = "auto"
     gradient_checkpointing: CheckpointingMode | CheckpointingPlan | Mapping[str, Any] | bool = "off"
     compile: CompileSetting | bool = "off"
-    flash_attention: Literal["off"] | bool = "off"
+    flash_attention: FlashAttentionSetting | FlashAttentionPlan | Mapping[str, Any] | bool = "auto"
     activation_offloading: Literal["off"] | bool = "off"
     sparse_activations: Literal["off"] | bool = "off"
     preprocess: Sequence[Any] = ()
@@ -94,7 +115,8 @@ class Plan:
         self._replace("gradient_checkpointing", _read_checkpointing(self.gradient_checkpointing))
         self._replace("compile", _switch(self.compile))
         _check_choice("compile", self.compile, get_args(CompileSetting))
-        for name in ("flash_attention", "activation_offloading", "sparse_activations"):
+        self._replace("flash_attention", _read_attention(self.flash_attention))
+        for name in ("activation_offloading", "sparse_activations"):
             self._replace(name, _switch(getattr(self, name)))
             _check_not_yet(name, getattr(self, name))
         if isinstance(self.preprocess, str) or not isinstance(self.preprocess, Sequence | None):
@@ -118,12 +140,25 @@ class Plan:
             return setting
         return CheckpointingPlan(mode=cast(CheckpointingMode, setting))
 
+    @property
+    def attention(self) -> FlashAttentionPlan:
+        """``flash_attention`` in its long form."""
+        setting = self.flash_attention
+        if isinstance(setting, FlashAttentionPlan):
+            return setting
+        return FlashAttentionPlan(backend=cast(FlashAttentionSetting, setting))
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values: valid keyword arguments of ``Plan`` and of ``AccelPlugin``."""
         values = asdict(self)
         values["preprocess"] = list(self.preprocess)
         if isinstance(self.gradient_checkpointing, CheckpointingPlan):
             values["gradient_checkpointing"]["blocks"] = list(self.gradient_checkpointing.blocks)
+        if isinstance(self.flash_attention, FlashAttentionPlan):
+            values["flash_attention"] |= {
+                "skip": list(self.flash_attention.skip),
+                "force": list(self.flash_attention.force),
+            }
         return values
 
     @classmethod
@@ -183,6 +218,31 @@ def _read_checkpointing(value: Any) -> CheckpointingMode | CheckpointingPlan:
     value = "off" if value is False else value
     _check_choice("gradient_checkpointing", value, get_args(CheckpointingMode), more="a mapping of mode and blocks")
     return cast(CheckpointingMode, value)
+
+
+def _read_attention(value: Any) -> FlashAttentionSetting | FlashAttentionPlan:
+    if isinstance(value, FlashAttentionPlan):
+        return value
+    if isinstance(value, Mapping):
+        check_names(value, allowed=["backend", "skip", "force"], owner="flash_attention")
+        return FlashAttentionPlan(**value)
+    return _read_backend("flash_attention", value)
+
+
+def _read_backend(name: str, value: Any) -> FlashAttentionSetting:
+    value = {True: "auto", False: "off"}[value] if isinstance(value, bool) else value
+    more = "a mapping of backend, skip and force" if name == "flash_attention" else ""
+    _check_choice(name, value, get_args(FlashAttentionSetting), more=more)
+    return cast(FlashAttentionSetting, value)
+
+
+def _names(setting: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise TypeError(
+            f"{setting}={value!r}: give a list of class names or module paths,"
+            " such as ['TransformerBlock', 'encoder.layers.0']."
+        )
+    return tuple(value)
 
 
 def _check_choice(name: str, value: Any, allowed: Sequence[str], more: str = "") -> None:

@@ -23,7 +23,7 @@ ORACLE_SAMPLES = 4
 ORACLE_MAX_BYTES = 2 << 30
 ERROR_FACTOR = 8  # Winograd convolutions are off by that much more than direct ones, and nobody calls them wrong
 MIN_PAIRS, MAX_PAIRS = 3, 15
-TIMED_S = 1.0  # no further pair is timed once they have taken this long together
+TIMED_S = 1.0
 NOT_SLOWER = 1.02  # a median this close to the original's is a tie: the clocks of shared machines tell no more
 
 
@@ -73,6 +73,12 @@ class Trial:
         kwargs: Its keyword arguments.
         with_gradients: Whether to compare and time the backward pass too.
         samples: How many samples of the batch the oracle sees, so that it never exhausts the memory; None: all.
+        tolerance: A relative error that is allowed whatever the original's own is, for candidates that order sums
+            otherwise on purpose.
+        timed_s: No further pair is timed once they have taken this long together.
+        repeatable: Makes of the arguments what one more call may be given: tensors are copied in any case, objects
+            that a call adds to (a key/value cache) are not.
+        judged: Takes from the outputs what is to be compared.
     """
 
     module: nn.Module
@@ -80,6 +86,10 @@ class Trial:
     kwargs: dict[str, Any] = field(default_factory=dict)
     with_gradients: bool = True
     samples: int | None = ORACLE_SAMPLES
+    tolerance: float = 0.0
+    timed_s: float = TIMED_S
+    repeatable: Callable[[Any, Any], tuple[Any, Any]] = lambda args, kwargs: (args, kwargs)
+    judged: Callable[[Any], Any] = lambda outputs: outputs
     _overwritten: set[str] = field(default_factory=set, init=False, repr=False)
 
     def numbers(self, original: Contender, candidate: Contender, *, with_oracle: bool = True) -> Comparison:
@@ -93,7 +103,7 @@ class Trial:
             with isolated(self.module) as left_behind, dropout_off(self.module) if with_oracle else nullcontext():
                 with torch.random.fork_rng(devices=cuda_devices(self.module)), original.state():
                     args, kwargs = self._samples(original.call) if with_oracle else (self.args, self.kwargs)
-                    oracle = self._oracle(args, kwargs) if with_oracle else None
+                    oracle = self._oracle(original.call, args, kwargs) if with_oracle else None
                 with torch.random.fork_rng(devices=cuda_devices(self.module)), original.state():
                     expected = self._run(original.call, args, kwargs)
                 with candidate.state():
@@ -111,10 +121,10 @@ class Trial:
         if allowed >= 1:
             rounding = max(rounding, _autocast_eps(self.module))
             allowed, error_found = ERROR_FACTOR * rounding, relative_error(actual, expected)
-        agrees = error_found <= allowed
+        allowed = max(allowed, self.tolerance)
         failure = (
             ""
-            if agrees
+            if error_found <= allowed
             else f"other numbers than the original: relative error {error_found:.1e}, allowed {allowed:.1e}"
         )
         return Comparison(
@@ -137,7 +147,7 @@ class Trial:
                         candidate_s = self._timed(candidate.call)
                     if pair > 0:  # the first is the warm-up
                         pairs.append((original_s, candidate_s))
-                    if pair >= MIN_PAIRS and sum(map(sum, pairs)) > TIMED_S:
+                    if pair >= MIN_PAIRS and sum(map(sum, pairs)) > self.timed_s:
                         break
         except Exception as error:
             return Comparison(failure=f"failed in its trial: {_one_line(error)}")
@@ -175,7 +185,8 @@ class Trial:
     def _on_copies(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls with copies of the inputs: a forward pass may write into what it is given (``x -= self.mean``)."""
         args, kwargs = map_tensors(Tensor.clone, (args, kwargs))
-        outputs = call(*args, **kwargs)
+        repeatable_args, repeatable_kwargs = self.repeatable(args, kwargs)
+        outputs = self.judged(call(*repeatable_args, **repeatable_kwargs))
         if any(t._version for t in tensors_in((args, kwargs)) if not t.is_inference()):
             self._overwritten.add("its input")
         return outputs
@@ -198,11 +209,13 @@ class Trial:
             return self.args, self.kwargs
         return sliced
 
-    def _oracle(self, args: Any, kwargs: Any) -> list[Tensor] | None:
+    def _oracle(self, original: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor] | None:
         if sum(p.numel() * 8 for p in self.module.parameters()) > ORACLE_MAX_BYTES:
             return None
         tensors = (*self.module.parameters(), *self.module.buffers(), *tensors_in((args, kwargs)))
         if any(t.is_complex() for t in tensors):  # whose imaginary part .to(torch.float64) would drop
+            return None
+        if self.with_gradients and self._saved_elements(original, args, kwargs) * 8 > ORACLE_MAX_BYTES:
             return None
         try:
             reference = copy.deepcopy(self.module).to(torch.float64)
@@ -210,9 +223,24 @@ class Trial:
             args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
             device_type = device_of(self.module).type
             with torch.autocast(device_type, enabled=False):
-                return Trial(reference, args, kwargs, self.with_gradients)._run(reference.forward, args, kwargs)
+                trial = Trial(
+                    reference, args, kwargs, self.with_gradients, repeatable=self.repeatable, judged=self.judged
+                )
+                return trial._run(reference.forward, args, kwargs)
         except Exception:  # not every module can be copied, or has float64 kernels: the plain comparison remains
             return None
+
+    def _saved_elements(self, call: Callable[..., Any], args: Any, kwargs: Any) -> int:
+        """What one forward pass keeps for its backward pass: one sample of long attention can be gigabytes."""
+        saved: dict[int, int] = {}
+
+        def count(tensor: Tensor) -> Tensor:
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes() // tensor.element_size()
+            return tensor
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            self._on_copies(call, *map_tensors(_fresh_leaf, (args, kwargs)))
+        return sum(saved.values())
 
 
 def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -29,10 +29,12 @@ class Verdict:
     Attributes:
         keep: Whether the change stays.
         reason: Why not (or, for a kept change, what was measured: ``"1.31x faster here"``).
+        choices: What was chosen, where there is more to choose than to keep or not: by the kind of call.
     """
 
     keep: bool
     reason: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)
 
 
 Verdicts = dict[str, Verdict]
@@ -56,6 +58,8 @@ class Technique:
         explicit: Whether the user asked for it by name, so that finding nothing to do is worth a warning.
         status: One line for the report; empty: the engine counts the sites.
         objections: Site → why its patch must be taken back, for what a technique notices after its trial.
+        revisions: Site → what now holds there by the technique's own doing, for the report and for later runs.
+        complaints: What it was asked for and cannot do after all, each said once.
     """
 
     name: ClassVar[str]
@@ -66,6 +70,8 @@ class Technique:
     explicit: bool = False
     status: str = ""
     objections: Mapping[str, str] = MappingProxyType({})
+    revisions: Mapping[str, Verdict] = MappingProxyType({})
+    complaints: tuple[str, ...] = ()
 
     def unavailable(self, host: Host) -> str | None:
         """Why this cannot work on ``host`` at all, with the mend; None when it can."""
@@ -97,6 +103,9 @@ class Technique:
     def predictions(self, outputs: Any) -> Any:
         """Applied to what a predict step returns, which the user's code keeps."""
         return outputs
+
+    def decided(self, verdicts: Verdicts) -> None:
+        """Called with the verdicts that hold, of a trial or an earlier run, before patches follow them."""
 
     def settled(self) -> None:
         """Called after patches of this technique were applied or taken back in mid-run."""

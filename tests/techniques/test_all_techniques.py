@@ -23,8 +23,14 @@ from models import TASKS, Task, TinyCNN
 
 HOST = Host(kind="cpu", device_name="a CPU", native_bf16=True, compiler="g++")
 
-OFF: dict[str, Any] = {"precision": "32-true", "memory_format": "preserve", "inplace_activations": False}
+OFF: dict[str, Any] = {
+    "precision": "32-true",
+    "flash_attention": "off",
+    "memory_format": "preserve",
+    "inplace_activations": False,
+}
 ALL: dict[str, Any] = {
+    "flash_attention": "sdpa",
     "inplace_activations": True,
     "memory_format": "channels_last",
     "gradient_checkpointing": "full",
@@ -35,6 +41,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], str, float]] = {
     "nothing": ({}, "precision", 0.0),
     "bf16-mixed": ({"precision": "bf16-mixed"}, "precision", 0.05),
     "16-mixed": ({"precision": "16-mixed"}, "precision", 0.01),
+    "flash attention": ({"flash_attention": "sdpa"}, "flash_attention", 1e-5),
+    "flash attention, auto": ({"flash_attention": "auto"}, "flash_attention", 1e-5),
     "in-place activations": ({"inplace_activations": True}, "inplace_activations", 0.0),
     "channels_last": ({"memory_format": "channels_last"}, "memory_format", 1e-5),
     "memory format, auto": ({"memory_format": "auto"}, "memory_format", 1e-5),

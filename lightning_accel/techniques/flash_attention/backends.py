@@ -1,0 +1,314 @@
+"""The kernels that compute attention, each with what it needs, what it cannot do, and how to get it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing_extensions import override
+
+from lightning_accel.host import Host
+from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Backend(ABC):
+    """One way to compute attention.
+
+    Attributes:
+        name: What ``flash_attention=`` takes.
+    """
+
+    name: str
+
+    def unavailable(self, host: Host) -> str | None:
+        """Why it does not work on ``host``, with the mend; None where it does."""
+        return None
+
+    def lacks(self, call: AttentionCall) -> str | None:
+        """What this call needs that the backend does not have: a head size, a dtype, a mask; None if nothing."""
+        return None
+
+    @abstractmethod
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """The output: (B, H, T, Dv)."""
+
+
+class Sdpa(Backend):
+    """torch's ``scaled_dot_product_attention``, which chooses the kernel itself. Takes every call."""
+
+    name = "sdpa"
+
+    @override
+    def __call__(self, call: AttentionCall) -> Tensor:
+        return sdpa(call)
+
+
+class SdpaKernel(Backend):
+    """One kernel of ``scaled_dot_product_attention``, and no other."""
+
+    def __init__(self, name: str, kernel: SDPBackend, min_capability: tuple[int, int]) -> None:
+        self.name = name
+        self._kernel = kernel
+        self._min_capability = min_capability
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind == "cpu":
+            return (
+                None if self.name == "flash" else f"torch has no {self.name} attention kernel for the CPU: use 'sdpa'"
+            )
+        return _needs_cuda(self.name, host, self._min_capability)
+
+    @override
+    def lacks(self, call: AttentionCall) -> str | None:
+        call = call.with_dense_mask()
+        q, k, v, mask = call.query, call.key, call.value, call.mask
+        if q.device.type == "cpu":
+            return _cpu_flash_lacks(call)
+        may_use = {
+            SDPBackend.FLASH_ATTENTION: can_use_flash_attention,
+            SDPBackend.EFFICIENT_ATTENTION: can_use_efficient_attention,
+            SDPBackend.CUDNN_ATTENTION: can_use_cudnn_attention,
+        }[self._kernel]
+        if may_use(SDPAParams(q, k, v, mask, call.dropout_p, call.is_causal, False), False):
+            return None
+        masked = "no mask" if mask is None else f"a mask of {tuple(mask.shape)}"
+        return f"the {self.name} kernel takes no {_kind(q)} with {masked} on this device"
+
+    @override
+    def __call__(self, call: AttentionCall) -> Tensor:
+        with sdpa_kernel(self._kernel):
+            return sdpa(call)
+
+
+class FlashImplementation(SdpaKernel):
+    """FlashAttention 3 or 4 behind ``scaled_dot_product_attention``, where its package is installed.
+
+    https://docs.pytorch.org/docs/stable/nn.attention.html
+    """
+
+    def __init__(self, name: str, package: str, min_capability: tuple[int, int], mend: str) -> None:
+        super().__init__(name, SDPBackend.FLASH_ATTENTION, min_capability)
+        self._package = package
+        self._mend = mend
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        reason = _needs_cuda(self.name, host, self._min_capability)
+        if reason is None and not _is_installed(self._package):
+            reason = f"needs the package {self._package!r}: {self._mend}"
+        return reason
+
+    @override
+    def lacks(self, call: AttentionCall) -> str | None:
+        if call.dropout_p:
+            return f"{self.name} has no dropout"
+        return f"{self.name} takes float16 and bfloat16" if call.query.dtype not in _HALF else super().lacks(call)
+
+    @override
+    def __call__(self, call: AttentionCall) -> Tensor:
+        with _flash_implementation(self.name.upper()):
+            return super().__call__(call)
+
+
+class FlashAttn(Backend):
+    """The ``flash-attn`` package: windows, and padding masks as sequences of their true lengths.
+
+    Dao, "FlashAttention-2" (2023), https://arxiv.org/abs/2307.08691.
+    """
+
+    name = "flash-attn"
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind not in ("cuda", "rocm"):
+            return f"flash-attn runs on NVIDIA and AMD GPUs, not on {host.kind}"
+        reason = _needs_cuda(self.name, host, (8, 0))
+        if reason is None and not _is_installed("flash_attn"):
+            reason = "needs the package 'flash-attn': pip install 'lightning-accel[flash]' --no-build-isolation"
+        return reason
+
+    @override
+    def lacks(self, call: AttentionCall) -> str | None:
+        head_dim = call.query.shape[-1]
+        if call.query.dtype not in _HALF:
+            return f"flash-attn takes float16 and bfloat16, not {_kind(call.query)}"
+        if head_dim > 256 or call.value.shape[-1] != head_dim:
+            return f"flash-attn takes heads up to 256 wide, the value's as wide as the query's, not {_kind(call.query)}"
+        if call.is_causal and call.query.shape[2] != call.key.shape[2]:
+            return "flash-attn aligns causal masks at the other corner when there are more keys than queries"
+        if call.mask is not None and (call.key_padding is None or call.is_causal or call.window is not None):
+            return "flash-attn takes padding masks, causal masks or windows, one at a time, and no other mask"
+        return None
+
+    @override
+    def __call__(self, call: AttentionCall) -> Tensor:
+        from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+        q, k, v = (t.transpose(1, 2) for t in (call.query, call.key, call.value))  # (B, T, H, D), its own layout
+        options: dict[str, Any] = {"dropout_p": call.dropout_p, "softmax_scale": call.true_scale}
+        real = call.key_padding
+        if real is None:
+            window = (-1, -1) if call.window is None else call.window
+            out = flash_attn_func(q, k, v, causal=call.is_causal, window_size=window, **options)
+            return out.transpose(1, 2)
+        batch, rows = q.shape[:2]
+        lengths = real.sum(dim=1, dtype=torch.int32)
+        starts_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        starts_q = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=q.device)
+        out = flash_attn_varlen_func(
+            q.flatten(0, 1), k[real], v[real], starts_q, starts_k, rows, k.shape[1], causal=False, **options
+        )
+        return out.unflatten(0, (batch, rows)).transpose(1, 2)
+
+
+class Flex(Backend):
+    """FlexAttention, compiled: biases and masks of any shape inside one kernel, gradients of a bias too.
+
+    Dong et al., "Flex Attention" (2024), https://arxiv.org/abs/2412.05496.
+    """
+
+    name = "flex"
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        reason = _needs_cuda(self.name, host, (8, 0))
+        if reason is None and host.compiler is None:
+            reason = "needs Triton and a C compiler to build its kernel"
+        return reason
+
+    @override
+    def lacks(self, call: AttentionCall) -> str | None:
+        if call.dropout_p:
+            return "flex has no dropout"
+        if call.query.shape[-1] < 16 or call.value.shape[-1] < 16:
+            return f"flex takes heads from 16 wide on, not {_kind(call.query)}"
+        return None
+
+    @override
+    def __call__(self, call: AttentionCall) -> Tensor:
+        return flex(call, _compiled_flex())
+
+
+def flex(call: AttentionCall, flex_attention: Any) -> Tensor:
+    """The call through ``flex_attention``, compiled or not; masks and causality become its score function."""
+    mask, is_causal, window = call.mask, call.is_causal, call.window
+    sizes = (0, 0, 0, 0) if mask is None else mask.shape
+
+    def score(value: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if mask is not None:
+            # A dimension of size one is one and the same for all.
+            at = mask[tuple(index if size > 1 else index * 0 for index, size in zip((b, h, i, j), sizes, strict=True))]
+            value = torch.where(at, value, -float("inf")) if mask.dtype == torch.bool else value + at
+        if is_causal:
+            value = torch.where(i >= j, value, -float("inf"))
+        if window is not None:
+            value = torch.where((i - j <= window[0]) & (j - i <= window[1]), value, -float("inf"))
+        return value
+
+    is_plain = mask is None and not is_causal and window is None
+    out = flex_attention(call.query, call.key, call.value, score_mod=None if is_plain else score, scale=call.true_scale)
+    assert isinstance(out, Tensor)
+    return out
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Sdpa(),
+        SdpaKernel("cudnn", SDPBackend.CUDNN_ATTENTION, (8, 0)),
+        SdpaKernel("flash", SDPBackend.FLASH_ATTENTION, (8, 0)),
+        SdpaKernel("efficient", SDPBackend.EFFICIENT_ATTENTION, (5, 0)),
+        FlashImplementation(
+            "fa3", "flash_attn_interface", (9, 0), "build it from github.com/Dao-AILab/flash-attention"
+        ),
+        FlashImplementation("fa4", "flash_attn.cute", (9, 0), "pip install flash-attn-4"),
+        FlashAttn(),
+        Flex(),
+    )
+}
+
+
+def installed_backends(host: Host) -> list[Backend]:
+    """Those that work on ``host``."""
+    return [backend for backend in BACKENDS.values() if backend.unavailable(host) is None]
+
+
+def attend(call: AttentionCall, backend: Backend) -> Tensor:
+    """The call through ``backend``; through torch's own choice where the backend lacks what the call needs.
+
+    Returns:
+        (B, H, T, Dv).
+    """
+    return sdpa(call) if backend.lacks(call) is not None else backend(call)
+
+
+def _kind(query: Tensor) -> str:
+    return f"{str(query.dtype).removeprefix('torch.')} heads of {query.shape[-1]}"
+
+
+def _needs_cuda(name: str, host: Host, min_capability: tuple[int, int]) -> str | None:
+    if host.kind not in ("cuda", "rocm"):
+        return f"{name} runs on GPUs, not on {host.kind}: use 'sdpa'"
+    if host.capability is not None and host.capability < min_capability:
+        have, want = (f"{major}.{minor}" for major, minor in (host.capability, min_capability))
+        return f"{host.device_name} is too old for {name}: compute capability {have}, {want} is needed; use 'sdpa'"
+    return None
+
+
+def _cpu_flash_lacks(call: AttentionCall) -> str | None:
+    # What torch's CPU kernel asks for, in sdp_utils_cpp.h.
+    if call.dropout_p:
+        return "the CPU's flash kernel has no dropout"
+    if call.value.shape[-1] != call.query.shape[-1]:
+        return "the CPU's flash kernel takes values as wide as the queries"
+    if call.mask is not None and call.mask.requires_grad:
+        return "the CPU's flash kernel has no gradient for a bias"
+    return None
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the parent package
+        return False
+
+
+@contextmanager
+def _flash_implementation(name: str) -> Iterator[None]:
+    from torch.nn import attention
+
+    before = attention.current_flash_attention_impl()
+    if before == name:
+        yield
+        return
+    attention.activate_flash_attention_impl(name)
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()
+        if before is not None:
+            attention.activate_flash_attention_impl(before)
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)

@@ -1,0 +1,87 @@
+"""One attention computation, however it was written, in the one form that every backend takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """The arguments of one attention: softmax(scale * query @ key^T + mask) @ value.
+
+    Attributes:
+        query: (B, H, T, D).
+        key: (B, H, S, D), of the query's dtype.
+        value: (B, H, S, Dv), of the query's dtype.
+        mask: Broadcastable to (B, H, T, S), 4-D: bool (True takes part) or floating (added to the scores); None: all
+            keys take part.
+        is_causal: Query ``i`` sees keys ``0 … i`` (aligned at the top left) and of those only what the mask allows.
+        dropout_p: Probability with which a weight is dropped.
+        scale: None: 1/sqrt(D).
+        window: How many keys to the left and to the right of its own position a query sees; None: all. Backends
+            without windows are given them as a mask.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    is_causal: bool = False
+    dropout_p: float = 0.0
+    scale: float | None = None
+    window: tuple[int, int] | None = None
+
+    @property
+    def true_scale(self) -> float:
+        """The scale as a number."""
+        return 1 / math.sqrt(self.query.shape[-1]) if self.scale is None else self.scale
+
+    @property
+    def key_padding(self) -> Tensor | None:
+        """The mask as (B, S) booleans, True for real keys, if it hides keys from all queries alike; else None."""
+        mask = self.mask
+        if mask is None or mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[2] != 1:
+            return None
+        return mask[:, 0, 0].expand(self.query.shape[0], self.key.shape[2])
+
+    def with_dense_mask(self) -> AttentionCall:
+        """The same call with causality and window folded into the mask, where there is a mask already or a window."""
+        if self.window is None and (self.mask is None or not self.is_causal):
+            return self
+        rows, columns = self.query.shape[2], self.key.shape[2]
+        seen = torch.ones(rows, columns, dtype=torch.bool, device=self.query.device)
+        if self.is_causal:
+            seen = seen.tril()
+        if self.window is not None:
+            left, right = self.window
+            seen = seen.triu(-left).tril(right)
+        if self.mask is None:
+            mask = seen[None, None]
+        elif self.mask.dtype == torch.bool:
+            mask = self.mask & seen
+        else:
+            mask = self.mask.masked_fill(~seen, -math.inf)
+        return replace(self, mask=mask, is_causal=False, window=None)
+
+
+def sdpa(call: AttentionCall) -> Tensor:
+    """The call through ``torch.nn.functional.scaled_dot_product_attention``, the kernel being torch's choice.
+
+    Returns:
+        (B, H, T, Dv).
+    """
+    call = call.with_dense_mask()
+    return F.scaled_dot_product_attention(
+        call.query,
+        call.key,
+        call.value,
+        attn_mask=call.mask,
+        dropout_p=call.dropout_p,
+        is_causal=call.is_causal,
+        scale=call.scale,
+    )

@@ -1,0 +1,100 @@
+"""Whether the user's code reads the attention weights that it asked for by default.
+
+``out, _ = self.attn(x, x, x)`` and ``self.attn(x, x, x)[0]`` make ``nn.MultiheadAttention`` compute a (B, H, T, S)
+tensor that nobody looks at. The bytecode that follows the call says so, and never says so wrongly: what is not one of
+the shapes known here counts as reading them.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from types import CodeType
+
+import torch
+from torch import nn
+
+_OWN_PACKAGE = __name__.partition(".")[0]
+
+# What lies between a user's call of a module and the module's forward pass. With hooks, torch goes through a function
+# inside `_call_impl`, which is not named here on purpose: hooks see the weights.
+_PASSED_ON = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+
+_CALLS = {"CALL", "CALL_KW", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_FUNCTION_EX", "CALL_METHOD", "PRECALL"}
+_PADDING = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL"}
+_CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT"}
+# Names in code that may read a local variable without loading it.
+_READS_ALL_LOCALS = {"locals", "vars", "eval", "exec", "breakpoint", "set_trace", "_getframe", "currentframe"}
+
+# By identity, since hashing a code object hashes all that it holds; the code is kept so that no other takes its id.
+_verdicts: dict[tuple[int, int], tuple[CodeType, bool]] = {}
+_MAX_VERDICTS = 4096
+
+
+def caller_discards_weights() -> bool:
+    """Whether the user's code that called this module certainly never reads the second item of what it returns.
+
+    To be called in a module's forward pass, or in this package's functions that stand in for one. Walks up to the
+    frame that called the module: frames of this package and of ``Module.__call__`` are passed over, anything else
+    (hooks, gradient checkpointing, a container) is taken for the caller and judged by its own code.
+
+    Returns:
+        True only where the result is unpacked into two variables of which the second is never loaded, or indexed
+        with ``[0]``. False in doubt, and in code that is being compiled.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    frame = sys._getframe(1)
+    while frame.f_code in _PASSED_ON or frame.f_globals.get("__name__", "").partition(".")[0] == _OWN_PACKAGE:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    code, offset = frame.f_code, frame.f_lasti
+    key = (id(code), offset)
+    known = _verdicts.get(key)
+    if known is None:
+        if len(_verdicts) >= _MAX_VERDICTS:  # code made over and over, in a notebook or by a compiler
+            _verdicts.clear()
+        known = _verdicts[key] = (code, discards_second_item(code, offset))
+    return known[1]
+
+
+def discards_second_item(code: CodeType, offset: int) -> bool:
+    """Whether ``code``, in a call at byte ``offset``, certainly never reads the second item of the call's result."""
+    # In 3.11 a call of a Python function stands at the cache entries behind its instruction: the last one before.
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _PADDING]
+    at = sum(i.offset <= offset for i in instructions) - 1
+    if at < 0 or instructions[at].opname not in _CALLS or at + 2 >= len(instructions):
+        return False
+    first, second = instructions[at + 1 : at + 3]
+    if first.opname in _CONSTANTS:
+        is_index = second.opname == "BINARY_SUBSCR" or (second.opname == "BINARY_OP" and second.argrepr == "[]")
+        return is_index and type(first.argval) is int and first.argval == 0
+    if first.opname != "UNPACK_SEQUENCE" or first.arg != 2:
+        return False
+    name = _second_target(instructions[at + 2 : at + 4])
+    if name is None or name in code.co_cellvars or not _READS_ALL_LOCALS.isdisjoint(code.co_names):
+        return False
+    return not any(name in _loaded(instruction) for instruction in instructions)
+
+
+def _second_target(stores: list[dis.Instruction]) -> str | None:
+    """The local variable that takes the second item, if it is one."""
+    if stores[0].opname == "STORE_FAST_STORE_FAST":
+        return _names(stores[0])[1]
+    is_plain = stores[0].opname in ("STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL", "POP_TOP")
+    if is_plain and len(stores) == 2 and stores[1].opname in ("STORE_FAST", "STORE_FAST_LOAD_FAST"):
+        return _names(stores[1])[0]
+    return None
+
+
+def _loaded(instruction: dis.Instruction) -> tuple[str, ...]:
+    """The local variables that it reads."""
+    if instruction.opname == "STORE_FAST_LOAD_FAST":
+        return _names(instruction)[1:]
+    return _names(instruction) if instruction.opname.startswith("LOAD_FAST") else ()
+
+
+def _names(instruction: dis.Instruction) -> tuple[str, ...]:
+    names = instruction.argval  # of the instructions for two variables at once: a pair
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -1,0 +1,142 @@
+"""Stands at a site and sends every call where it was decided to go: to the original, or to a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_accel.isolation import is_trial
+from lightning_accel.patch import MethodPatch, Patch
+from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+
+ORIGINAL = "original"
+MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest of them decides
+
+# A key is plain text: it travels in checkpoints, and from rank 0 to the others.
+Decide = Callable[["Dispatch", str, Forward, tuple[Any, ...], dict[str, Any]], str]
+
+
+class Dispatch:
+    """One site at work.
+
+    Attributes:
+        choices: Shape class → the name of a backend, or ``"original"``.
+        is_open: Whether calls may go elsewhere than to the original yet.
+        is_refused: Whether none ever may.
+
+    Args:
+        attention: The site.
+        decide: Finds the choice for a shape class that has none, from the first call of that class.
+        run: Runs the site's forward pass through the named backend.
+    """
+
+    def __init__(self, attention: AttentionSite, decide: Decide, run: Callable[..., Any]) -> None:
+        self.attention = attention
+        self.choices: dict[str, str] = {}
+        self.is_open = False
+        self.is_refused = False
+        self._decide = decide
+        self._run = run
+        self._method = MethodPatch(attention.site, "", attention.module, "forward", self._wrap)
+
+    @property
+    def change(self) -> str:
+        """For the report."""
+        return f"{self.attention.what} → fused"
+
+    @property
+    def is_fusing(self) -> bool:
+        """Whether some class of calls goes to a backend."""
+        return self.is_open and not self.is_refused and any(choice != ORIGINAL for choice in self.choices.values())
+
+    def install(self) -> None:
+        self._method.apply()
+
+    def remove(self) -> None:
+        """Takes the site's forward back; what was bound over it must be gone by then."""
+        self._method.undo()
+        self.attention.close()
+
+    def choose(self, choices: Mapping[str, str]) -> None:
+        self.choices.update(choices)
+        self.is_open = True
+
+    def _wrap(self, original: Forward) -> Forward:
+        dispatch = self
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not dispatch._is_concerned(self):
+                return original(self, *args, **kwargs)
+            return dispatch._send(original, args, kwargs)
+
+        return forward
+
+    def _is_concerned(self, module: nn.Module) -> bool:
+        # A deep copy of the module (EMA, the oracle of a trial) is not the site. A compiler is to see the original.
+        return (
+            module is self.attention.module
+            and not self.is_refused
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()
+        )
+
+    def _send(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = shape_class(self.attention.module, args, kwargs)
+        choice = self.choices.get(key)
+        if choice is None:
+            choice = ORIGINAL if is_trial() else self._decide(self, key, original, args, kwargs)
+        if choice == ORIGINAL or not self.is_open:
+            return original(self.attention.module, *args, **kwargs)
+        return self._run(self, choice, original, args, kwargs)
+
+
+class DispatchPatch(Patch):
+    """Lets a site's calls go to backends. Undone, all go to the original: other techniques may stand on top of it."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        super().__init__(dispatch.attention.site, dispatch.change)
+        self.dispatch = dispatch
+
+    @override
+    def _apply(self) -> None:
+        self.dispatch.install()
+        self.dispatch.is_refused = False
+
+    @override
+    def _undo(self) -> None:
+        self.dispatch.is_refused = True
+
+
+def shape_class(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The kind of call: mode, gradients, dtypes, and every size to the next power of two."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    device = tensors[0].device.type if tensors else "cpu"
+    mode = "train" if module.training else "eval"
+    gradients = "grad" if torch.is_grad_enabled() else "no grad"
+    cast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "-"
+    sizes = " ".join(f"{tensor.dtype}{[(size - 1).bit_length() for size in tensor.shape]}" for tensor in tensors)
+    return f"{mode}, {gradients}, {cast}: {sizes}".replace("torch.", "")
+
+
+def nearest_choice(key: str, choices: Mapping[str, str]) -> str | None:
+    """The choice of the class whose sizes are nearest, among those of the same mode and dtypes if there are any."""
+    if not choices:
+        return None
+    head, _, sizes = key.partition(": ")
+
+    def distance(other: str) -> tuple[bool, int]:
+        other_head, _, other_sizes = other.partition(": ")
+        exponents, others = _numbers(sizes), _numbers(other_sizes)
+        far = sum(abs(a - b) for a, b in zip(exponents, others, strict=False)) + 100 * abs(len(exponents) - len(others))
+        return head != other_head, far
+
+    return choices[min(choices, key=distance)]
+
+
+def _numbers(sizes: str) -> list[int]:
+    lists = [part.partition("]")[0] for part in sizes.split("[")[1:]]
+    return [int(number) for numbers in lists for number in numbers.split(",") if number.strip()]

@@ -1,0 +1,145 @@
+"""Attention written by hand: TorchDynamo captures the module's graph, in which it is found and replaced.
+
+The capture runs every time the module is called, as guards: other shapes, modes or flags than those seen are captured
+anew, so that what runs is always a rewriting of what the module's own code would have done.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+from typing_extensions import override
+
+from lightning_accel.techniques.flash_attention.backends import Backend, attend
+from lightning_accel.techniques.flash_attention.call import AttentionCall
+from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
+from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+from lightning_accel.tree import tensors_in
+
+Modes = tuple[list[TorchDispatchMode], list[TorchFunctionMode]]
+
+
+class HandWrittenSite(AttentionSite):
+    """A module whose ``forward`` spells attention out."""
+
+    what = "hand-written attention"
+
+    def __init__(self, site: str, module: nn.Module) -> None:
+        super().__init__(site, module)
+        self._backend: Backend | None = None
+        self._captured: Forward | None = None
+        self._modes: Modes = ([], [])
+        self._graphs = 0
+        self._fused = 0
+        self._left_alone: list[str] = []
+
+    @override
+    def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._captured is None:
+            self._captured = torch.compile(_own_copy(original), backend=self._rewritten)
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.dim() and tensor.shape[0] > 1:
+                    # Trials see a few samples, the run whole batches, the last batch fewer: one capture for all.
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        self._backend = backend
+        dispatch_modes = _get_current_dispatch_mode_stack()
+        if not dispatch_modes and not torch._C._len_torch_function_stack():
+            return self._captured(self.module, *args, **kwargs)
+        if self._graphs > 1 or any(mode.is_infra_mode() for mode in dispatch_modes):
+            return original(self.module, *args, **kwargs)
+        # Dynamo gives a function up for good that it meets under a dispatch mode (a FLOP counter, selective
+        # checkpointing), and captures anew under a function mode: they are put back around the graph itself.
+        with _modes_set_aside() as self._modes:
+            try:
+                return self._captured(self.module, *args, **kwargs)
+            finally:
+                self._modes = ([], [])
+
+    @override
+    def nothing_found(self) -> str | None:
+        if self._fused:
+            return None
+        return "; ".join(dict.fromkeys(self._left_alone)) or "no attention in what its forward ran"
+
+    @override
+    def close(self) -> None:
+        self._captured = None
+
+    def _rewritten(self, graph: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+        self._graphs += 1
+        found = fuse_attention(graph, self._attend)
+        self._fused += found.fused
+        self._left_alone += found.left_alone
+        forward = graph.forward
+
+        def run(*inputs: Any) -> Any:
+            if not any(self._modes):
+                return forward(*inputs)
+            with _in_modes(self._modes):
+                return forward(*inputs)
+
+        return run
+
+    def _attend(self, call: AttentionCall) -> Tensor:
+        assert self._backend is not None
+        return attend(call, self._backend)
+
+
+def _own_copy(forward: Forward) -> Forward:
+    """A function of the same code with a code object of its own.
+
+    Dynamo keeps what it captured, and its limit on how much of it, by code object, which all layers of a class share.
+    """
+    if isinstance(forward, types.FunctionType):
+        function = forward
+    else:
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+@contextmanager
+def _modes_set_aside() -> Iterator[Modes]:
+    function_modes = _get_current_function_mode_stack()
+    for _ in function_modes:
+        _pop_function_mode()
+    try:
+        with _disable_current_modes() as dispatch_modes:
+            yield [mode for mode in dispatch_modes if mode is not None], function_modes
+    finally:
+        for mode in function_modes:
+            _push_function_mode(mode)
+
+
+@contextmanager
+def _in_modes(modes: Modes) -> Iterator[None]:
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        for mode in (*modes[0], *modes[1]):
+            stack.enter_context(mode)
+        yield

@@ -1,0 +1,279 @@
+"""``nn.MultiheadAttention`` with its attention through a backend of choice: as a function, and as a module."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_accel.host import Host
+from lightning_accel.plan import nearest
+from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend, attend
+from lightning_accel.techniques.flash_attention.call import AttentionCall
+from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
+
+
+def multihead_forward(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+    *,
+    backend: Backend,
+) -> tuple[Tensor, Tensor | None]:
+    """What ``nn.MultiheadAttention.forward`` computes, with its attention through ``backend``.
+
+    Weights that the caller reads are left to torch, which has to compute them explicitly anyway and then has the output
+    from the same, dropped, weights. So is what torch refuses, for it has the words for it. A caller who asks for
+    weights and never reads them (:func:`~.discards.caller_discards_weights`) gets None in their place.
+
+    Args:
+        module: Whose parameters and settings are used; with ``batch_first=False`` read (T, B, E) below.
+        query: (B, T, E), or (T, E) for one sample.
+        key: (B, S, kdim), or (S, kdim).
+        value: (B, S, vdim), or (S, vdim).
+        key_padding_mask: (B, S), or (S,): bool (True is ignored) or floating (added to the scores).
+        need_weights: Whether the weights are returned too.
+        attn_mask: (T, S) or (B * H, T, S): bool (True is not allowed) or floating (added to the scores).
+        average_attn_weights: Whether the returned weights are the mean over the heads.
+        is_causal: A hint that ``attn_mask`` is the causal mask.
+        backend: Which kernel; where it lacks what the call needs, torch's own choice takes its place.
+
+    Returns:
+        The output, (B, T, E) or (T, E), and the weights, (B, T, S) or (B, H, T, S), if they are needed; else None.
+    """
+    is_discarded = need_weights and caller_discards_weights()
+    fits = (not need_weights or is_discarded) and _fits(module, query, key, value, key_padding_mask, attn_mask)
+    if not fits or (is_causal and attn_mask is None):
+        return nn.MultiheadAttention.forward(
+            module, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+    q, k, v = _project(module, query, key, value)
+    # Asked for weights, torch goes by the mask and not by the hint; where the two are the same the hint is cheaper.
+    is_hint_enough = not is_discarded or (q.shape[2] == k.shape[2] and _num_extra_keys(module) == 0)
+    is_causal = is_causal and key_padding_mask is None and is_hint_enough
+    k, v = _with_extra_keys(k, module, module.bias_k), _with_extra_keys(v, module, module.bias_v)
+    mask = None if is_causal else _mask(module, query, key_padding_mask, attn_mask)
+    dropout_p = module.dropout if module.training else 0.0
+    call = AttentionCall(query=q, key=k, value=v, mask=mask, is_causal=is_causal, dropout_p=dropout_p)
+    del q, k, v  # as large as three batches; let go before the output is made
+    heads = attend(call, backend)
+    del call
+    # One sample is a batch of one, in front.
+    heads = heads.transpose(1, 2) if module.batch_first or query.dim() == 2 else heads.permute(2, 0, 1, 3)
+    return F.linear(heads.reshape(query.shape), module.out_proj.weight, module.out_proj.bias), None
+
+
+class FlashMultiheadAttention(nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` that never computes attention weights which nobody reads.
+
+    A drop-in: the same arguments, the same results, the same ``state_dict``. A query that sees no key gets what torch
+    gives it without weights (zeros on most devices), also where torch, computing the weights, would give NaN.
+
+    Args:
+        embed_dim: Width of queries and outputs, E.
+        num_heads: How many heads E is divided among.
+        dropout: Probability with which an attention weight is dropped in training.
+        bias: Whether the projections have biases.
+        add_bias_kv: Whether a learned key and value stand at the end of each sequence.
+        add_zero_attn: Whether a key and value of zeros do.
+        kdim: Width of the keys; None: E.
+        vdim: Width of the values; None: E.
+        batch_first: Whether batches are (B, T, E) instead of (T, B, E).
+        device: Where the parameters are made.
+        dtype: Their type.
+        backend: The kernel, as in ``flash_attention=`` of the plan; ``"sdpa"`` lets torch choose.
+
+    Raises:
+        ValueError: There is no backend of that name; or, when it is first called, the backend does not work here.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        backend: str = "sdpa",
+    ) -> None:
+        if backend not in BACKENDS:
+            names = ", ".join(repr(name) for name in BACKENDS)
+            raise ValueError(f"backend={backend!r}{nearest(str(backend), list(BACKENDS)) or '.'} Allowed: {names}.")
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self.backend = backend
+
+    @override
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`nn.MultiheadAttention.forward`; shapes and masks in :func:`multihead_forward`."""
+        # Not in the constructor: a module may be made where no GPU is and moved to one.
+        if self.backend != "sdpa" and not torch.compiler.is_compiling():
+            _check_available(self.backend, query.device)
+        return multihead_forward(
+            self,
+            query,
+            key,
+            value,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
+            is_causal,
+            backend=BACKENDS[self.backend],
+        )
+
+    def __prepare_scriptable__(self) -> nn.MultiheadAttention:
+        """What ``torch.jit.script`` compiles in its place, with the same parameters: it reads no code of this kind."""
+        plain = nn.MultiheadAttention.__new__(nn.MultiheadAttention)
+        vars(plain).update({name: value for name, value in vars(self).items() if name != "backend"})
+        return plain
+
+
+@functools.cache
+def _check_available(backend: str, device: torch.device) -> None:
+    reason = BACKENDS[backend].unavailable(Host.detect(device))
+    if reason is not None:
+        raise ValueError(f"FlashMultiheadAttention(backend={backend!r}) does not work here: {reason}.")
+
+
+def _num_extra_keys(module: nn.MultiheadAttention) -> int:
+    return int(module.bias_k is not None) + int(module.add_zero_attn)
+
+
+def _fits(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> bool:
+    """Whether these are plain tensors of the right shapes. Whatever is not, torch's own forward takes or refuses."""
+    is_tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    if is_tracing or query.is_nested or key.is_nested or value.is_nested:
+        return False
+    if query.dim() == 3:
+        batch, rows, width = query.shape if module.batch_first else (query.shape[1], query.shape[0], query.shape[2])
+        columns = key.shape[1 if module.batch_first else 0] if key.dim() == 3 else -1
+        sizes: tuple[int, ...] = (batch, columns) if module.batch_first else (columns, batch)
+        padding_shape: tuple[int, ...] = (batch, columns)
+    elif query.dim() == 2:
+        batch, (rows, width) = 1, query.shape
+        columns = key.shape[0] if key.dim() == 2 else -1
+        sizes = padding_shape = (columns,)
+    else:
+        return False
+    if width != module.embed_dim or key.shape != (*sizes, module.kdim) or value.shape != (*sizes, module.vdim):
+        return False
+    if (module.bias_k is None) != (module.bias_v is None):
+        return False
+    bias = module.in_proj_bias
+    if bias is not None and bias.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+        return False
+    if key_padding_mask is not None and (key_padding_mask.shape != padding_shape or not _is_mask(key_padding_mask)):
+        return False
+    mask_shapes = ((rows, columns), (batch * module.num_heads, rows, columns))
+    return attn_mask is None or (attn_mask.shape in mask_shapes and _is_mask(attn_mask))
+
+
+def _is_mask(mask: Tensor) -> bool:
+    return mask.dtype == torch.bool or mask.is_floating_point()
+
+
+def _project(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, each (B, H, T or S, D).
+
+    The parts of one product stay views into it: kernels read them where they lie, and the backward pass puts their
+    gradients together in one copy.
+    """
+    weight, bias = module.in_proj_weight, module.in_proj_bias
+    if weight is not None and query is key and key is value:
+        q, k, v = _linear(module, query, weight, bias, 3).chunk(3, dim=-2)
+    elif weight is not None and key is value:
+        at = module.embed_dim
+        q = _linear(module, query, weight[:at], None if bias is None else bias[:at])
+        k, v = _linear(module, key, weight[at:], None if bias is None else bias[at:], 2).chunk(2, dim=-2)
+    else:
+        own = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        w_q, w_k, w_v = own if weight is None else weight.chunk(3)
+        b_q, b_k, b_v = (None, None, None) if bias is None else bias.chunk(3)
+        q, k, v = _linear(module, query, w_q, b_q), _linear(module, key, w_k, b_k), _linear(module, value, w_v, b_v)
+    return _heads_first(module, q), _heads_first(module, k), _heads_first(module, v)
+
+
+def _linear(module: nn.MultiheadAttention, t: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1) -> Tensor:
+    """The product as (..., parts * H, D)."""
+    return F.linear(t, weight, bias).view(*t.shape[:-1], parts * module.num_heads, module.head_dim)
+
+
+def _heads_first(module: nn.MultiheadAttention, t: Tensor) -> Tensor:
+    """(B, T, H, D), (T, B, H, D) or (T, H, D) as (B, H, T, D)."""
+    if t.dim() == 3:
+        return t.transpose(0, 1).unsqueeze(0)
+    return t.transpose(1, 2) if module.batch_first else t.permute(1, 2, 0, 3)
+
+
+def _with_extra_keys(split: Tensor, module: nn.MultiheadAttention, learned: Tensor | None) -> Tensor:
+    """(B, H, S, D) with the learned key (1, 1, E) and the key of zeros, where the module has them, behind the last."""
+    size = (split.shape[0], module.num_heads, 1, module.head_dim)
+    extra = []
+    if learned is not None:
+        # Under autocast the projections are of a lower precision than the parameter.
+        extra.append(learned.to(split.dtype).view(1, *size[1:]).expand(size))
+    if module.add_zero_attn:
+        extra.append(split.new_zeros(size))
+    return torch.cat([split, *extra], dim=2) if extra else split
+
+
+def _mask(
+    module: nn.MultiheadAttention, query: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+) -> Tensor | None:
+    """Both of torch's masks as one of :class:`AttentionCall`'s: (B or 1, H or 1, T or 1, S), True takes part."""
+    padding, mask = key_padding_mask, attn_mask
+    if padding is not None and mask is not None and padding.dtype != mask.dtype:
+        # Torch adds the two as numbers, and says that it would rather not.
+        padding = F._canonical_mask(padding, "key_padding_mask", mask.dtype, "attn_mask", query.dtype)
+        mask = F._canonical_mask(mask, "attn_mask", None, "", query.dtype, check_other=False)
+    if padding is not None:
+        padding = (padding if padding.dim() == 2 else padding[None])[:, None, None]
+    if mask is not None:
+        heads = (mask.shape[0] // module.num_heads, module.num_heads)
+        mask = mask[None, None] if mask.dim() == 2 else mask.view(*heads, *mask.shape[1:])
+    if padding is None or mask is None:
+        merged = padding if mask is None else mask
+        if merged is None:
+            return None
+    else:
+        merged = padding | mask if mask.dtype == torch.bool else padding + mask
+    extra_keys = _num_extra_keys(module)
+    if extra_keys:
+        merged = F.pad(merged, (0, extra_keys))  # seen by all: False and 0 alike
+    return ~merged if merged.dtype == torch.bool else merged

@@ -1,0 +1,55 @@
+"""The ``nn.MultiheadAttention`` modules of a model, alone and inside ``nn.Transformer`` and its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_accel.techniques.base import Refusal
+from lightning_accel.techniques.flash_attention.backends import Backend
+from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
+from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention, multihead_forward
+from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+
+
+class MultiheadSite(AttentionSite):
+    """An ``nn.MultiheadAttention``, or a subclass that leaves its forward pass as it is."""
+
+    what = "nn.MultiheadAttention"
+    module: nn.MultiheadAttention
+
+    def __init__(self, site: str, module: nn.MultiheadAttention) -> None:
+        super().__init__(site, module)
+        self._has_weights = False
+
+    @override
+    def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outputs = multihead_forward(self.module, *args, **kwargs, backend=backend)
+        self._has_weights = outputs[1] is not None
+        return outputs
+
+    @override
+    def nothing_found(self) -> str | None:
+        return "its attention weights are asked for, and may be read" if self._has_weights else None
+
+    @override
+    def judged(self, outputs: Any) -> Any:
+        return outputs[0] if caller_discards_weights() else outputs
+
+
+def find_multihead(model: nn.Module) -> Iterator[MultiheadSite | Refusal]:
+    """Every ``nn.MultiheadAttention`` in ``model``: a site, or why it is none."""
+    for site, module in model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention):
+            continue
+        if isinstance(module, FlashMultiheadAttention):
+            yield Refusal(site, "already fused")
+        elif type(module).forward is not nn.MultiheadAttention.forward:
+            yield Refusal(site, f"{type(module).__name__} computes attention in a forward pass of its own")
+        elif "forward" in vars(module):
+            yield Refusal(site, "its forward pass was replaced by another's code")
+        else:
+            yield MultiheadSite(site, module)

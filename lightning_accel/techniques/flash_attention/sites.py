@@ -1,0 +1,56 @@
+"""What every kind of attention site offers to the trial, whichever way its attention was found."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightning_accel.techniques.flash_attention.backends import Backend
+
+Forward = Callable[..., Any]
+
+
+class AttentionSite(ABC):
+    """A module whose attention another backend may compute.
+
+    Attributes:
+        site: Its qualified name in the model.
+        module: The module.
+        what: What was found there, for the report: ``"nn.MultiheadAttention"``.
+    """
+
+    what: str
+
+    def __init__(self, site: str, module: nn.Module) -> None:
+        self.site = site
+        self.module = module
+
+    @abstractmethod
+    def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward pass, with its attention through ``backend``.
+
+        Args:
+            backend: Which kernel; where it lacks what a call needs, torch's own choice takes its place.
+            original: The module's own ``forward``, as a function of ``(module, *args, **kwargs)``.
+            args: The positional arguments of this call.
+            kwargs: Its keyword arguments.
+        """
+
+    def nothing_found(self) -> str | None:
+        """After a call of :meth:`fused`: why there was nothing to fuse in what ran; None if there was."""
+        return None
+
+    def judged(self, outputs: Any) -> Any:
+        """The part of the module's outputs that a trial compares."""
+        return outputs
+
+    def repeatable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for one more call, which must leave those of the call itself as they are."""
+        return args, kwargs
+
+    def close(self) -> None:
+        """Forgets what was captured."""
+        return

@@ -1,0 +1,267 @@
+"""Flash attention as a technique: finds the sites, tries them, keeps what is right and fast, says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+import torch._dynamo.config
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+from typing_extensions import override
+
+from lightning_accel.host import Host
+from lightning_accel.patch import Patch, PatchSet
+from lightning_accel.plan import FlashAttentionPlan, nearest
+from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
+from lightning_accel.techniques.flash_attention.dispatch import (
+    MAX_CLASSES,
+    ORIGINAL,
+    Dispatch,
+    DispatchPatch,
+    nearest_choice,
+)
+from lightning_accel.techniques.flash_attention.finder import find_sites
+from lightning_accel.techniques.flash_attention.huggingface import model_switches
+from lightning_accel.techniques.flash_attention.judge import Judgement, WatchedBackend, judge
+from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+from lightning_accel.trial import TIMED_S
+
+_LATER_TIMED_S = 0.25  # for a class of shapes that turns up in mid-run
+_CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes
+
+
+class FlashAttention(Technique):
+    """Attention by fused kernels, wherever and however a model computes it.
+
+    Every site is tried on its first real call, and again on the first call of every other class of shapes.
+
+    Args:
+        plan: The settings.
+        verify: Whether to try; otherwise every site that is found is fused by the first backend there is.
+    """
+
+    name: ClassVar[str] = "flash_attention"
+    applied_before_trial: ClassVar[bool] = True
+
+    def __init__(self, plan: FlashAttentionPlan, *, verify: bool = True) -> None:
+        self._plan = plan
+        self._verify = verify
+        self.explicit = plan.backend != "auto"
+        self._dispatches: dict[str, Dispatch] = {}
+        self._backends: dict[str, WatchedBackend] = {}
+        self._timed: dict[tuple[Any, ...], Judgement] = {}  # shared by sites of one kind
+        self._found: Verdicts = {}
+        self._agreed: Verdicts = {}
+        self._is_trial_step = False
+        self._recompile_limit: int | None = None
+        self._said: list[str] = []
+        self._model = nn.Module()
+        self._switches = PatchSet()
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind == "xla":
+            return "XLA compiles attention itself; torch's fused kernels are not for it"
+        if self._plan.backend == "auto":
+            return None
+        reason = BACKENDS[self._plan.backend].unavailable(host)
+        if reason is None:
+            return None
+        names = ", ".join(backend.name for backend in installed_backends(host))
+        return f"backend {self._plan.backend!r}: {reason}. Here there are: {names}"
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+        self._model = model
+        names = [b.name for b in installed_backends(host)] if self._plan.backend == "auto" else [self._plan.backend]
+        self._backends = {name: WatchedBackend(BACKENDS[name]) for name in names}
+        self._check_names(model)
+        for claim in find_sites(model):
+            if isinstance(claim, Refusal):
+                yield claim
+            elif self._is_named(claim, self._plan.skip):
+                yield Refusal(claim.site, "left alone, as flash_attention.skip says")
+            else:
+                dispatch = self._dispatches[claim.site] = Dispatch(claim, self._decide, self._run)
+                yield DispatchPatch(dispatch)
+        if self._dispatches:
+            self._recompile_limit = torch._dynamo.config.recompile_limit
+            torch._dynamo.config.recompile_limit = max(self._recompile_limit, _CAPTURES)
+
+    # -- the trial ---------------------------------------------------------------------------------------------
+
+    @override
+    def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
+        return self._trial(patches) if self._verify else super().trial(patches)
+
+    @contextmanager
+    def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
+        verdicts: Verdicts = {}
+        self._is_trial_step, self._found = True, {}
+        try:
+            yield verdicts
+        finally:
+            self._is_trial_step = False
+        for patch in patches:
+            late = Verdict(keep=True, reason="not called on the first step: tried when it is")
+            verdicts[patch.site] = self._found.get(patch.site, late)
+
+    @override
+    def decided(self, verdicts: Verdicts) -> None:
+        # In force from the next step on: a backward pass that recomputes this step's forward must find what it found.
+        self._agreed = dict(verdicts)
+
+    @override
+    def step(self, stage: str) -> AbstractContextManager[Any]:
+        for site, verdict in self._agreed.items():
+            if site in self._dispatches:
+                self._dispatches[site].choose(verdict.choices)
+        if self._agreed:
+            self._agreed = {}
+            self._switch_models()
+        return nullcontext()
+
+    @override
+    def settled(self) -> None:
+        # Sites that are right but not faster at their first shapes are asked again for others.
+        for site, dispatch in self._dispatches.items():
+            verdict = self._agreed.get(site)
+            if verdict is not None and verdict.choices:
+                dispatch.is_refused = False
+        self._switches.undo()
+
+    def _switch_models(self) -> None:
+        """Has transformers build masks for fused attention, or none, where all modules of a config take them."""
+        kept = {site for site, dispatch in self._dispatches.items() if dispatch.is_fusing}
+        self._switches.undo()
+        self._switches = PatchSet(model_switches(self._model, kept))
+        self._switches.apply()
+
+    @override
+    def close(self) -> None:
+        self._switches.undo()
+        for dispatch in reversed(self._dispatches.values()):
+            dispatch.remove()
+        self._dispatches = {}
+        if self._recompile_limit is not None:
+            torch._dynamo.config.recompile_limit = self._recompile_limit
+            self._recompile_limit = None
+
+    # -- a call ------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, dispatch: Dispatch, name: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        site = dispatch.attention
+        backend = self._backends.get(name)
+        if backend is None:  # a decision from a machine that had it
+            return original(site.module, *args, **kwargs)
+        try:
+            result = site.fused(backend, original, args, kwargs)
+            if backend.lacking and self.explicit:
+                self._complain(backend)
+            return result
+        except TorchDynamoException as error:
+            dispatch.is_refused = True
+            reason = f"could not be captured: {str(error).strip().splitlines()[0]}"
+            self.revisions = {**self.revisions, site.site: Verdict(keep=False, reason=reason)}
+            return original(site.module, *args, **kwargs)
+
+    def _complain(self, backend: WatchedBackend) -> None:
+        lacks = [lack for lack in backend.lacking if lack not in self._said]
+        self._said += lacks
+        self.complaints += tuple(f"flash_attention: {lack}: torch's own choice computes it" for lack in lacks)
+
+    def _decide(
+        self, dispatch: Dispatch, key: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str:
+        """The choice for a class of shapes that a site meets for the first time."""
+        site = dispatch.attention
+        if self._is_trial_step:
+            if site.site not in self._found:
+                judgement = self._judge(site, key, original, args, kwargs, TIMED_S)
+                choices = {} if judgement.is_wrong else {key: judgement.choice}
+                keep = judgement.choice != ORIGINAL
+                self._found[site.site] = Verdict(keep=keep, reason=judgement.reason, choices=choices)
+            return ORIGINAL
+        if not dispatch.is_open:
+            return ORIGINAL
+        if not self._verify:
+            choice = next(iter(self._backends))
+        else:
+            choice = self._decide_late(dispatch, key, original, args, kwargs)
+        dispatch.choices[key] = choice
+        return choice
+
+    def _decide_late(
+        self, dispatch: Dispatch, key: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str:
+        known = nearest_choice(key, dispatch.choices)
+        if known is not None and (len(dispatch.choices) >= MAX_CLASSES or not self._goes_by_clock(dispatch.attention)):
+            return known
+        judgement = self._judge(dispatch.attention, key, original, args, kwargs, _LATER_TIMED_S)
+        site = dispatch.attention.site
+        if judgement.is_wrong:
+            dispatch.is_refused = True
+            self.revisions = {**self.revisions, site: Verdict(keep=False, reason=judgement.reason)}
+        elif known is None or (judgement.choice != ORIGINAL and known == ORIGINAL):
+            keep = judgement.choice != ORIGINAL
+            reason = f"{dispatch.change}: {judgement.reason}" if keep else judgement.reason
+            choices = {**dispatch.choices, key: judgement.choice}
+            self.revisions = {**self.revisions, site: Verdict(keep=keep, reason=reason, choices=choices)}
+        return judgement.choice
+
+    def _judge(
+        self,
+        site: AttentionSite,
+        key: str,
+        original: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timed_s: float,
+    ) -> Judgement:
+        """The numbers of every site are compared; of sites that are alike only the first is timed."""
+        by_clock = self._goes_by_clock(site)
+        kind = (type(site.module), key, *(tuple(parameter.shape) for parameter in site.module.parameters()))
+        timed = self._timed.get(kind) if by_clock else None
+        if timed is None:
+            found = judge(
+                site, list(self._backends.values()), original, args, kwargs, by_clock=by_clock, timed_s=timed_s
+            )
+            if by_clock and not found.is_wrong:
+                self._timed[kind] = found
+            return found
+        name = timed.choice if timed.choice != ORIGINAL else next(iter(self._backends))
+        found = judge(site, [self._backends[name]], original, args, kwargs, by_clock=False)
+        return found if found.choice == ORIGINAL else timed
+
+    def _goes_by_clock(self, site: AttentionSite) -> bool:
+        if self._plan.backend != "auto" or self._is_named(site, self._plan.force):
+            return False
+        # A deterministic run decides nothing by the clock; nor, in mid-run, does one rank of several.
+        is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        return not torch.are_deterministic_algorithms_enabled() and (is_alone or self._is_trial_step)
+
+    # -- names -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _is_named(site: AttentionSite, names: Iterable[str]) -> bool:
+        return any(
+            name == type(site.module).__name__ or site.site == name or site.site.startswith(f"{name}.")
+            for name in names
+        )
+
+    def _check_names(self, model: nn.Module) -> None:
+        known = {name for name, _ in model.named_modules()} | {type(m).__name__ for m in model.modules()}
+        for setting, names in (("skip", self._plan.skip), ("force", self._plan.force)):
+            for name in names:
+                if name not in known:
+                    raise ValueError(
+                        f"flash_attention.{setting}: {type(model).__name__} has no module or class"
+                        f" {name!r}{nearest(name, sorted(known)) or '.'}"
+                    )

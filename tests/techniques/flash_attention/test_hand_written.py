@@ -1,0 +1,347 @@
+"""Attention written by hand: every spelling is found, computes what it did, and what only looks like it stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import attention_zoo
+from attention_zoo import FOUND, LEFT_ALONE, MAX_LEN, Attention
+from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend
+from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
+from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
+from lightning_accel.trial import relative_error
+
+SDPA = BACKENDS["sdpa"]
+
+
+class Recorder(Backend):
+    """torch's own attention, and the calls that it was given."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        self.calls.append(call)
+        return sdpa(call)
+
+
+@pytest.fixture(autouse=True)
+def _forget_captures() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def make(kind: type[nn.Module], **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(**options)
+
+
+def batch(size: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(B, T, 32), the last two positions of the first sample padding."""
+    x = torch.randn(size, length, 32, dtype=dtype)
+    x[0, max(1, length - 2) :] = 0
+    return x
+
+
+def run(site: HandWrittenSite, x: Tensor, backend: Backend = SDPA) -> Any:
+    return site.fused(backend, type(site.module).forward, (x,), {})
+
+
+def results(module: nn.Module, forward: Any, x: Tensor) -> list[Tensor]:
+    """Outputs, then gradients of the input and of every parameter that has one."""
+    x = x.clone().requires_grad_()
+    outputs = forward(x)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    wanted = [x, *module.parameters()]
+    loss = sum((output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum() for output in outputs)
+    gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+    return [output.detach() for output in outputs] + [g for g in gradients if g is not None]
+
+
+def assert_same(module: nn.Module, site: HandWrittenSite, x: Tensor, tolerance: float = 1e-5) -> None:
+    expected = results(module, module, x)
+    actual = results(module, lambda x: run(site, x), x)
+    assert relative_error(actual, expected) < tolerance
+
+
+# -- what is found -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_every_spelling_computes_what_it_did_at_every_length(name: str) -> None:
+    module = make(FOUND[name])
+    site = HandWrittenSite("attention", module)
+    for size, length in ((2, 16), (3, 16), (2, 24), (1, 40)):
+        assert_same(module, site, batch(size, length))
+    assert site.nothing_found() is None
+
+
+@pytest.mark.parametrize("name", [n for n in FOUND if n != "windows_in_a_fifth_dimension"])
+def test_odd_lengths_and_a_single_position_are_right(name: str) -> None:
+    module = make(FOUND[name])
+    site = HandWrittenSite("attention", module)
+    for size, length in ((2, 7), (2, 1), (1, 1), (2, 13)):
+        assert_same(module, site, batch(size, length))
+    assert site.nothing_found() is None
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_every_spelling_reaches_the_backend(name: str) -> None:
+    module, recorder = make(FOUND[name]), Recorder()
+    run(HandWrittenSite("attention", module), batch(2, 16), recorder)
+    assert len(recorder.calls) == 1
+    assert recorder.calls[0].query.dim() == 4
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_without_gradients_and_in_evaluation_it_is_right_too(name: str) -> None:
+    module = make(FOUND[name], dropout=0.5).eval()
+    site, x = HandWrittenSite("attention", module), batch(2, 16)
+    with torch.no_grad():
+        assert relative_error([run(site, x)], [module(x)]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["at_sign", "causal_buffer", "einsum_positions_first", "relative_positions"])
+def test_in_float64_the_gradients_pass_gradcheck(name: str) -> None:
+    module = make(FOUND[name]).double()
+    site = HandWrittenSite("attention", module)
+    x = torch.randn(1, 4, 32, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: run(site, x), (x,), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_under_autocast_it_is_no_further_off_than_the_original(name: str) -> None:
+    if name == "baddbmm_with_bias":
+        pytest.skip("its operands differ in dtype under autocast, which torch refuses")
+    module, x = make(FOUND[name]), batch(2, 16)
+    truth = [part.detach() for part in results(module, module, x)]
+    site = HandWrittenSite("attention", module)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, fused = results(module, module, x), results(module, lambda x: run(site, x), x)
+    assert [part.dtype for part in fused] == [part.dtype for part in plain]
+    assert relative_error(fused, truth) < 4 * relative_error(plain, truth) + 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["at_sign", "causal_by_where", "padding_from_the_input", "einsum_heads_first"])
+def test_other_dtypes_keep_their_dtype_and_numbers(name: str, dtype: torch.dtype) -> None:
+    module, x = make(FOUND[name]).to(dtype), batch(2, 16, dtype)
+    with torch.no_grad():
+        fused, plain = run(HandWrittenSite("attention", module), x), module(x)
+    assert fused.dtype == dtype
+    assert relative_error([fused], [plain]) < 20 * torch.finfo(dtype).eps
+
+
+def test_a_bias_that_is_learned_goes_on_learning() -> None:
+    module = make(FOUND["relative_positions"])
+    run(HandWrittenSite("attention", module), batch(2, 16)).sum().backward()
+    assert module.relative.grad.abs().sum() > 0
+
+
+def test_a_module_that_owns_two_attentions_has_both_fused() -> None:
+    class Twice(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x)
+            y = (q @ k.mT).softmax(-1) @ v
+            return self.merge((y @ k.mT).softmax(-1) @ v)
+
+    module, recorder = make(Twice), Recorder()
+    run(HandWrittenSite("attention", module), batch(2, 16), recorder)
+    assert len(recorder.calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_a_graph_break_on_the_way_does_no_harm() -> None:
+    class Breaks(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x)
+            torch._dynamo.graph_break()
+            y = self.merge((q @ k.mT).softmax(-1) @ v)
+            torch._dynamo.graph_break()
+            return 2 * y
+
+    module, recorder = make(Breaks), Recorder()
+    site = HandWrittenSite("attention", module)
+    assert_same(module, site, batch(2, 16))
+    run(site, batch(2, 16), recorder)
+    assert len(recorder.calls) == 1
+
+
+# -- what is left alone --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_only_looks_like_it_stays_bit_for_bit(name: str) -> None:
+    kind, reason = LEFT_ALONE[name]
+    module, x, recorder = make(kind), batch(2, 16), Recorder()
+    site = HandWrittenSite("attention", module)
+    fused = run(site, x, recorder)
+    plain = module(x)
+    for actual, expected in zip(fused, plain, strict=True):
+        assert torch.equal(actual, expected)
+    assert not recorder.calls
+    assert site.nothing_found() == reason
+
+
+# -- masks -----------------------------------------------------------------------------------------------------------
+
+
+CAUSAL = ["function_outside", *(name for name in FOUND if name.startswith("causal"))]
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name != "causal_by_assignment"])
+def test_a_causal_mask_given_as_a_tensor_becomes_causal_and_no_mask(name: str) -> None:
+    recorder = Recorder()
+    run(HandWrittenSite("attention", make(FOUND[name])), batch(2, 16), recorder)
+    assert recorder.calls[0].is_causal
+    assert recorder.calls[0].mask is None
+
+
+def test_a_causal_mask_handed_in_by_the_caller_is_recognised() -> None:
+    class Handed(Attention):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.merge(attention_zoo.naive_attention(*self.qkv(x), mask=mask))
+
+    module, recorder, x = make(Handed), Recorder(), batch(2, 16)
+    site = HandWrittenSite("attention", module)
+    causal, other = torch.ones(16, 16).tril(), torch.ones(16, 16).tril(-1) + torch.eye(16).flip(0)
+    site.fused(recorder, Handed.forward, (x, causal), {})
+    assert recorder.calls[-1].is_causal
+    with torch.no_grad():
+        actual = site.fused(recorder, Handed.forward, (x, other), {})
+        assert relative_error([actual], [module(x, other)]) < 1e-5
+    assert not recorder.calls[-1].is_causal
+
+
+def test_a_mask_that_is_overwritten_is_looked_at_again() -> None:
+    module, recorder, x = make(FOUND["causal_buffer"]), Recorder(), batch(2, 16)
+    site = HandWrittenSite("attention", module)
+    run(site, x, recorder)
+    module.lower[:, 0] = 0
+    module.lower[0, 0] = 1
+    module.lower[1:, 3] = 1
+    with torch.no_grad():
+        assert relative_error([run(site, x, recorder)], [module(x)]) < 1e-5
+    assert not recorder.calls[-1].is_causal
+
+
+def test_a_mask_written_in_the_forward_itself_is_read_after_the_writing() -> None:
+    class Writes(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            T = x.shape[1]
+            q, k, v = self.qkv(x)
+            mask = torch.zeros(T, T, dtype=torch.bool)
+            mask[:, T // 2] = True
+            return self.merge((q @ k.mT).masked_fill(mask, float("-inf")).softmax(-1) @ v)
+
+    module = make(Writes)
+    assert_same(module, HandWrittenSite("attention", module), batch(2, 16))
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -1e9, -1e4, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("how", ["masked_fill", "added", "where"])
+def test_rows_that_hide_every_key_are_as_before_nan_or_not(how: str, fill: float) -> None:
+    class Rows(Attention):
+        def forward(self, x: Tensor, hide: Tensor) -> Tensor:
+            q, k, v = self.qkv(x)
+            scores = q @ k.mT
+            if how == "masked_fill":
+                scores = scores.masked_fill(hide, fill)
+            elif how == "where":
+                scores = torch.where(~hide, scores, fill)
+            else:
+                scores = scores + torch.zeros(hide.shape).masked_fill(hide, fill)
+            return self.merge(scores.softmax(-1) @ v)
+
+    module, x = make(Rows), batch(2, 16)
+    hide = torch.zeros(2, 1, 16, 16, dtype=torch.bool)
+    hide[0, 0, 3] = hide[1, 0, :, 5:] = True
+    site = HandWrittenSite("attention", module)
+    expected = results(module, lambda x: module(x, hide), x)
+    actual = results(module, lambda x: site.fused(SDPA, Rows.forward, (x, hide), {}), x)
+    assert any(tensor.isnan().any() for tensor in expected) == (fill == -math.inf)
+    assert relative_error(actual, expected) < 1e-5
+
+
+def test_padded_queries_under_a_causal_mask_attend_to_what_they_did() -> None:
+    class LeftPadded(Attention):
+        def forward(self, x: Tensor, real: Tensor) -> Tensor:
+            T = x.shape[1]
+            q, k, v = self.qkv(x)
+            scores = (q @ k.mT).masked_fill(self.lower[:T, :T] == 0, float("-inf"))
+            return self.merge(scores.masked_fill(~real[:, None, None], -1e9).softmax(-1) @ v)
+
+    module, x = make(LeftPadded), batch(2, 16)
+    real = torch.ones(2, 16, dtype=torch.bool)
+    real[0, :4] = False
+    site = HandWrittenSite("attention", module)
+    expected = results(module, lambda x: module(x, real), x)
+    actual = results(module, lambda x: site.fused(SDPA, LeftPadded.forward, (x, real), {}), x)
+    assert relative_error(actual, expected) < 1e-5
+
+
+# -- dropout ---------------------------------------------------------------------------------------------------------
+
+
+class DropsWeights(nn.Module):
+    """One head, values that are the unit vectors: the output is the dropped weights themselves."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = torch.eye(x.shape[1]).expand(x.shape[0], -1, -1)
+        return F.dropout((x @ x.mT).softmax(-1), self.p, self.training) @ values
+
+
+def test_dropout_drops_at_its_rate_and_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    module, x = DropsWeights(0.3), 0.1 * torch.randn(64, 32, 8)
+    weights = run(HandWrittenSite("attention", module), x)
+    drawn = weights.numel()
+    assert abs((weights == 0).float().mean() - 0.3) < 4 * math.sqrt(0.3 * 0.7 / drawn)
+    plain = module.eval()(x)
+    kept = (weights / plain)[weights != 0]
+    assert torch.allclose(kept, torch.full_like(kept, 1 / 0.7), rtol=1e-4)
+
+
+def test_dropout_draws_another_mask_every_time_and_none_in_evaluation() -> None:
+    module, x = DropsWeights(0.5), torch.randn(2, 16, 8)
+    site = HandWrittenSite("attention", module)
+    assert not torch.equal(run(site, x), run(site, x))
+    module.eval()
+    assert torch.equal(run(site, x), run(site, x))
+
+
+# -- what runs around it -------------------------------------------------------------------------------------------
+
+
+def test_under_a_flop_counter_the_fused_kernel_runs_and_is_seen() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module, x, recorder = make(FOUND["at_sign"]), batch(2, 16), Recorder()
+    site = HandWrittenSite("attention", module)
+    run(site, x, recorder)
+    with FlopCounterMode(display=False) as counter:
+        run(site, x, recorder)
+    run(site, x, recorder)
+    assert counter.get_total_flops() > 0
+    assert len(recorder.calls) == 3
+
+
+def test_lengths_that_change_are_captured_a_few_times_and_not_for_ever() -> None:
+    module = make(FOUND["causal_buffer"])
+    site = HandWrittenSite("attention", module)
+    for length in range(2, MAX_LEN, 5):
+        run(site, batch(2, length))
+    assert site._graphs <= 3

@@ -65,10 +65,14 @@ NOTHING_TO_DO = {
     ("memory format, auto", False),
     ("memory format, auto", True),
     ("in-place activations", False),
+    ("flash attention", True),
+    ("flash attention, auto", True),
+    ("flash attention, auto", False),
 }
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:memory_format was asked for and found no site"),
+    pytest.mark.filterwarnings("ignore:flash_attention was asked for and found no site"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 

@@ -73,6 +73,7 @@ class Dispatch:
                 return original(self, *args, **kwargs)
             return dispatch._send(original, args, kwargs)
 
+        forward.is_fused = True  # type: ignore[attr-defined]
         return forward
 
     def _is_concerned(self, module: nn.Module) -> bool:
@@ -118,8 +119,13 @@ def shape_class(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     mode = "train" if module.training else "eval"
     gradients = "grad" if torch.is_grad_enabled() else "no grad"
     cast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "-"
-    sizes = " ".join(f"{tensor.dtype}{[(size - 1).bit_length() for size in tensor.shape]}" for tensor in tensors)
+    sizes = " ".join(f"{tensor.dtype}{_exponents(tensor)}" for tensor in tensors)
     return f"{mode}, {gradients}, {cast}: {sizes}".replace("torch.", "")
+
+
+def _exponents(tensor: Tensor) -> list[int]:
+    # A nested tensor has no shape to ask for.
+    return [] if tensor.is_nested else [(size - 1).bit_length() for size in tensor.shape]
 
 
 def nearest_choice(key: str, choices: Mapping[str, str]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -43,8 +43,9 @@ class HandWrittenSite(AttentionSite):
         self._backend: Backend | None = None
         self._captured: Forward | None = None
         self._modes: Modes = ([], [])
-        self._graphs = 0
         self._fused = 0
+        self._runs = 0  # of graphs, in one call
+        self._has_breaks = False
         self._left_alone: list[str] = []
 
     @override
@@ -58,16 +59,24 @@ class HandWrittenSite(AttentionSite):
         self._backend = backend
         dispatch_modes = _get_current_dispatch_mode_stack()
         if not dispatch_modes and not torch._C._len_torch_function_stack():
-            return self._captured(self.module, *args, **kwargs)
-        if self._graphs > 1 or any(mode.is_infra_mode() for mode in dispatch_modes):
+            return self._call_captured(args, kwargs)
+        # What runs between two graphs would not be seen by the modes.
+        if self._has_breaks or any(mode.is_infra_mode() for mode in dispatch_modes):
             return original(self.module, *args, **kwargs)
         # Dynamo gives a function up for good that it meets under a dispatch mode (a FLOP counter, selective
         # checkpointing), and captures anew under a function mode: they are put back around the graph itself.
         with _modes_set_aside() as self._modes:
             try:
-                return self._captured(self.module, *args, **kwargs)
+                return self._call_captured(args, kwargs)
             finally:
                 self._modes = ([], [])
+
+    def _call_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._captured is not None
+        self._runs = 0
+        result = self._captured(self.module, *args, **kwargs)
+        self._has_breaks = self._has_breaks or self._runs != 1
+        return result
 
     @override
     def nothing_found(self) -> str | None:
@@ -80,13 +89,13 @@ class HandWrittenSite(AttentionSite):
         self._captured = None
 
     def _rewritten(self, graph: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
-        self._graphs += 1
         found = fuse_attention(graph, self._attend)
         self._fused += found.fused
         self._left_alone += found.left_alone
         forward = graph.forward
 
         def run(*inputs: Any) -> Any:
+            self._runs += 1
             if not any(self._modes):
                 return forward(*inputs)
             with _in_modes(self._modes):
@@ -137,8 +146,6 @@ def _modes_set_aside() -> Iterator[Modes]:
 
 @contextmanager
 def _in_modes(modes: Modes) -> Iterator[None]:
-    from contextlib import ExitStack
-
     with ExitStack() as stack:
         for mode in (*modes[0], *modes[1]):
             stack.enter_context(mode)

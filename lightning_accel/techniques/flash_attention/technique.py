@@ -82,7 +82,9 @@ class FlashAttention(Technique):
         self._backends = {name: WatchedBackend(BACKENDS[name]) for name in names}
         self._check_names(model)
         for claim in find_sites(model):
-            if isinstance(claim, Refusal):
+            if hasattr(vars(model.get_submodule(claim.site)).get("forward"), "is_fused"):
+                yield Refusal(claim.site, "already fused")
+            elif isinstance(claim, Refusal):
                 yield claim
             elif self._is_named(claim, self._plan.skip):
                 yield Refusal(claim.site, "left alone, as flash_attention.skip says")

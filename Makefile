@@ -37,12 +37,12 @@ format: $(STAMP)  ## Let ruff rewrite what it can
 	$(BIN)/ruff format $(SOURCES)
 
 bench: $(STAMP)  ## Every benchmark that runs on a CPU
-	@for script in $$(ls benchmarks/*.py | grep -v -e /gpu.py -e /render.py -e '/_'); do \
+	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 results: $(STAMP)  ## Measure everything again, and write the tables of README.md and docs/results (20 minutes)
 	$(BIN)/python examples/demo.py --json docs/results/demo.json
-	@for script in $$(ls benchmarks/*.py | grep -v -e /gpu.py -e /render.py -e '/_'); do \
+	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" --json docs/results || exit 1; done
 	$(BIN)/python benchmarks/render.py
 
@@ -56,6 +56,7 @@ gpu:  ## GPU tests, then GPU benchmarks, with the machine's own PYTHON=python3 a
 	status=0; $(PYTHON) -m pytest -c "$(CURDIR)/pyproject.toml" -p no:cacheprovider -m gpu "$(CURDIR)/tests" || status=$$?; \
 	if [ $$status -eq 5 ]; then echo "no GPU test was selected"; status=0; fi; \
 	$(PYTHON) "$(CURDIR)/benchmarks/gpu.py" --out "$(abspath $(RESULTS))" || status=$$?; \
+	$(PYTHON) "$(CURDIR)/benchmarks/gpu_attention.py" --out "$(abspath $(RESULTS))" || status=$$?; \
 	exit $$status
 
 clean:  ## Remove everything that make and the tests have made, .venv too

@@ -53,7 +53,10 @@ def measure(dropout: float) -> tuple[list[list[str]], dict[str, Any]]:
     for mode in ("off", "selective", "full"):
         torch.manual_seed(0)
         model = nn.Sequential(*(Block(dropout) for _ in range(BLOCKS))).to(device)
-        handle = accelerate(model, Plan(precision="32-true", gradient_checkpointing=mode, inplace_activations=False))
+        handle = accelerate(
+            model,
+            Plan(precision="32-true", gradient_checkpointing=mode, flash_attention="off", inplace_activations=False),
+        )
 
         def step(model: nn.Module = model, handle: Engine = handle) -> None:
             with handle.step():

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from lightning_accel.cli import AccelCLI
     from lightning_accel.engine import AccelError, AccelWarning, accelerate
     from lightning_accel.host import Host
-    from lightning_accel.plan import CheckpointingPlan, Plan
+    from lightning_accel.plan import CheckpointingPlan, FlashAttentionPlan, Plan
     from lightning_accel.plugin import AccelPlugin
     from lightning_accel.report import Report
+    from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,8 @@ _HOMES = {
     "AccelPlugin": "plugin",
     "AccelWarning": "engine",
     "CheckpointingPlan": "plan",
+    "FlashAttentionPlan": "plan",
+    "FlashMultiheadAttention": "techniques.flash_attention.multihead",
     "Host": "host",
     "Plan": "plan",
     "Report": "report",
@@ -36,6 +39,8 @@ __all__ = [
     "AccelPlugin",
     "AccelWarning",
     "CheckpointingPlan",
+    "FlashAttentionPlan",
+    "FlashMultiheadAttention",
     "Host",
     "Plan",
     "Report",

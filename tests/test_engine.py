@@ -337,7 +337,14 @@ def test_the_report_names_device_and_every_technique() -> None:
     lines = handle.report.summary().splitlines()
     assert "(cpu)" in lines[0]
     assert [line.split()[1] for line in lines[1:]] == [
-        *("precision:", "inplace_activations:", "memory_format:", "gradient_checkpointing:", "compile:")
+        *(
+            "precision:",
+            "flash_attention:",
+            "inplace_activations:",
+            "memory_format:",
+            "gradient_checkpointing:",
+            "compile:",
+        )
     ]
     handle.undo()
 

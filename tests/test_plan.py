@@ -14,6 +14,7 @@ from lightning_accel.plan import (
     CheckpointingMode,
     CheckpointingPlan,
     CompileSetting,
+    FlashAttentionPlan,
     MemoryFormatSetting,
     Plan,
     PrecisionSetting,
@@ -102,8 +103,8 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("gradient_checkpointing", 0.5, "a mapping of mode and blocks"),
     ("compile", "fast", "'on', 'auto'"),
     ("compile", 1, "'on', 'auto'"),
-    ("flash_attention", "on", "'off'"),
-    ("flash_attention", True, "'off'"),
+    ("flash_attention", "flash_attn", "did you mean 'flash-attn'?"),
+    ("flash_attention", 2, "'sdpa', 'cudnn'"),
     ("activation_offloading", "cpu", "'off'"),
     ("sparse_activations", True, "'off'"),
     ("preprocess", ["normalize"], "an empty list"),
@@ -119,10 +120,31 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
 def test_a_bad_value_is_named_with_its_argument_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
         Plan(**{name: value})
-    shown = "on" if value is True and name in ("flash_attention", "sparse_activations") else value
+    shown = "on" if value is True and name == "sparse_activations" else value
     assert name in str(error.value)
     assert repr(shown) in str(error.value)
     assert allowed in str(error.value)
+
+
+def test_flash_attention_takes_sites_to_skip_and_to_force() -> None:
+    plan = Plan(flash_attention={"backend": "auto", "skip": ["encoder.0"], "force": ["Attention"]})
+    assert plan.attention == FlashAttentionPlan(backend="auto", skip=("encoder.0",), force=("Attention",))
+    assert Plan.from_yaml(plan.to_yaml()) == Plan(flash_attention=plan.to_dict()["flash_attention"])
+    assert Plan(flash_attention=True).attention == FlashAttentionPlan()
+    assert Plan(flash_attention=False).attention.backend == "off"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"skip": "encoder"}, r"flash_attention\.skip='encoder': give a list"),
+        ({"backend": "flash3"}, r"flash_attention\.backend='flash3'; did you mean 'flash'"),
+        ({"only": []}, "flash_attention has no setting 'only'"),
+    ],
+)
+def test_a_bad_part_of_flash_attention_is_named(value: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        Plan(flash_attention=value)
 
 
 def test_every_setting_has_a_bad_value_in_the_table() -> None:

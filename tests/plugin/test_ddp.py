@@ -56,7 +56,13 @@ def test_channels_last_is_in_force(two_ranks: Path, run: str) -> None:
     assert of_rank(two_ranks, run, 0)["report"]["techniques"]["memory_format"]["applied"]
 
 
-@pytest.mark.parametrize("run", ["checkpointing", "unused"])
+@pytest.mark.parametrize("run", ["attention", "attention, checkpointed"])
+def test_flash_attention_is_in_force(two_ranks: Path, run: str) -> None:
+    said = of_rank(two_ranks, run, 1)["report"]["techniques"]["flash_attention"]
+    assert list(said["applied"]) == ["net.layers.0", "net.layers.1", "net.layers.2"]
+
+
+@pytest.mark.parametrize("run", ["checkpointing", "unused", "attention, checkpointed"])
 def test_checkpointing_is_in_force(two_ranks: Path, run: str) -> None:
     assert len(of_rank(two_ranks, run, 0)["report"]["techniques"]["gradient_checkpointing"]["applied"]) == 3
 

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_accel import AccelPlugin
 from lightning_models import Supervised, Transformer, images, tokens
+from models import TinyTransformer
 
 
 class Views(Supervised):
@@ -100,6 +101,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "half": {**CHANNELS_LAST, "precision": "16-mixed"},
     "checkpointing": {"precision": "32-true", "gradient_checkpointing": "full", "net": "transformer"},
     "unused": {"precision": "32-true", "gradient_checkpointing": "full", "net": "unused"},
+    "attention": {"precision": "32-true", "flash_attention": "sdpa", "net": "by hand"},
+    "attention, checkpointed": {
+        "precision": "32-true",
+        "flash_attention": "sdpa",
+        "gradient_checkpointing": "selective",
+        "net": "by hand",
+    },
+    "attention, by the clock": {"precision": "32-true", "flash_attention": "auto", "net": "by hand"},
 }
 STRATEGIES = dict.fromkeys(["unused", "views, no rebuilt buckets"], "ddp_find_unused_parameters_true")
 NETS = {
@@ -108,7 +117,9 @@ NETS = {
     "fickle 1": lambda: cnn_without_statistics(lambda: Fickle(1)),
     "transformer": lambda: Transformer(dropout=0.0),
     "unused": PartlyUnused,
+    "by hand": lambda: TinyTransformer(dropout=0.0),
 }
+TEXT = ("transformer", "unused", "by hand")
 
 
 def train(run: str, batch_size: int, **options: Any) -> tuple[Supervised, Trainer]:
@@ -116,7 +127,7 @@ def train(run: str, batch_size: int, **options: Any) -> tuple[Supervised, Traine
     net, kind = settings.pop("net", "cnn"), settings.pop("kind", Supervised)
     seed_everything(0, verbose=False)
     module = kind(NETS[net]())
-    data = Shares((tokens if net in ("transformer", "unused") else images)(8).dataset, batch_size)
+    data = Shares((tokens if net in TEXT else images)(8).dataset, batch_size)
     given = {"plugins": [AccelPlugin(**settings)], "max_epochs": 2, "gradient_clip_val": 0.5}
     given |= {"use_distributed_sampler": False}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.masking import Masking, attend_masked
-from lightning_accel.techniques.flash_attention.masks import MaskFacts, MaskMemory, look_into
-from lightning_accel.techniques.flash_attention.pattern import HIDES_BELOW, Order
+from lightning_accel.techniques.flash_attention.masks import MaskFacts, MaskMemory, causal_fill, look_into
+from lightning_accel.techniques.flash_attention.pattern import Order
 
 Shape = tuple[int, ...]
 
@@ -143,11 +143,11 @@ class FusedAttention(nn.Module):
     ) -> None:
         if isinstance(step.arg, MaskSource):
             leaves = tuple(args[leaf.index] for leaf in step.arg.leaves)
-            causal_fill = self._facts(step.arg, leaves, lambda mask: _causal_fill(mask * step.power))
+            fill = self._facts(step.arg, leaves, lambda mask: causal_fill(mask * step.power))
             # Two large numbers added up are not what hiding twice is.
             is_only_mask = sum(other.kind in ("bias", "keep", "hide") for other in self._recipe.steps) == 1
-            if causal_fill is not None and (is_only_mask or causal_fill == -math.inf):
-                masking.hide_future(causal_fill)
+            if fill is not None and (is_only_mask or fill == -math.inf):
+                masking.hide_future(fill)
                 return
             tensor = step.arg.compute(*leaves)
         else:
@@ -189,15 +189,6 @@ class FusedAttention(nn.Module):
 def _keys_kept(mask: Tensor, kind: str) -> Tensor:
     mask = mask if mask.dtype == torch.bool else mask.bool()
     return mask if kind == "keep" else ~mask
-
-
-def _causal_fill(mask: Tensor) -> float | None:
-    """What an added mask gives to hidden keys, if it is zero elsewhere and hides what a causal mask hides."""
-    keep = mask == 0
-    if not look_into(keep).is_causal:
-        return None
-    hidden = mask[~keep]
-    return float(hidden.max()) if bool((hidden <= HIDES_BELOW).all()) else None
 
 
 # -- shapes ----------------------------------------------------------------------------------------------------

@@ -12,8 +12,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo.config
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from torch.fx import GraphModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
@@ -57,6 +60,8 @@ class HandWrittenSite(AttentionSite):
                     # Trials see a few samples, the run whole batches, the last batch fewer: one capture for all.
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
         self._backend = backend
+        if _is_told_to_run_eagerly():
+            return original(self.module, *args, **kwargs)
         dispatch_modes = _get_current_dispatch_mode_stack()
         if not dispatch_modes and not torch._C._len_torch_function_stack():
             return self._call_captured(args, kwargs)
@@ -74,7 +79,8 @@ class HandWrittenSite(AttentionSite):
     def _call_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._captured is not None
         self._runs = 0
-        result = self._captured(self.module, *args, **kwargs)
+        with _outside_of_ddp():
+            result = self._captured(self.module, *args, **kwargs)
         self._has_breaks = self._has_breaks or self._runs != 1
         return result
 
@@ -108,6 +114,11 @@ class HandWrittenSite(AttentionSite):
         return attend(call, self._backend)
 
 
+def _is_told_to_run_eagerly() -> bool:
+    # What was captured would run as it was written: then better under all modes, for whoever said so and watches.
+    return eval_frame._stance.stance == "force_eager" or torch._dynamo.config.disable
+
+
 def _own_copy(forward: Forward) -> Forward:
     """A function of the same code with a code object of its own.
 
@@ -129,6 +140,17 @@ def _own_copy(forward: Forward) -> Forward:
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+@contextmanager
+def _outside_of_ddp() -> Iterator[None]:
+    """Inside DistributedDataParallel's forward pass Dynamo cuts graphs up by DDP's buckets, through attention too."""
+    active = DistributedDataParallel._active_ddp_module
+    DistributedDataParallel._active_ddp_module = None
+    try:
+        yield
+    finally:
+        DistributedDataParallel._active_ddp_module = active
 
 
 @contextmanager

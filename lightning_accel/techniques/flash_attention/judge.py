@@ -108,7 +108,7 @@ def judge(
 
         failure = _compare(trial, plain, call, backend)
         nothing = site.nothing_found()
-        if nothing is not None:
+        if nothing is not None and not failure:
             return Judgement(ORIGINAL, nothing)
         if not failure and backend.lacking and len(backends) > 1:
             failure = backend.lacking[-1]

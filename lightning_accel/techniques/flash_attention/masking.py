@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_accel.techniques.flash_attention.call import AttentionCall
-
-_LOW = -1e3  # no weight of hand-written attention under a bias that low can be told from fused attention's
+from lightning_accel.techniques.flash_attention.masks import HIDES_BELOW
 
 Attend = Callable[[AttentionCall], Tensor]
 
@@ -113,7 +112,7 @@ def _rows_to_mind(masking: Masking) -> Tensor | None:
         assert keep is not None
         rows = ~keep.any(dim=-1, keepdim=True)
     if masking.bias is not None and not masking.bias.requires_grad:  # a learned bias hides nothing
-        low = masking.bias.amax(dim=-1, keepdim=True) <= _LOW
+        low = masking.bias.amax(dim=-1, keepdim=True) <= HIDES_BELOW
         rows = low if rows is None else rows | low
     if rows is not None and rows.device.type == "cpu" and not torch.compiler.is_compiling() and not rows.any():
         return None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HIDES_BELOW = -1e3  # a score that low has no weight in float32: exp(-1000 + 100) is zero
 _REMEMBERED = 64  # entries; a mask made anew for every batch must not pile up
 
 
@@ -55,6 +56,15 @@ def _band(keep: Tensor) -> tuple[int | None, int | None] | None:
     if not torch.equal(band, keep):
         return None
     return (None if left >= rows - 1 else left, None if right >= columns - 1 else right)
+
+
+def causal_fill(mask: Tensor) -> float | None:
+    """What an added mask gives to hidden keys, if it is zero elsewhere and hides what a causal mask hides."""
+    keep = mask == 0
+    if not look_into(keep).is_causal:
+        return None
+    hidden = mask[~keep]
+    return float(hidden.max()) if bool((hidden <= HIDES_BELOW).all()) else None
 
 
 class MaskMemory:

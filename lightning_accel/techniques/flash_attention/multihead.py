@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +17,10 @@ from lightning_accel.plan import nearest
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
+from lightning_accel.techniques.flash_attention.masking import Masking, attend_masked
+from lightning_accel.techniques.flash_attention.masks import MaskMemory, causal_fill, look_into
+
+_memory = MaskMemory()
 
 
 def multihead_forward(
@@ -61,23 +67,51 @@ def multihead_forward(
     # Asked for weights, torch goes by the mask and not by the hint; where the two are the same the hint is cheaper.
     is_hint_enough = not is_discarded or (q.shape[2] == k.shape[2] and _num_extra_keys(module) == 0)
     is_causal = is_causal and key_padding_mask is None and is_hint_enough
+    is_causal = is_causal or (key_padding_mask is None and _is_causal_mask(module, attn_mask))
     k, v = _with_extra_keys(k, module, module.bias_k), _with_extra_keys(v, module, module.bias_v)
     mask = None if is_causal else _mask(module, query, key_padding_mask, attn_mask)
     dropout_p = module.dropout if module.training else 0.0
-    call = AttentionCall(query=q, key=k, value=v, mask=mask, is_causal=is_causal, dropout_p=dropout_p)
+    call = AttentionCall(query=q, key=k, value=v, is_causal=is_causal, dropout_p=dropout_p)
     del q, k, v  # as large as three batches; let go before the output is made
-    heads = attend(call, backend)
+    if is_discarded and mask is not None:
+        heads = _attend_as_with_weights(call, mask, backend)
+    else:
+        heads = attend(replace(call, mask=mask), backend)
     del call
     # One sample is a batch of one, in front.
     heads = heads.transpose(1, 2) if module.batch_first or query.dim() == 2 else heads.permute(2, 0, 1, 3)
     return F.linear(heads.reshape(query.shape), module.out_proj.weight, module.out_proj.bias), None
 
 
+def _is_causal_mask(module: nn.MultiheadAttention, mask: Tensor | None) -> bool:
+    """Whether a mask is the causal one, so that no kernel has to read it; a GPU is not waited for to find out."""
+    is_square = mask is not None and mask.dim() == 2 and mask.shape[0] == mask.shape[1] > 1
+    if not is_square or _num_extra_keys(module) or torch.compiler.is_compiling():
+        return False
+    assert mask is not None
+    if mask.device.type != "cpu" or mask.requires_grad:
+        return False
+
+    def look() -> bool:
+        return look_into(~mask).is_causal if mask.dtype == torch.bool else causal_fill(mask) == -math.inf
+
+    return bool(_memory.recall((mask,), look))
+
+
+def _attend_as_with_weights(call: AttentionCall, mask: Tensor, backend: Backend) -> Tensor:
+    # Computing weights, torch gives NaN to a query without keys; asked for none, its kernels give zeros.
+    masking = Masking(call.query.shape[2], call.key.shape[2], mask.device, scale=call.true_scale)
+    if mask.dtype == torch.bool:
+        masking.hide(mask, -math.inf)
+    else:
+        masking.add(mask)
+    return attend_masked(call, masking, lambda call: attend(call, backend))
+
+
 class FlashMultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` that never computes attention weights which nobody reads.
 
-    A drop-in: the same arguments, the same results, the same ``state_dict``. A query that sees no key gets what torch
-    gives it without weights (zeros on most devices), also where torch, computing the weights, would give NaN.
+    A drop-in: the same arguments, the same results, the same ``state_dict``.
 
     Args:
         embed_dim: Width of queries and outputs, E.

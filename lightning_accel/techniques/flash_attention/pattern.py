@@ -29,8 +29,7 @@ from lightning_accel.techniques.flash_attention.graph_ops import (
     sizes_of_view,
     value,
 )
-
-HIDES_BELOW = -1e3  # a score that low has no weight in float32: exp(-1000 + 100) is zero
+from lightning_accel.techniques.flash_attention.masks import HIDES_BELOW
 
 Order = tuple[int | None, ...]
 

@@ -78,8 +78,7 @@ class FlashAttention(Technique):
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
         self._model = model
-        names = [b.name for b in installed_backends(host)] if self._plan.backend == "auto" else [self._plan.backend]
-        self._backends = {name: WatchedBackend(BACKENDS[name]) for name in names}
+        self._backends = {name: WatchedBackend(BACKENDS[name]) for name in self._names(host)}
         self._check_names(model)
         for claim in find_sites(model):
             if hasattr(vars(model.get_submodule(claim.site)).get("forward"), "is_fused"):
@@ -109,6 +108,7 @@ class FlashAttention(Technique):
             yield verdicts
         finally:
             self._is_trial_step = False
+            self._complain()
         for patch in patches:
             late = Verdict(keep=True, reason="not called on the first step: tried when it is")
             verdicts[patch.site] = self._found.get(patch.site, late)
@@ -165,8 +165,7 @@ class FlashAttention(Technique):
             return original(site.module, *args, **kwargs)
         try:
             result = site.fused(backend, original, args, kwargs)
-            if backend.lacking and self.explicit:
-                self._complain(backend)
+            self._complain()
             return result
         except TorchDynamoException as error:
             dispatch.is_refused = True
@@ -174,10 +173,12 @@ class FlashAttention(Technique):
             self.revisions = {**self.revisions, site.site: Verdict(keep=False, reason=reason)}
             return original(site.module, *args, **kwargs)
 
-    def _complain(self, backend: WatchedBackend) -> None:
-        lacks = [lack for lack in backend.lacking if lack not in self._said]
-        self._said += lacks
-        self.complaints += tuple(f"flash_attention: {lack}: torch's own choice computes it" for lack in lacks)
+    def _complain(self) -> None:
+        """Says, once, what a backend that was asked for by name could not do."""
+        if self.explicit:
+            lacks = [lack for backend in self._backends.values() for lack in backend.lacking if lack not in self._said]
+            self._said += lacks
+            self.complaints += tuple(f"flash_attention: {lack}: torch's own choice computes it" for lack in lacks)
 
     def _decide(
         self, dispatch: Dispatch, key: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -248,6 +249,13 @@ class FlashAttention(Technique):
         # A deterministic run decides nothing by the clock; nor, in mid-run, does one rank of several.
         is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
         return not torch.are_deterministic_algorithms_enabled() and (is_alone or self._is_trial_step)
+
+    def _names(self, host: Host) -> list[str]:
+        if self._plan.backend != "auto":
+            return [self._plan.backend]
+        if host.kind == "cpu":  # where torch's own choice is the flash kernel whenever that can
+            return ["sdpa"]
+        return [backend.name for backend in installed_backends(host)]
 
     # -- names -------------------------------------------------------------------------------------------------
 

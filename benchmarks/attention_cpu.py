@@ -175,7 +175,9 @@ def decision(handle: Engine) -> str:
 # -- hand-written attention ------------------------------------------------------------------------------------------
 
 
-def hand_written(table: Table, *, length: int, batch: int, causal: bool, bf16: bool, heads: int, seconds: float) -> None:
+def hand_written(
+    table: Table, *, length: int, batch: int, causal: bool, bf16: bool, heads: int, seconds: float
+) -> None:
     """One row: forward and backward, plain against ``auto``."""
     torch.manual_seed(0)
     plain = HandWritten(heads, 64, length if causal else 0)

@@ -123,8 +123,9 @@ def make_sides(
     case: Case, call: AttentionCall, backends: Sequence[Backend]
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
     """Name → forward pass, and name → why it is not one of them."""
-    causal = torch.ones(case.length, case.length, dtype=torch.bool, device=call.query.device).triu(1)
-    future = causal if case.kind == "causal" else None
+    future = None
+    if case.kind == "causal":
+        future = torch.ones(case.length, case.length, dtype=torch.bool, device=call.query.device).triu(1)
     sides: dict[str, Callable[[], Tensor]] = {BY_HAND: lambda: by_hand(call, future)}
     lacking = {backend.name: backend.lacks(call) for backend in backends}
     for backend in backends:
@@ -133,6 +134,7 @@ def make_sides(
     return sides, {name: lack for name, lack in lacking.items() if lack is not None}
 
 
+@torch.no_grad()
 def relative_error(call: AttentionCall, out: Tensor) -> float:
     """Of 128 queries of the first sample's first head, against float64."""
     rows = torch.linspace(0, call.query.shape[2] - 1, 128, device=out.device).long()
@@ -194,7 +196,7 @@ def measure(case: Case, backends: Sequence[Backend], device: torch.device, round
     errors, peaks = {}, {}
     for name, forward in list(forwards.items()):
         try:
-            errors[name] = relative_error(call, forward().detach())
+            errors[name] = relative_error(call, forward())
             training(forward)
             peaks[name] = peak_step_bytes(lambda forward=forward: training(forward)) / 2**20
         except Exception as error:  # one kernel that fails must not cost the others' figures

@@ -166,15 +166,16 @@ class FlashAttn(Backend):
         if real is None:
             window = (-1, -1) if call.window is None else call.window
             out = flash_attn_func(q, k, v, causal=call.is_causal, window_size=window, **options)
-            return out.transpose(1, 2)
+            whole: Tensor = out.transpose(1, 2)
+            return whole
         batch, rows = q.shape[:2]
         lengths = real.sum(dim=1, dtype=torch.int32)
         starts_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         starts_q = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=q.device)
-        out = flash_attn_varlen_func(
+        packed: Tensor = flash_attn_varlen_func(
             q.flatten(0, 1), k[real], v[real], starts_q, starts_k, rows, k.shape[1], causal=False, **options
         )
-        return out.unflatten(0, (batch, rows)).transpose(1, 2)
+        return packed.view(batch, rows, *packed.shape[1:]).transpose(1, 2)
 
 
 class Flex(Backend):

@@ -82,7 +82,7 @@ class Dispatch:
             module is self.attention.module
             and not self.is_refused
             and not torch.compiler.is_compiling()
-            and not torch.jit.is_tracing()
+            and not torch._C._get_tracing_state()
         )
 
     def _send(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

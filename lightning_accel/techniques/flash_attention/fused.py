@@ -94,7 +94,8 @@ class FusedAttention(nn.Module):
                 (value, recipe.value_order),
             )
         )
-        batch = q.shape[:-2] if q.shape[:-2] == k.shape[:-2] else torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        batch = q.shape[:-2] if q.shape[:-2] == k.shape[:-2] else torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])  # type: ignore[no-untyped-call]
+
         levels = _level_shapes(tuple(batch), recipe.levels, args)
         canonical = next((shape for shape in levels if len(shape) == 2), levels[0])
         masking = Masking(q.shape[-2], k.shape[-2], q.device)
@@ -120,7 +121,7 @@ class FusedAttention(nn.Module):
         self, step: BoundStep, masking: Masking, q: Tensor, levels: list[Shape], canonical: Shape, args: Sequence[Any]
     ) -> Tensor:
         if step.kind == "scale":
-            number = args[step.arg.index] if isinstance(step.arg, Arg) else step.arg
+            number: Any = args[step.arg.index] if isinstance(step.arg, Arg) else step.arg
             factor = float(number) ** step.power
             masking.scale *= factor
             masking.multiply(factor)
@@ -229,9 +230,8 @@ def _folded(tensor: Tensor, level: Shape, canonical: Shape, *, whole: bool = Fal
         whole: Whether B and H must be there in full, rather than as ones to broadcast.
     """
     tail = tensor.shape[-2:]
-    if len(canonical) == 2:
-        pair = canonical
-    else:
+    pair: Shape = canonical
+    if len(canonical) != 2:
         pair = (math.prod(canonical[:-1]), canonical[-1]) if len(canonical) > 2 else (*canonical, *(1, 1))[:2]
     if tensor.shape[:-2] == pair:
         return tensor

@@ -141,7 +141,8 @@ def _matmul(node: Node, left: Any, right: Any) -> Product | None:
 
 
 def _einsum(node: Node) -> Product | None:
-    equation, *operands = node.args
+    args: Any = node.args
+    equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
     if not isinstance(equation, str) or len(operands) != 2 or not all(is_tensor(operand) for operand in operands):
@@ -184,15 +185,16 @@ def permuted(node: Node, labels: Labels) -> Labels | None:
         swapped[first], swapped[second] = swapped[second], swapped[first]
         return tuple(swapped)
     if name == "permute":
-        given = _listed(node.args[1:]) or node.kwargs.get("dims", ())
+        given: Any = _listed(node.args[1:]) or node.kwargs.get("dims", ())
         return tuple(labels[i] for i in given) if all(isinstance(i, int) for i in given) else None
     return None
 
 
 def sizes_of_view(node: Node) -> Sequence[Any]:
     """The sizes that ``view`` or ``reshape`` was given: numbers, symbols, -1."""
-    return _listed(node.args[1:]) or list(node.kwargs.get("shape", node.kwargs.get("size", ())))
+    by_name: Any = node.kwargs.get("shape", node.kwargs.get("size", ()))
+    return _listed(node.args[1:]) or list(by_name)
 
 
-def _listed(args: Sequence[Any]) -> list[Any]:
+def _listed(args: Any) -> list[Any]:
     return list(args[0]) if len(args) == 1 and isinstance(args[0], list | tuple | torch.Size) else list(args)

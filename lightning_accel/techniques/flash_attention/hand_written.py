@@ -124,13 +124,12 @@ def _own_copy(forward: Forward) -> Forward:
 
     Dynamo keeps what it captured, and its limit on how much of it, by code object, which all layers of a class share.
     """
-    if isinstance(forward, types.FunctionType):
-        function = forward
-    else:
 
-        def function(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
 
+    function = forward if isinstance(forward, types.FunctionType) else call
+    assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(
         function.__code__.replace(),
         function.__globals__,
@@ -155,20 +154,22 @@ def _outside_of_ddp() -> Iterator[None]:
 
 @contextmanager
 def _modes_set_aside() -> Iterator[Modes]:
-    function_modes = _get_current_function_mode_stack()
+    function_modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     for _ in function_modes:
-        _pop_function_mode()
+        _pop_function_mode()  # type: ignore[no-untyped-call]
     try:
         with _disable_current_modes() as dispatch_modes:
             yield [mode for mode in dispatch_modes if mode is not None], function_modes
     finally:
         for mode in function_modes:
-            _push_function_mode(mode)
+            _push_function_mode(mode)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _in_modes(modes: Modes) -> Iterator[None]:
     with ExitStack() as stack:
-        for mode in (*modes[0], *modes[1]):
-            stack.enter_context(mode)
+        for dispatch_mode in modes[0]:
+            stack.enter_context(dispatch_mode)
+        for function_mode in modes[1]:
+            stack.enter_context(function_mode)
         yield

@@ -264,8 +264,8 @@ class _Reader:
             else:
                 raise _NotAttentionError("its scores are multiplied by something that differs from key to key")
         elif is_tensor(other):
-            power = alpha if name == "add" else -alpha
-            self._steps.append(self._tensor_step("bias", other, labels, row, column, power=power))
+            factor = alpha if name == "add" else -alpha
+            self._steps.append(self._tensor_step("bias", other, labels, row, column, power=factor))
         # A number added to every score changes no weight.
 
     def _masking(self, name: str, node: Node, before: Node, labels: Labels, row: Hashable, column: Hashable) -> None:

@@ -84,7 +84,9 @@ def _read_writes_as_values(graph: Graph) -> None:
     for node in list(graph.nodes):
         if is_in_place(node) and isinstance(node.args[0], Node) and is_tensor(node):
             target = node.args[0]
-            target.replace_all_uses_with(node, delete_user_cb=lambda user, at=place[node]: place.get(user, at) > at)
+            later = [user for user in target.users if place[user] > place[node]]
+            for user in later:
+                user.replace_input_with(target, node)
         elif node.op == "call_function" and node.target is operator.setitem:
             _read_masked_assignment(graph, node, place)
 
@@ -118,7 +120,8 @@ def _take_sizes_from_operands(graph: Graph) -> None:
         if product is None or not same_shape(root, node.args[0]):
             continue
         with graph.inserting_before(node):
-            size = graph.call_function(product_size, (*product.operands, product.labels, product.out, *node.args[1:]))
+            args: Any = (*product.operands, product.labels, product.out, *node.args[1:])
+            size = graph.call_function(product_size, args)
         size.meta = dict(node.meta)
         node.replace_all_uses_with(size)
         graph.erase_node(node)

@@ -304,8 +304,8 @@ def write(folder: Path, results: Sequence[Measured], peaks: Mapping[torch.dtype,
     (folder / f"{stem}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     rated = ", ".join(f"{name} {peak:.0f}" for name, peak in peak_tflops.items() if peak is not None)
     heading = (
-        f"Attention, {HEADS} heads of {HEAD_DIM}, on {facts['device']}, torch {facts['torch']}, {facts['date']}. `faster`:"
-        f" times the speed of matmul-softmax-matmul. Matrix peak, TFLOP/s: {rated or 'not known'}."
+        f"Attention, {HEADS} heads of {HEAD_DIM}, on {facts['device']}, torch {facts['torch']}, {facts['date']}."
+        f" `faster`: times the speed of matmul-softmax-matmul. Matrix peak, TFLOP/s: {rated or 'not known'}."
     )
     (folder / f"{stem}.md").write_text(f"{heading}\n\n{text}\n", encoding="utf-8")
     print(f"\nwritten: {folder / stem}.json and .md")

@@ -38,8 +38,8 @@ REMARKS = {
     " included; in parentheses what it took. Ratios and differences are medians of paired rounds, a percentage the time"
     " beyond the other side's: below zero is faster. Eight heads of 64 by hand, four in the modules. Each first step"
     " runs in a process of its own.",
-    "attention_memory": "Asked for: linear in the length, twice for twice the tokens. Every storage that autograd keeps,"
-    " counted once, parameters and buffers left out; one sample, one head of 16, float32.",
+    "attention_memory": "Asked for: linear in the length, twice for twice the tokens. Every storage that autograd"
+    " keeps, counted once, parameters and buffers left out; one sample, one head of 16, float32.",
 }
 PLOTS = {
     "attention_memory": "Bytes kept for the backward pass against the length, plain and fused, both axes logarithmic"
@@ -133,7 +133,7 @@ def attention_memory_svg() -> str:
     }
     sizes = [size for line in points.values() for _, size in line]
     decades = range(math.floor(math.log10(min(sizes))), math.ceil(math.log10(max(sizes))) + 1)
-    left, top, width, height = 76, 52, 500, 292
+    left, top, width, height = 76, 52, 464, 292
 
     def x(n: float) -> str:
         return f"{left + width * math.log2(n / lengths[0]) / math.log2(lengths[-1] / lengths[0]):.1f}"
@@ -169,7 +169,8 @@ def attention_memory_svg() -> str:
         out += [f'<circle cx="{x(n)}" cy="{y(size)}" r="3.5" fill="{color}"/>' for n, size in line]
         end_x, end_y = float(x(line[-1][0])), y(line[-1][1])
         label = f' fill="{color}" font-weight="bold" dominant-baseline="middle"'
-        out.append(text(f"{end_x + 10:.1f}", end_y, f"{name}, {line[-1][1]:,.3g} MiB", label))
+        last = line[-1][1]
+        out.append(text(f"{end_x + 10:.1f}", end_y, f"{name}, {last:,.{0 if last >= 10 else 1}f} MiB", label))
     return "\n".join([*out, "</svg>"]) + "\n"
 
 

@@ -13,6 +13,7 @@ import torch
 from packaging.requirements import Requirement
 
 from lightning_accel.host import Host
+from lightning_accel.techniques.flash_attention.backends import installed_backends
 from lightning_accel.techniques.mixed_precision import resolve_precision
 
 _PROJECT = "lightning-accel"
@@ -24,6 +25,7 @@ _PURPOSE = {
     "flash": "flash-attn's attention kernels",
     "deploy": "export to ONNX",
     "tensorrt": "export to TensorRT",
+    "transformers": "Hugging Face models, whose attention is then found",
     "examples": "what the examples and the demo need",
     "docs": "what building the documentation needs",
     "dev": "what working on lightning-accel needs",
@@ -133,6 +135,7 @@ def _facts(host: Host) -> dict[str, str]:
         "CPU cores": _cores(),
         "bfloat16": "native" if host.native_bf16 else "not native",
         "compiler": host.compiler or "none",
+        "attention backends": ", ".join(backend.name for backend in installed_backends(host)),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "Python": platform.python_version(),
     }

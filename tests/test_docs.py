@@ -1,4 +1,4 @@
-"""Every block of code in the README runs, and every setting it names exists."""
+"""Every block of code in README.md and docs/ runs, and every setting it names exists."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+PAGES = {"README.md": README, **{p.name: p.read_text(encoding="utf-8") for p in (ROOT / "docs").glob("*.md")}}
+
+
+def blocks(language: str) -> list[object]:
+    return [
+        pytest.param(block, id=f"{name}, {index}")
+        for name, text in PAGES.items()
+        for index, block in enumerate(re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL))
+    ]
 
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    assert "precision" in capsys.readouterr().out
+    assert "lightning-accel on" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
@@ -39,8 +46,10 @@ def test_every_setting_is_described() -> None:
 
 
 def test_linked_files_exist() -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", README)
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    for name, text in PAGES.items():
+        folder = ROOT if name == "README.md" else ROOT / "docs"
+        links = re.findall(r"\]\(([^)#:]+)\)", text)
+        assert [link for link in links if not (folder / link).exists()] == []
 
 
 def test_the_figures_are_those_that_were_measured() -> None:

@@ -50,17 +50,22 @@ class HandWrittenSite(AttentionSite):
         self._runs = 0  # of graphs, in one call
         self._has_breaks = False
         self._left_alone: list[str] = []
+        self._parts = list(module.modules())[1:]
+        self._num_hooks = 0
 
     @override
     def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        num_hooks = _num_hooks(self._parts)
         if self._captured is None:
+            self._num_hooks = num_hooks
             self._captured = torch.compile(_own_copy(original), backend=self._rewritten)
             for tensor in tensors_in((args, kwargs)):
                 if tensor.dim() and tensor.shape[0] > 1:
                     # Trials see a few samples, the run whole batches, the last batch fewer: one capture for all.
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
         self._backend = backend
-        if _is_told_to_run_eagerly():
+        # A hook that came later, on a softmax to see its weights say, is not in what was captured, and not guarded on.
+        if _is_told_to_run_eagerly() or num_hooks != self._num_hooks:
             return original(self.module, *args, **kwargs)
         dispatch_modes = _get_current_dispatch_mode_stack()
         if not dispatch_modes and not torch._C._len_torch_function_stack():
@@ -112,6 +117,16 @@ class HandWrittenSite(AttentionSite):
     def _attend(self, call: AttentionCall) -> Tensor:
         assert self._backend is not None
         return attend(call, self._backend)
+
+
+def _num_hooks(modules: list[nn.Module]) -> int:
+    return sum(
+        len(module._forward_hooks)
+        + len(module._forward_pre_hooks)
+        + len(module._backward_hooks)
+        + len(module._backward_pre_hooks)
+        for module in modules
+    )
 
 
 def _is_told_to_run_eagerly() -> bool:

@@ -339,6 +339,28 @@ def test_under_a_flop_counter_the_fused_kernel_runs_and_is_seen() -> None:
     assert len(recorder.calls) == 3
 
 
+def test_a_hook_that_comes_later_sees_the_weights() -> None:
+    module, x, recorder = make(FOUND["scale_inside_the_queries"]), batch(2, 16), Recorder()
+    site = HandWrittenSite("attention", module)
+    run(site, x, recorder)
+    seen: list[Tensor] = []
+    handle = module.softmax.register_forward_hook(lambda module, args, output: seen.append(output))
+    run(site, x, recorder)
+    handle.remove()
+    run(site, x, recorder)
+    assert [weights.shape for weights in seen] == [(2, 4, 16, 16)]
+    assert len(recorder.calls) == 2
+
+
+def test_a_hook_that_is_there_already_keeps_its_weights() -> None:
+    module, x, recorder, seen = make(FOUND["scale_inside_the_queries"]), batch(2, 16), Recorder(), []
+    module.softmax.register_forward_hook(lambda module, args, output: seen.append(output))
+    site = HandWrittenSite("attention", module)
+    run(site, x, recorder)
+    assert len(seen) == 1
+    assert not recorder.calls
+
+
 def test_lengths_that_change_are_captured_a_few_times_and_not_for_ever() -> None:
     site = HandWrittenSite("attention", make(FOUND["causal_buffer"]))
     torch._dynamo.utils.counters.clear()

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -25,17 +26,30 @@ def is_inside_compiled(model: nn.Module, site: str) -> bool:
     return any(is_compiled(model.get_submodule(".".join(parts[:depth]))) for depth in range(len(parts) + 1))
 
 
-def compile_call(module: nn.Module, options: dict[str, Any]) -> None:
+def compile_call(
+    module: nn.Module, options: dict[str, Any], prepare: Callable[[GraphModule], None] = lambda graph: None
+) -> None:
     """Compiles a module's call in place, as ``module.compile()`` does for modules of the user's own.
 
     For those of ``torch.nn`` itself (``nn.TransformerEncoderLayer``, ``nn.Sequential``) that silently compiles
     nothing: the compiler starts at no frame whose code is torch's (torch 2.13). Here it starts at one of ours.
+
+    Args:
+        module: The module.
+        options: Of TorchInductor.
+        prepare: Edits a captured graph, in place, before the compiler gets it.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    compiled: Callable[..., Any] = torch.compile(call, options=options)
+    def backend(graph: GraphModule, inputs: list[Tensor]) -> Any:
+        from torch._inductor.compile_fx import compile_fx  # the whole code generator
+
+        prepare(graph)
+        return compile_fx(graph, inputs, config_patches=options)
+
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend)
     module._compiled_call_impl = compiled
 
 

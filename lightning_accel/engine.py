@@ -300,8 +300,9 @@ def module_techniques(
         during_trial: Entered around extra forward passes of the model itself.
     """
     techniques: list[Technique] = []
+    attention = FlashAttention(plan.attention, verify=plan.verify)
     if plan.attention.backend != "off":
-        techniques.append(FlashAttention(plan.attention, verify=plan.verify))
+        techniques.append(attention)
     if plan.inplace_activations and plan.verify:
         recomputed = find_blocks(model, plan.checkpointing.blocks) if plan.checkpointing.mode != "off" else ()
         reason = "inside a checkpointed block, whose activations do not last anyway"
@@ -311,7 +312,8 @@ def module_techniques(
     if plan.checkpointing.mode != "off":
         techniques.append(GradientCheckpointing(plan.checkpointing, verify=plan.verify))
     if plan.compile != "off":
-        techniques.append(Compilation(plan.compile, verify=plan.verify))
+        # What is compiled is captured anew, past the places where attention is sent to its kernels.
+        techniques.append(Compilation(plan.compile, verify=plan.verify, prepare=attention.fuse_captured))
     return techniques
 
 

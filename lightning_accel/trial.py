@@ -21,6 +21,7 @@ from lightning_accel.tree import map_tensors, tensors_in
 
 ORACLE_SAMPLES = 4
 ORACLE_MAX_BYTES = 2 << 30
+ORACLE_MAX_SAVED_BYTES = 1 << 29  # of activations: more would take longer in float64 than it tells
 ERROR_FACTOR = 8  # Winograd convolutions are off by that much more than direct ones, and nobody calls them wrong
 MIN_PAIRS, MAX_PAIRS = 3, 15
 TIMED_S = 1.0
@@ -145,9 +146,11 @@ class Trial:
                         original_s = self._timed(original.call)
                     with candidate.state():
                         candidate_s = self._timed(candidate.call)
-                    if pair > 0:  # the first is the warm-up
+                    took_s = original_s + candidate_s
+                    if pair > 0 or took_s > self.timed_s:  # the first is the warm-up, which matters to short ones only
                         pairs.append((original_s, candidate_s))
-                    if pair >= MIN_PAIRS and sum(map(sum, pairs)) > self.timed_s:
+                    timed_s = sum(map(sum, pairs))
+                    if timed_s > (self.timed_s if len(pairs) >= MIN_PAIRS else 3 * self.timed_s):
                         break
         except Exception as error:
             return Comparison(failure=f"failed in its trial: {_one_line(error)}")
@@ -215,7 +218,7 @@ class Trial:
         tensors = (*self.module.parameters(), *self.module.buffers(), *tensors_in((args, kwargs)))
         if any(t.is_complex() for t in tensors):  # whose imaginary part .to(torch.float64) would drop
             return None
-        if self.with_gradients and self._saved_elements(original, args, kwargs) * 8 > ORACLE_MAX_BYTES:
+        if self.with_gradients and self._saved_elements(original, args, kwargs) * 8 > ORACLE_MAX_SAVED_BYTES:
             return None
         try:
             reference = copy.deepcopy(self.module).to(torch.float64)

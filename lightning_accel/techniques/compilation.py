@@ -10,6 +10,7 @@ import torch
 import torch._dynamo.config
 import torch._inductor
 from torch import nn
+from torch.fx import GraphModule
 from typing_extensions import override
 
 from lightning_accel.blocks import find_blocks
@@ -20,14 +21,17 @@ from lightning_accel.plan import CompileSetting
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.trial import NOT_SLOWER, Contender, Trial
 
+Prepare = Callable[[GraphModule], None]
+
 
 class CompilePatch(Patch):
     """Compiles a module's call in place: no wrapper, so names and ``state_dict`` keys stay."""
 
-    def __init__(self, site: str, block: nn.Module, mode: str, *, eager_random: bool) -> None:
+    def __init__(self, site: str, block: nn.Module, mode: str, prepare: Prepare, *, eager_random: bool) -> None:
         super().__init__(site, "call → compiled" + (f" ({mode})" if mode != "default" else ""))
         self.block = block
         self.eager_random = eager_random
+        self._prepare = prepare
         self._options = torch._inductor.list_mode_options(mode)
         if eager_random:
             # Dropout draws what it would draw eagerly, so that a compiled run has the numbers of a plain one. On a
@@ -36,7 +40,7 @@ class CompilePatch(Patch):
 
     @override
     def _apply(self) -> None:
-        compile_call(self.block, self._options)
+        compile_call(self.block, self._options, self._prepare)
 
     @override
     def _undo(self) -> None:
@@ -48,12 +52,20 @@ class Compilation(Technique):
 
     A block that fails to compile, or computes other numbers than the original, is given back. With ``"auto"`` so is
     one that is not faster, and a deterministic run, where clocks decide nothing, does not compile at all.
+
+    Args:
+        setting: As in the plan; not ``"off"``.
+        verify: Whether to try.
+        prepare: Edits a captured graph, in place, before the compiler gets it.
     """
 
     name: ClassVar[str] = "compile"
     trial_step: ClassVar[Literal[0, 1]] = 1
 
-    def __init__(self, setting: CompileSetting | bool, *, verify: bool = True) -> None:
+    def __init__(
+        self, setting: CompileSetting | bool, *, verify: bool = True, prepare: Prepare = lambda graph: None
+    ) -> None:
+        self._prepare = prepare
         self._must_be_faster = setting == "auto"
         self.explicit = not self._must_be_faster
         self._mode = "default" if setting in ("on", "auto") else str(setting)
@@ -86,7 +98,7 @@ class Compilation(Technique):
             if isinstance(block, torch.jit.ScriptModule) or any(is_compiled(part) for part in block.modules()):
                 yield Refusal(site, "already compiled")
             else:
-                yield CompilePatch(site, block, self._mode, eager_random=host.kind == "cpu")
+                yield CompilePatch(site, block, self._mode, self._prepare, eager_random=host.kind == "cpu")
         # Blocks of one class share their code, and with it one allowance of compiled versions: theirs differ in
         # shapes, in training and evaluation. Past the limit torch runs a block eagerly and only logs it.
         self._recompile_limit = torch._dynamo.config.recompile_limit

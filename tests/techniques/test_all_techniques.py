@@ -84,7 +84,7 @@ every_setting = pytest.mark.parametrize("name", SETTINGS)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Traces as TorchInductor does, and runs the graph as it is (test_compilation.py compiles for real); times once."""
 
-    def compile_call(module: nn.Module, options: dict[str, Any]) -> None:
+    def compile_call(module: nn.Module, options: dict[str, Any], prepare: Any = None) -> None:
         module._compiled_call_impl = torch.compile(
             lambda *args, **kwargs: module._call_impl(*args, **kwargs), backend="aot_eager"
         )

@@ -82,7 +82,7 @@ class Backend:
 
             return call
 
-        def compile_call(module: nn.Module, options: dict[str, Any]) -> None:
+        def compile_call(module: nn.Module, options: dict[str, Any], prepare: Any = None) -> None:
             module._compiled_call_impl = torch.compile(
                 lambda *args, **kwargs: module._call_impl(*args, **kwargs), backend=backend
             )
@@ -192,7 +192,7 @@ def test_blocks_that_fail_to_compile_stay_eager_and_the_run_goes_on(monkeypatch:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no such instruction")
 
-    def compile_call(module: nn.Module, options: dict[str, Any]) -> None:
+    def compile_call(module: nn.Module, options: dict[str, Any], prepare: Any = None) -> None:
         module._compiled_call_impl = torch.compile(lambda *args: module._call_impl(*args), backend=broken)
 
     monkeypatch.setattr(compilation, "compile_call", compile_call)
@@ -206,7 +206,7 @@ def test_blocks_that_fail_to_compile_stay_eager_and_the_run_goes_on(monkeypatch:
 
 
 def test_blocks_that_compute_something_else_compiled_stay_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_call(module: nn.Module, options: dict[str, Any]) -> None:
+    def compile_call(module: nn.Module, options: dict[str, Any], prepare: Any = None) -> None:
         module._compiled_call_impl = lambda x: 1.1 * module._call_impl(x)
 
     monkeypatch.setattr(compilation, "compile_call", compile_call)
@@ -237,7 +237,7 @@ def test_auto_gives_back_what_is_slower_and_on_keeps_it(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_is_torchs(monkeypatch: pytest.MonkeyPatch, mode: CompileSetting) -> None:
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(compilation, "compile_call", lambda module, options: seen.append(options))
+    monkeypatch.setattr(compilation, "compile_call", lambda module, options, prepare: seen.append(options))
     model = TinyTransformer()
     handle = compiling(model, mode, verify=False)
     run(model, handle, steps=2)
@@ -359,7 +359,7 @@ def test_modules_of_torch_nn_are_compiled_too() -> None:
 
     original = torch.compile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda call, options: original(call, backend=backend))
+        patch.setattr(torch, "compile", lambda call, **options: original(call, backend=backend))
         compiled.compile_call(layer, {})
     layer(torch.randn(2, 4))
     assert len(seen) == 1

@@ -13,7 +13,14 @@ from typing_extensions import override
 
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.masking import Masking, attend_masked
-from lightning_accel.techniques.flash_attention.masks import MaskFacts, MaskMemory, causal_fill, look_into
+from lightning_accel.techniques.flash_attention.masks import (
+    MaskFacts,
+    MaskMemory,
+    can_look_into,
+    causal_fill,
+    is_traced,
+    look_into,
+)
 from lightning_accel.techniques.flash_attention.pattern import Order
 
 Shape = tuple[int, ...]
@@ -180,8 +187,8 @@ class FusedAttention(nn.Module):
         masking.hide(keep, step.fill, may_have_empty_rows=may_have_empty_rows)
 
     def _facts(self, source: MaskSource, leaves: tuple[Any, ...], look: Callable[[Tensor], Any]) -> Any:
-        is_on_gpu = any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves)
-        if (is_on_gpu and not source.is_constant) or torch.compiler.is_compiling():
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if is_traced() or not (source.is_constant or all(can_look_into(tensor) for tensor in tensors)):
             return None  # looking waits for the GPU: not worth it for a mask that may be another one every time
         with torch.no_grad():
             return self._memory.recall((id(source), *leaves), lambda: look(source.compute(*leaves)))

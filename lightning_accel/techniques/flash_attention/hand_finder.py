@@ -17,7 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_accel.compiled import is_inside_compiled
 from lightning_accel.techniques.base import Refusal
-from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
+from lightning_accel.techniques.flash_attention.hand_written import Capture, HandWrittenSite
+from lightning_accel.techniques.flash_attention.sites import Forward
 
 _SOFTMAX = frozenset(("softmax", "Softmax", "_softmax"))
 _PRODUCT = frozenset(("matmul", "bmm", "mm", "baddbmm", "einsum", "__matmul__", "contract"))
@@ -33,6 +34,7 @@ def find_hand_written(
         model: Any module.
         claimed: Modules that another finder has; they are passed over.
     """
+    shared: dict[Forward, Capture] = {}
     is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
     for site, module in candidates(model).items():
         if module in claimed:
@@ -44,7 +46,7 @@ def find_hand_written(
         elif is_inside_compiled(model, site):
             yield Refusal(site, "inside a compiled module: what the compiler sees is left to it")
         else:
-            yield HandWrittenSite(site, module)
+            yield HandWrittenSite(site, module, shared)
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:

@@ -7,7 +7,7 @@ anew, so that what runs is always a rewriting of what the module's own code woul
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -33,76 +33,60 @@ from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 from lightning_accel.tree import tensors_in
 
+_MISSES = 3  # by so many modules that differ, a capture is full: whoever comes next looks through all of it, every call
+
 Modes = tuple[list[TorchDispatchMode], list[TorchFunctionMode]]
 
 
-class HandWrittenSite(AttentionSite):
-    """A module whose ``forward`` spells attention out."""
+class Capture:
+    """One forward function, captured and rewritten. Modules that run it share it: their parameters are its inputs.
 
-    what = "hand-written attention"
+    Attributes:
+        has_breaks: Whether it came in more than one graph, or none.
+        left_alone: Why attention in it was not fused.
+        fused: How many attentions were.
+        graphs: How often it was captured.
+        misses: How often that was because another module differs from those before.
 
-    def __init__(self, site: str, module: nn.Module) -> None:
-        super().__init__(site, module)
-        self._backend: Backend | None = None
-        self._captured: Forward | None = None
-        self._modes: Modes = ([], [])
-        self._fused = 0
+    Args:
+        forward: A function of ``(module, *args, **kwargs)``.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self.has_breaks = False
+        self.left_alone: list[str] = []
+        self.fused = 0
+        self.graphs = 0
+        self.misses = 0
         self._runs = 0  # of graphs, in one call
-        self._has_breaks = False
-        self._left_alone: list[str] = []
-        self._parts = list(module.modules())[1:]
-        self._num_hooks = 0
+        self._backend: Backend | None = None
+        self._modes: Modes = ([], [])
+        self._captured: Forward = torch.compile(_own_copy(forward), backend=self._rewritten)
 
-    @override
-    def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        num_hooks = _num_hooks(self._parts)
-        if self._captured is None:
-            self._num_hooks = num_hooks
-            self._captured = torch.compile(_own_copy(original), backend=self._rewritten)
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.dim() and tensor.shape[0] > 1:
-                    # Trials see a few samples, the run whole batches, the last batch fewer: one capture for all.
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        self._backend = backend
-        # A hook that came later, on a softmax to see its weights say, is not in what was captured, and not guarded on.
-        if _is_told_to_run_eagerly() or num_hooks != self._num_hooks:
-            return original(self.module, *args, **kwargs)
-        dispatch_modes = _get_current_dispatch_mode_stack()
-        if not dispatch_modes and not torch._C._len_torch_function_stack():
-            return self._call_captured(args, kwargs)
-        # What runs between two graphs would not be seen by the modes.
-        if self._has_breaks or any(mode.is_infra_mode() for mode in dispatch_modes):
-            return original(self.module, *args, **kwargs)
-        # Dynamo gives a function up for good that it meets under a dispatch mode (a FLOP counter, selective
-        # checkpointing), and captures anew under a function mode: they are put back around the graph itself.
+    def call(self, backend: Backend, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._backend, self._runs = backend, 0
+        with _outside_of_ddp():
+            result = self._captured(module, *args, **kwargs)
+        self.has_breaks = self.has_breaks or self._runs != 1
+        return result
+
+    def call_in_modes(self, backend: Backend, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As :meth:`call`, when dispatch or function modes are active.
+
+        Dynamo gives a function up for good that it meets under a dispatch mode (a FLOP counter, selective
+        checkpointing), and captures anew under a function mode: they are put back around the graph itself.
+        """
         with _modes_set_aside() as self._modes:
             try:
-                return self._call_captured(args, kwargs)
+                return self.call(backend, module, args, kwargs)
             finally:
                 self._modes = ([], [])
 
-    def _call_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._captured is not None
-        self._runs = 0
-        with _outside_of_ddp():
-            result = self._captured(self.module, *args, **kwargs)
-        self._has_breaks = self._has_breaks or self._runs != 1
-        return result
-
-    @override
-    def nothing_found(self) -> str | None:
-        if self._fused:
-            return None
-        return "; ".join(dict.fromkeys(self._left_alone)) or "no attention in what its forward ran"
-
-    @override
-    def close(self) -> None:
-        self._captured = None
-
-    def _rewritten(self, graph: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+    def _rewritten(self, graph: GraphModule, example_inputs: list[Tensor]) -> Forward:
+        self.graphs += 1
         found = fuse_attention(graph, self._attend)
-        self._fused += found.fused
-        self._left_alone += found.left_alone
+        self.fused += found.fused
+        self.left_alone += found.left_alone
         forward = graph.forward
 
         def run(*inputs: Any) -> Any:
@@ -117,6 +101,73 @@ class HandWrittenSite(AttentionSite):
     def _attend(self, call: AttentionCall) -> Tensor:
         assert self._backend is not None
         return attend(call, self._backend)
+
+
+class HandWrittenSite(AttentionSite):
+    """A module whose ``forward`` spells attention out.
+
+    Args:
+        site: Its qualified name in the model.
+        module: The module.
+        shared: Captures of the model's other sites, by forward function.
+    """
+
+    what = "hand-written attention"
+
+    def __init__(self, site: str, module: nn.Module, shared: dict[Forward, Capture] | None = None) -> None:
+        super().__init__(site, module)
+        self._shared = {} if shared is None else shared
+        self._capture: Capture | None = None
+        self._parts = list(module.modules())[1:]
+        self._num_hooks = 0
+
+    @override
+    def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        num_hooks = _num_hooks(self._parts)
+        if self._capture is None:
+            self._num_hooks = num_hooks
+            return self._first(backend, original, args, kwargs)
+        # A hook that came later, on a softmax to see its weights say, is not in what was captured, and not guarded on.
+        if num_hooks != self._num_hooks:
+            return original(self.module, *args, **kwargs)
+        return self._call(self._capture, backend, original, args, kwargs)
+
+    def _first(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        capture = self._shared.get(original)
+        if capture is None or capture.misses >= _MISSES:
+            capture = self._shared[original] = Capture(original)
+        self._capture = capture
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.dim() and tensor.shape[0] > 1:
+                # Trials see a few samples, the run whole batches, the last batch fewer: one capture for all.
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        graphs = capture.graphs
+        result = self._call(capture, backend, original, args, kwargs)
+        capture.misses += graphs > 0 and capture.graphs > graphs
+        return result
+
+    def _call(
+        self, capture: Capture, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if _is_told_to_run_eagerly():
+            return original(self.module, *args, **kwargs)
+        dispatch_modes = _get_current_dispatch_mode_stack()
+        if not dispatch_modes and not torch._C._len_torch_function_stack():
+            return capture.call(backend, self.module, args, kwargs)
+        # What runs between two graphs would not be seen by the modes.
+        if capture.has_breaks or any(mode.is_infra_mode() for mode in dispatch_modes):
+            return original(self.module, *args, **kwargs)
+        return capture.call_in_modes(backend, self.module, args, kwargs)
+
+    @override
+    def nothing_found(self) -> str | None:
+        if self._capture is None or self._capture.fused:
+            return None
+        return "; ".join(dict.fromkeys(self._capture.left_alone)) or "no attention in what its forward ran"
+
+    @override
+    def close(self) -> None:
+        self._capture = None
 
 
 def _num_hooks(modules: list[nn.Module]) -> int:

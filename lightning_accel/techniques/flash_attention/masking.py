@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_accel.techniques.flash_attention.call import AttentionCall
-from lightning_accel.techniques.flash_attention.masks import HIDES_BELOW
+from lightning_accel.techniques.flash_attention.masks import HIDES_BELOW, can_look_into
 
 Attend = Callable[[AttentionCall], Tensor]
 
@@ -97,7 +97,7 @@ def attend_masked(call: AttentionCall, masking: Masking, attend: Attend) -> Tens
     rows_to_mind = _rows_to_mind(masking)
     if rows_to_mind is None:
         return attend(replace(call, mask=_merged(masking, call.query.dtype)))
-    if rows_to_mind.device.type == "cpu" and not torch.compiler.is_compiling():
+    if can_look_into(rows_to_mind):
         return _with_samples_by_hand(call, masking, rows_to_mind, attend)
     return _with_rows_replaced(call, masking, rows_to_mind, attend)
 
@@ -114,7 +114,7 @@ def _rows_to_mind(masking: Masking) -> Tensor | None:
     if masking.bias is not None and not masking.bias.requires_grad:  # a learned bias hides nothing
         low = masking.bias.amax(dim=-1, keepdim=True) <= HIDES_BELOW
         rows = low if rows is None else rows | low
-    if rows is not None and rows.device.type == "cpu" and not torch.compiler.is_compiling() and not rows.any():
+    if rows is not None and can_look_into(rows) and not rows.any():
         return None
     return rows
 

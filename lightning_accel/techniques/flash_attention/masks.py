@@ -18,6 +18,16 @@ HIDES_BELOW = -1e3  # a score that low has no weight in float32: exp(-1000 + 100
 _REMEMBERED = 64  # entries; a mask made anew for every batch must not pile up
 
 
+def is_traced() -> bool:
+    """Whether a compiler is looking on, so that tensors have no values."""
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+
+
+def can_look_into(tensor: Tensor) -> bool:
+    """Whether a tensor's values are there to be read at once: not on a GPU, and not while a graph is traced."""
+    return tensor.device.type == "cpu" and not is_traced()
+
+
 @dataclass(frozen=True)
 class MaskFacts:
     """What a look into a mask (…, T, S) showed.

@@ -11,6 +11,7 @@ import torch._dynamo.config
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
+from torch.fx import GraphModule
 from typing_extensions import override
 
 from lightning_accel.host import Host
@@ -18,6 +19,7 @@ from lightning_accel.patch import Patch, PatchSet
 from lightning_accel.plan import FlashAttentionPlan, nearest
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
+from lightning_accel.techniques.flash_attention.call import sdpa
 from lightning_accel.techniques.flash_attention.dispatch import (
     MAX_CLASSES,
     ORIGINAL,
@@ -28,6 +30,7 @@ from lightning_accel.techniques.flash_attention.dispatch import (
 from lightning_accel.techniques.flash_attention.finder import find_sites
 from lightning_accel.techniques.flash_attention.huggingface import model_switches
 from lightning_accel.techniques.flash_attention.judge import Judgement, WatchedBackend, judge
+from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 from lightning_accel.trial import TIMED_S
 
@@ -93,6 +96,11 @@ class FlashAttention(Technique):
         if self._dispatches:
             self._recompile_limit = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(self._recompile_limit, _CAPTURES)
+
+    def fuse_captured(self, graph: GraphModule) -> None:
+        """Fuses the attention in a graph that was captured for a compiler, if attention is fused elsewhere too."""
+        if any(dispatch.is_fusing for dispatch in self._dispatches.values()):
+            fuse_attention(graph, sdpa)
 
     # -- the trial ---------------------------------------------------------------------------------------------
 

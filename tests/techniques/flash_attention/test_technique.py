@@ -443,6 +443,25 @@ def test_a_model_compiled_over_it_computes_the_same() -> None:
     handle.undo()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by torch's own code generator
+def test_blocks_that_the_plan_compiles_are_fused_in_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    # The graphs that the compiler gets, run as they are: building kernels takes a minute.
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+    model, x = Stack(Layer), batch()
+    plain, handle = copy.deepcopy(model), start(model, compile="on")
+    for _ in range(3):
+        torch.testing.assert_close(step(model, handle, x), step(plain, None, x), rtol=1e-4, atol=1e-5)
+    assert len(handle.report.applied("compile")) == 2, handle.report
+    with torch.profiler.profile() as profile:
+        step(model, handle, x)
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
+    assert "aten::_softmax" not in names
+    handle.undo()
+
+
 def test_a_site_inside_a_compiled_module_is_left_to_the_compiler() -> None:
     model = Stack(Layer)
     model.layers[0].compile(backend="aot_eager")

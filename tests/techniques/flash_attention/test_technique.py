@@ -453,7 +453,7 @@ def test_blocks_that_the_plan_compiles_are_fused_in_their_graphs(monkeypatch: py
     plain, handle = copy.deepcopy(model), start(model, compile="on")
     for _ in range(3):
         torch.testing.assert_close(step(model, handle, x), step(plain, None, x), rtol=1e-4, atol=1e-5)
-    assert len(handle.report.applied("compile")) == 2, handle.report
+    assert "layers.0.attention" in handle.report.applied("compile"), str(handle.report)
     with torch.profiler.profile() as profile:
         step(model, handle, x)
     names = {event.key for event in profile.key_averages()}

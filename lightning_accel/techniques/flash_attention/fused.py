@@ -101,8 +101,11 @@ class FusedAttention(nn.Module):
                 (value, recipe.value_order),
             )
         )
-        batch = q.shape[:-2] if q.shape[:-2] == k.shape[:-2] else torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])  # type: ignore[no-untyped-call]
-
+        batch = q.shape[:-2]
+        # Through reshapes the batch of the values cannot be followed: there it is known to be that of the weights.
+        for other in (k, v) if len(recipe.levels) == 1 else (k,):
+            if other.shape[:-2] != batch:
+                batch = torch.broadcast_shapes(batch, other.shape[:-2])  # type: ignore[no-untyped-call]
         levels = _level_shapes(tuple(batch), recipe.levels, args)
         canonical = next((shape for shape in levels if len(shape) == 2), levels[0])
         masking = Masking(q.shape[-2], k.shape[-2], q.device)
@@ -110,8 +113,9 @@ class FusedAttention(nn.Module):
             q = self._take(step, masking, q, levels, canonical, args)
         q, k = _folded(q, levels[0], canonical, whole=True), _folded(k, levels[0], canonical, whole=True)
         v = _folded(v, levels[recipe.weights_level], canonical, whole=True)
-        if q.dtype != v.dtype or k.dtype != v.dtype:
-            q, k = q.to(v.dtype), k.to(v.dtype)
+        if q.dtype != v.dtype or k.dtype != v.dtype:  # scores in float32 of a bfloat16 model: all in the wider one
+            dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         call = AttentionCall(query=q, key=k, value=v, dropout_p=recipe.dropout_p)
         out = attend_masked(call, masking, self._attend)
         if out.dtype != recipe.dtype:
@@ -129,17 +133,13 @@ class FusedAttention(nn.Module):
     ) -> Tensor:
         if step.kind == "scale":
             number: Any = args[step.arg.index] if isinstance(step.arg, Arg) else step.arg
-            factor = float(number) ** step.power
-            masking.scale *= factor
-            masking.multiply(factor)
+            masking.multiply(float(number) if step.power == 1 else 1 / float(number))
             return q
         level = levels[step.level]
         if step.kind == "factor":
             assert isinstance(step.arg, Arg)
-            tensor = args[step.arg.index] ** step.power
-            if masking.bias is not None:
-                masking.multiply(_mask_folded(tensor, step.order, level, canonical))
-            return q * _mask_arranged(tensor, step.order, level)
+            factor = _mask_arranged(args[step.arg.index], step.order, level)
+            return q * factor if step.power == 1 else q / factor
         if step.kind == "bias":
             self._take_bias(step, masking, level, canonical, args)
         else:
@@ -151,16 +151,18 @@ class FusedAttention(nn.Module):
     ) -> None:
         if isinstance(step.arg, MaskSource):
             leaves = tuple(args[leaf.index] for leaf in step.arg.leaves)
-            fill = self._facts(step.arg, leaves, lambda mask: causal_fill(mask * step.power))
-            # Two large numbers added up are not what hiding twice is.
-            is_only_mask = sum(other.kind in ("bias", "keep", "hide") for other in self._recipe.steps) == 1
-            if fill is not None and (is_only_mask or fill == -math.inf):
+            fill = self._facts(step, leaves, level, lambda mask: causal_fill(mask * step.power))
+            # Two large numbers added up are not what hiding twice is, and scaled they may no longer be large.
+            is_only_mask = all(other is step or other.kind == "scale" for other in self._recipe.steps)
+            if fill is not None and is_only_mask and step is self._recipe.steps[-1]:
                 masking.hide_future(fill)
                 return
             tensor = step.arg.compute(*leaves)
         else:
             assert isinstance(step.arg, Arg)
             tensor = args[step.arg.index]
+        # In integers a difference may wrap round, and booleans do not add up.
+        tensor = tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
         tensor = tensor if step.power == 1 else tensor * step.power
         bias = _mask_folded(tensor, step.order, level, canonical)
         masking.add(bias)
@@ -171,7 +173,7 @@ class FusedAttention(nn.Module):
         may_have_empty_rows = True
         if isinstance(step.arg, MaskSource):
             leaves = tuple(args[leaf.index] for leaf in step.arg.leaves)
-            facts = self._facts(step.arg, leaves, lambda mask: look_into(_keys_kept(mask, step.kind)))
+            facts = self._facts(step, leaves, level, lambda mask: look_into(_keys_kept(mask, step.kind)))
             if isinstance(facts, MaskFacts):
                 if facts.hides_nothing:
                     return
@@ -186,12 +188,16 @@ class FusedAttention(nn.Module):
         keep = _mask_folded(_keys_kept(tensor, step.kind), step.order, level, canonical)
         masking.hide(keep, step.fill, may_have_empty_rows=may_have_empty_rows)
 
-    def _facts(self, source: MaskSource, leaves: tuple[Any, ...], look: Callable[[Tensor], Any]) -> Any:
+    def _facts(self, step: BoundStep, leaves: tuple[Any, ...], level: Shape, look: Callable[[Tensor], Any]) -> Any:
+        source = step.arg
+        assert isinstance(source, MaskSource)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if is_traced() or not (source.is_constant or all(can_look_into(tensor) for tensor in tensors)):
             return None  # looking waits for the GPU: not worth it for a mask that may be another one every time
         with torch.no_grad():
-            return self._memory.recall((id(source), *leaves), lambda: look(source.compute(*leaves)))
+            return self._memory.recall(
+                (id(source), *leaves), lambda: look(_mask_arranged(source.compute(*leaves), step.order, level))
+            )
 
 
 def _keys_kept(mask: Tensor, kind: str) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,15 @@ _ALIASES = {
     **dict.fromkeys(("clone", "contiguous"), "same"),
     "neg": "neg",
 }
-_IN_PLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
+VIEWS = frozenset(
+    (
+        *("getitem", "getattr", "unsqueeze", "squeeze", "view", "expand", "expand_as", "transpose", "permute"),
+        *("detach", "narrow", "select", "to"),
+    )
+)
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, name) for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)
+) - {operator.index, operator.inv, operator.invert}
 
 
 def op_name(node: Node) -> str:
@@ -37,6 +47,8 @@ def op_name(node: Node) -> str:
         return _ALIASES.get(name, name)
     if node.op != "call_function":
         return ""
+    if node.target is getattr:  # x.mT
+        return "getattr"
     module = getattr(node.target, "__module__", None) or "torch"
     if module.partition(".")[0] not in ("torch", "_operator", "operator"):
         return ""
@@ -54,6 +66,31 @@ def is_in_place(node: Node) -> bool:
         return False
     name = getattr(node.target, "__name__", "")
     return node.target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+def written_by(node: Node) -> list[Any]:
+    """What a node overwrites: its target, an ``out=``, the input of a function with ``inplace=True``."""
+    written: list[Any] = [node.args[0]] if is_in_place(node) or node.target is operator.setitem else []
+    if node.kwargs.get("out") is not None:
+        written.append(node.kwargs["out"])
+    if node.op == "call_function" and _flag(node, "inplace"):
+        written.append(argument(node, 0, "input"))
+    return written
+
+
+def _flag(node: Node, name: str) -> bool:
+    if name in node.kwargs:
+        return bool(node.kwargs[name])
+    parameters = _parameters(node.target)
+    return name in parameters and len(node.args) > parameters.index(name) and bool(node.args[parameters.index(name)])
+
+
+@functools.cache
+def _parameters(function: Any) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # built in: whatever of torch's overwrites says so by its name
+        return []
 
 
 def value(node: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HIDES_BELOW = -1e3  # a score that low has no weight in float32: exp(-1000 + 100) is zero
+HIDES_BELOW = -9e3  # a score that low has no weight beside scores of any model that trains
 _REMEMBERED = 64  # entries; a mask made anew for every batch must not pile up
 
 
@@ -88,7 +88,7 @@ class MaskMemory:
         tensors = [source for source in sources if isinstance(source, Tensor)]
         if any(tensor.is_inference() for tensor in tensors):  # which keep no count of what is written to them
             return find()
-        key = tuple((id(s), s._version) if isinstance(s, Tensor) else s for s in sources)
+        key = tuple((id(s), s._version, s.data_ptr()) if isinstance(s, Tensor) else s for s in sources)
         known = self._known.get(key)
         if known is not None and all(ref() is tensor for ref, tensor in zip(known[0], tensors, strict=True)):
             return known[1]

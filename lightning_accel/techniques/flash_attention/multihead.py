@@ -100,7 +100,8 @@ def _is_causal_mask(module: nn.MultiheadAttention, mask: Tensor | None) -> bool:
 
 def _attend_as_with_weights(call: AttentionCall, mask: Tensor, backend: Backend) -> Tensor:
     # Computing weights, torch gives NaN to a query without keys; asked for none, its kernels give zeros.
-    masking = Masking(call.query.shape[2], call.key.shape[2], mask.device, scale=call.true_scale)
+    masking = Masking(call.query.shape[2], call.key.shape[2], mask.device)
+    masking.multiply(call.true_scale)
     if mask.dtype == torch.bool:
         masking.hide(mask, -math.inf)
     else:

@@ -11,10 +11,12 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_accel.techniques.flash_attention.graph_ops import (
+    VIEWS,
     Labels,
     Product,
     argument,
@@ -28,10 +30,15 @@ from lightning_accel.techniques.flash_attention.graph_ops import (
     same_shape,
     sizes_of_view,
     value,
+    written_by,
 )
 from lightning_accel.techniques.flash_attention.masks import HIDES_BELOW
 
 Order = tuple[int | None, ...]
+
+_REGIONS = frozenset(
+    ("_set_grad_enabled", "set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode")
+) | {"_exit_inference_mode", "enter_autocast", "exit_autocast"}
 
 
 @dataclass(frozen=True)
@@ -94,8 +101,8 @@ class _NotAttentionError(Exception):
 def find_attention(graph: Graph) -> Iterator[Match | str]:
     """Every attention in ``graph``, or, for what is nearly one, why it is left alone."""
     for node in list(graph.nodes):
-        if op_name(node) == "softmax" and is_tensor(node) and is_tensor(node.args[0] if node.args else None):
-            path = _path_from_product(node.args[0], depth=24)
+        if op_name(node) == "softmax" and is_tensor(node):
+            path = _path_from_product(argument(node, 0, "input"), depth=24)
             if path is None:
                 continue
             try:
@@ -113,8 +120,9 @@ def _path_from_product(node: Any, depth: int) -> list[Node] | None:
     name = op_name(node)
     if name.endswith("_like"):
         return None  # has only the shape of the scores
+    sources: tuple[Any, ...]
     if name in ("add", "mul"):
-        sources = node.args[:2]
+        sources = (argument(node, 0, "input"), argument(node, 1, "other"))
     elif name == "where" and node.op == "call_function":
         sources = node.args[1:3]
     else:
@@ -147,6 +155,8 @@ class _Reader:
         labels = first.out
         self._batch.append([label for label in labels if label not in (row, column)])
         self._chain.append(self._path[0])
+        if is_in_place(self._path[0]):
+            raise _NotAttentionError("its first product is written into a tensor that is there already")
         if op_name(self._path[0]) == "baddbmm":
             self._read_baddbmm(self._path[0], labels, row, column)
         for before, node in zip(self._path, self._path[1:], strict=False):
@@ -158,7 +168,8 @@ class _Reader:
         dropout_p, weights, labels = self._after_softmax(labels, row, column)
         last = next(iter(weights.users))
         second = read_product(last)
-        assert second is not None
+        if second is None or op_name(last) == "baddbmm":
+            raise _NotAttentionError("the second product is more than one of weights and values")
         sides = [side for side, operand in enumerate(second.operands) if operand is weights]
         if len(sides) != 1:
             raise _NotAttentionError("its weights are multiplied by themselves")
@@ -172,9 +183,11 @@ class _Reader:
         extra = [label for label in others if label not in batch and label != column]
         if len(extra) != 1 or row not in out or row in others or any(label not in out for label in (*batch, extra[0])):
             raise _NotAttentionError("the second product is not one of weights and values")
+        if self._levels[1:] and not _same_batch(weights, labels, second, side, column):
+            raise _NotAttentionError("its values have other batches than its weights")
         left, right = first.operands
         query, key = (0, 1) if row in first.labels[0] else (1, 0)
-        self._nothing_written_between(self._path[0], last)
+        self._nothing_between(self._path[0], last)
         return Match(
             query=(left, right)[query],
             query_order=_order(first.labels[query], [*self._batch[0], row, first.contracted]),
@@ -226,6 +239,10 @@ class _Reader:
             return moved
         if name == "view" or (name in ("unsqueeze", "squeeze", "flatten", "unflatten") and node.args[0] is before):
             return self._regrouped(node, before, labels, row, column)
+        if name == "neg":
+            self._check_scale(-1, 1)
+            self._steps.append(Step("scale", -1))
+            return labels
         if name in ("same", "to") and node.args[0] is before:
             if not value(node).is_floating_point():
                 raise _NotAttentionError(f"its scores are cast to {value(node).dtype}")
@@ -242,6 +259,8 @@ class _Reader:
 
     def _arithmetic(self, name: str, node: Node, before: Node, labels: Labels, row: Hashable, column: Hashable) -> None:
         left, right = argument(node, 0, "input"), argument(node, 1, "other")
+        if is_in_place(node) and left is not before:
+            raise _NotAttentionError("its scores are added to a tensor that is there already")
         if left is right or node.kwargs.get("rounding_mode") is not None or node.kwargs.get("out") is not None:
             raise _NotAttentionError(f"`{name}` between its first product and the softmax is not understood")
         if right is before and name in ("sub", "div"):
@@ -252,14 +271,14 @@ class _Reader:
             raise _NotAttentionError("the alpha of an addition is not understood")
         if name in ("mul", "div"):
             power = 1 if name == "mul" else -1
-            hides = any(step.kind in ("keep", "hide") for step in self._steps)
             if not is_tensor(other):
-                if hides and not (isinstance(other, int | float) and other > 0):
-                    raise _NotAttentionError("its scores are scaled after they were masked")
+                self._check_scale(other, power)
                 self._steps.append(Step("scale", other, power))
             elif rank(other) == 0 or self._is_same_for_all_keys(other, labels, column):
-                if hides:
-                    raise _NotAttentionError("its scores are scaled after they were masked")
+                if any(step.kind in ("keep", "hide", "bias") for step in self._steps):
+                    raise _NotAttentionError("its scores are scaled by a tensor after they were masked")
+                if len(self._levels) > 1 and rank(other) > 0:
+                    raise _NotAttentionError("its scores are scaled by a tensor after they were reshaped")
                 self._steps.append(self._tensor_step("factor", other, labels, row, column, power=power))
             else:
                 raise _NotAttentionError("its scores are multiplied by something that differs from key to key")
@@ -267,6 +286,14 @@ class _Reader:
             factor = alpha if name == "add" else -alpha
             self._steps.append(self._tensor_step("bias", other, labels, row, column, power=factor))
         # A number added to every score changes no weight.
+
+    def _check_scale(self, scale: Any, power: float) -> None:
+        is_number = isinstance(scale, int | float)
+        if is_number and scale == 0:
+            raise _NotAttentionError("its scores are scaled by zero")
+        fills = [step.fill for step in self._steps if step.kind in ("keep", "hide")]
+        if fills and not (is_number and scale > 0 and max(fills) * scale**power <= HIDES_BELOW):
+            raise _NotAttentionError("its scores are scaled after they were masked")
 
     def _masking(self, name: str, node: Node, before: Node, labels: Labels, row: Hashable, column: Hashable) -> None:
         if name == "masked_fill":
@@ -279,6 +306,8 @@ class _Reader:
         number = self._constant(fill)
         if number is None:
             raise _NotAttentionError("masked scores are filled with something that is not a constant")
+        if number < torch.finfo(value(node).dtype).min:
+            number = -math.inf  # in float16, -1e9 is
         if not number <= HIDES_BELOW:
             raise _NotAttentionError(f"masked scores are filled with {number:g}, which leaves them a weight")
         step = self._tensor_step("keep" if kind == "keep" else "hide", mask, labels, row, column, fill=number)
@@ -362,7 +391,7 @@ class _Reader:
             moved = permuted(user, labels)
             if moved is not None:
                 labels = moved
-            elif name == "view":
+            elif name in ("view", "unsqueeze", "squeeze", "flatten", "unflatten"):
                 labels = self._regrouped(user, node, labels, row, column)
             elif name == "dropout":
                 p = argument(user, 1, "p", 0.5)
@@ -377,16 +406,33 @@ class _Reader:
             self._chain.append(user)
             node = user
 
-    def _nothing_written_between(self, first: Node, last: Node) -> None:
-        """The fused call stands where the last product stood: nothing it reads may be overwritten before that."""
-        fresh: set[Any] = {first}
-        node = first.next
+    def _nothing_between(self, first: Node, last: Node) -> None:
+        """The fused call stands where the last product stood: nothing it reads, or runs under, may change before."""
+        own: set[Any] = {first}
+        node = first
         while node is not last:
-            writes = is_in_place(node) or op_name(node) in ("setitem", "copy_")
-            if writes and node.args[0] not in fresh:
+            if op_name(node) in _REGIONS:
+                raise _NotAttentionError("gradients or autocast are switched on or off between its two products")
+            in_chain = node in self._chain
+            if any(target not in own for target in written_by(node)):
                 raise _NotAttentionError(f"`{node.target}` writes to a tensor between its two products")
-            fresh.add(node)
+            # Scores and weights are its own to write to, as is what was computed on the way and is no view.
+            if in_chain or (op_name(node) not in VIEWS and not written_by(node)):
+                own.add(node)
             node = node.next
+        if written_by(last):
+            raise _NotAttentionError("its result is written into a tensor that is there already")
+
+
+def _same_batch(weights: Node, labels: Labels, second: Product, side: int, column: Hashable) -> bool:
+    """Whether the values' batch dimensions are known to be those of the weights, or one for all."""
+    sizes = dict(zip(second.labels[side], value(weights).shape, strict=True))
+    values = zip(second.labels[1 - side], value(second.operands[1 - side]).shape, strict=True)
+    return all(
+        statically_known_true(size == 1) or statically_known_true(size == sizes[label])
+        for label, size in values
+        if label in sizes and label != second.contracted
+    )
 
 
 def _order(labels: Sequence[Hashable], wanted: Sequence[Hashable]) -> Order:

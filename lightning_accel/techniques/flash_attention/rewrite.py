@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.fused import Arg, BoundStep, FusedAttention, MaskSource, Recipe
 from lightning_accel.techniques.flash_attention.graph_ops import (
+    VIEWS,
     is_in_place,
     is_tensor,
     op_name,
@@ -23,6 +24,7 @@ from lightning_accel.techniques.flash_attention.graph_ops import (
     read_product,
     same_shape,
     value,
+    written_by,
 )
 from lightning_accel.techniques.flash_attention.pattern import Match, Step, find_attention
 
@@ -35,12 +37,6 @@ _PURE = frozenset(
         *("ones", "zeros", "full", "arange", "tensor", "ones_like", "zeros_like", "full_like", "unsqueeze", "squeeze"),
         *("view", "expand", "expand_as", "repeat", "transpose", "permute", "to", "bool", "int", "long", "byte", "same"),
         *("masked_fill", "where", "flip", "detach", "narrow", "select"),
-    )
-)
-_VIEWS = frozenset(
-    (
-        *("getitem", "getattr", "unsqueeze", "squeeze", "view", "expand", "expand_as", "transpose", "permute"),
-        *("detach", "narrow", "select", "to"),
     )
 )
 _KEEP_SHAPE = frozenset(("add", "sub", "mul", "div", "masked_fill", "softmax", "dropout", "to", "same"))
@@ -98,7 +94,7 @@ def _read_masked_assignment(graph: Graph, node: Node, place: dict[Node, int]) ->
     assert isinstance(target, Node)
     is_fresh = op_name(target) in ("matmul", "einsum", "baddbmm", "add", "sub", "mul", "div", "masked_fill", "where")
     others = [user for user in target.users if user is not node]
-    if not is_fresh or is_tensor(fill) or any(place[user] < place[node] for user in others):
+    if not is_fresh or is_in_place(target) or is_tensor(fill) or any(place[user] < place[node] for user in others):
         return
     with graph.inserting_before(node):
         filled = graph.call_method("masked_fill", (target, mask, fill))
@@ -211,9 +207,9 @@ def _mask_source(module: GraphModule, mask: Node, arguments: _Arguments) -> Mask
 def _is_written_to(node: Node) -> bool:
     """Whether a tensor, or a view of it, is overwritten in the graph: its value then depends on when it is read."""
     for user in node.users:
-        if user.target is operator.setitem or is_in_place(user):
-            return user.args[0] is node
-        if op_name(user) in _VIEWS and _is_written_to(user):
+        if node in written_by(user):
+            return True
+        if op_name(user) in VIEWS and _is_written_to(user):
             return True
     return False
 

@@ -321,6 +321,53 @@ def padding_added_and_causal(self, x):
     return self.merge(scores.softmax(-1) @ v)
 
 
+@found
+def causal_with_keys_first(self, x):
+    T = x.shape[1]
+    q, k, v = self.qkv(x)
+    scores = (k @ q.transpose(-1, -2)).masked_fill(self.lower[:T, :T].T == 0, float("-inf"))
+    return self.merge(scores.softmax(-2).transpose(-1, -2) @ v)
+
+
+@found
+def causal_by_ones_like(self, x):
+    q, k, v = self.qkv(x)
+    scores = q @ k.transpose(-1, -2)
+    return self.merge(scores.masked_fill(torch.ones_like(scores).tril() == 0, float("-inf")).softmax(-1) @ v)
+
+
+@found
+def one_mask_for_all_queries(self, x):
+    q, k, v = self.qkv(x)
+    hidden = torch.arange(x.shape[1]) % 3 == 2
+    return self.merge((q @ k.transpose(-1, -2)).masked_fill(hidden, -1e9).softmax(-1) @ v)
+
+
+@found
+def local_window(self, x):
+    position = torch.arange(x.shape[1])
+    q, k, v = self.qkv(x)
+    near = (position[:, None] - position[None, :]).abs() <= 3
+    return self.merge((q @ k.transpose(-1, -2)).masked_fill(~near, float("-inf")).softmax(-1) @ v)
+
+
+# -- the softmax ---------------------------------------------------------------------------------------------------
+
+
+@found
+def highest_score_subtracted(self, x):
+    q, k, v = self.qkv(x)
+    scores = q @ k.transpose(-1, -2)
+    scores = scores - scores.amax(dim=-1, keepdim=True).detach()
+    return self.merge(F.softmax(input=scores, dim=-1) @ v)
+
+
+@found
+def negated_distances(self, x):
+    q, k, v = self.qkv(x)
+    return self.merge((-(q @ k.mT)).mT.mT.softmax(-1) @ v)
+
+
 # -- biases ------------------------------------------------------------------------------------------------------
 
 
@@ -417,6 +464,45 @@ def scores_gated(self, x):
     T = x.shape[1]
     q, k, v = self.qkv(x)
     return self.merge((q @ k.transpose(-1, -2) * self.lower[:T, :T]).softmax(-1) @ v)
+
+
+@left_alone("gradients or autocast are switched on or off between its two products")
+def scores_without_gradients(self, x):
+    q, k, v = self.qkv(x)
+    with torch.no_grad():
+        weights = (q @ k.transpose(-1, -2)).softmax(-1)
+    return self.merge(weights @ v)
+
+
+@left_alone("the second product is more than one of weights and values")
+def residual_in_the_second_product(self, x):
+    q, k, v = self.qkv_folded(x)
+    return self.merge_folded(torch.baddbmm(q, torch.bmm(q, k.mT).softmax(-1), v))
+
+
+@left_alone("its scores are scaled after they were masked")
+def mask_scaled_to_nothing(self, x):
+    T = x.shape[1]
+    q, k, v = self.qkv(x)
+    scores = (q @ k.transpose(-1, -2)).masked_fill(self.lower[:T, :T] == 0, -1e4) * 1e-4
+    return self.merge(scores.softmax(-1) @ v)
+
+
+@left_alone("`<function relu at 0x>` writes to a tensor between its two products")
+def values_overwritten_by_an_activation(self, x):
+    q, k, v = self.qkv(x)
+    weights = (q @ k.transpose(-1, -2)).softmax(-1)
+    v = F.relu(v, inplace=True)
+    return self.merge(weights @ v)
+
+
+@left_alone("`mul_` writes to a tensor between its two products")
+def queries_written_through_a_view(self, x):
+    q, k, v = self.qkv(x)
+    weights = (q @ k.transpose(-1, -2)).softmax(-1)
+    part = q[:, :1]
+    part.mul_(0.5)
+    return self.merge(weights @ v + q)
 
 
 @left_alone("`mul_` writes to a tensor between its two products")

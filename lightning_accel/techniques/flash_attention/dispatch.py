@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_accel.isolation import is_trial
 from lightning_accel.patch import MethodPatch, Patch
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+from lightning_accel.tree import tensors_in
 
 ORIGINAL = "original"
 MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest of them decides
@@ -27,6 +28,7 @@ class Dispatch:
         choices: Shape class → the name of a backend, or ``"original"``.
         is_open: Whether calls may go elsewhere than to the original yet.
         is_refused: Whether none ever may.
+        is_differentiated_twice: Whether a gradient penalty was seen: kernels have no second derivative.
 
     Args:
         attention: The site.
@@ -39,6 +41,7 @@ class Dispatch:
         self.choices: dict[str, str] = {}
         self.is_open = False
         self.is_refused = False
+        self.is_differentiated_twice = False
         self._decide = decide
         self._run = run
         self._method = MethodPatch(attention.site, "", attention.module, "forward", self._wrap)
@@ -90,9 +93,22 @@ class Dispatch:
         choice = self.choices.get(key)
         if choice is None:
             choice = ORIGINAL if is_trial() else self._decide(self, key, original, args, kwargs)
-        if choice == ORIGINAL or not self.is_open:
+        if not self.is_open:
+            return self._watched(original(self.attention.module, *args, **kwargs))
+        if choice == ORIGINAL:
             return original(self.attention.module, *args, **kwargs)
         return self._run(self, choice, original, args, kwargs)
+
+    def _watched(self, outputs: Any) -> Any:
+        """Notes, before anything is fused, whether gradients through the site are differentiated again."""
+
+        def note(gradient: Tensor) -> None:
+            self.is_differentiated_twice |= torch.is_grad_enabled()
+
+        for tensor in tensors_in(outputs) if torch.is_grad_enabled() and not is_trial() else ():
+            if tensor.requires_grad:
+                tensor.register_hook(note)  # type: ignore[no-untyped-call]
+        return outputs
 
 
 class DispatchPatch(Patch):

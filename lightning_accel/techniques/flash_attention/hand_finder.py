@@ -60,9 +60,15 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
         # The softmax, masked perhaps, in a module of its own: but not a whole model with attention further down.
         and _names(module) == {"product"}
         and any(_names(child) == {"softmax"} for child in module.children())
-        and not any(other.startswith(f"{site}." if site else "") for other in whole)
     }
-    return {site: module for site, module in modules.items() if site in whole or site in shared}
+    found = {site: module for site, module in modules.items() if site in whole or site in shared}
+    # What holds attention further down is more likely a whole model with a softmax at its end; captured, it would
+    # take its parts' attention along.
+    return {site: module for site, module in found.items() if not any(_is_inside(other, site) for other in found)}
+
+
+def _is_inside(site: str, other: str) -> bool:
+    return site != other and site.startswith(f"{other}." if other else "")
 
 
 def _has_own_code(module: nn.Module) -> bool:

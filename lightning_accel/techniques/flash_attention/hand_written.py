@@ -16,6 +16,7 @@ import torch._dynamo.config
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
 from torch.fx import GraphModule
+from torch.nn.modules import module as module_globals
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.overrides import _pop_mode as _pop_function_mode
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import (
 )
 from typing_extensions import override
 
+from lightning_accel.isolation import is_trial
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
@@ -34,6 +36,8 @@ from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forw
 from lightning_accel.tree import tensors_in
 
 _MISSES = 3  # by so many modules that differ, a capture is full: whoever comes next looks through all of it, every call
+
+_MAX_GRAPHS = 24  # of a capture: modes and kinds of shapes need a few, a counter in a forward one for every call
 
 Modes = tuple[list[TorchDispatchMode], list[TorchFunctionMode]]
 
@@ -137,7 +141,7 @@ class HandWrittenSite(AttentionSite):
         if capture is None or capture.misses >= _MISSES:
             capture = self._shared[original] = Capture(original)
         self._capture = capture
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)) if is_trial() else ():  # which are copies: the mark stays on them
             if tensor.dim() and tensor.shape[0] > 1:
                 # Trials see a few samples, the run whole batches, the last batch fewer: one capture for all.
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -163,7 +167,14 @@ class HandWrittenSite(AttentionSite):
     def nothing_found(self) -> str | None:
         if self._capture is None or self._capture.fused:
             return None
-        return "; ".join(dict.fromkeys(self._capture.left_alone)) or "no attention in what its forward ran"
+        reasons = "; ".join(dict.fromkeys(self._capture.left_alone))
+        return reasons or "no attention in what TorchDynamo could capture of its forward"
+
+    @override
+    def given_up(self) -> str | None:
+        if self._capture is None or self._capture.graphs <= _MAX_GRAPHS:
+            return None
+        return f"captured {self._capture.graphs} times: something that its forward reads is another one at every call"
 
     @override
     def close(self) -> None:
@@ -171,7 +182,8 @@ class HandWrittenSite(AttentionSite):
 
 
 def _num_hooks(modules: list[nn.Module]) -> int:
-    return sum(
+    for_all = len(module_globals._global_forward_hooks) + len(module_globals._global_forward_pre_hooks)
+    return for_all + sum(
         len(module._forward_hooks)
         + len(module._forward_pre_hooks)
         + len(module._backward_hooks)

@@ -53,8 +53,9 @@ def look_into(keep: Tensor) -> MaskFacts:
     hides_nothing = bool(keep.all())
     has_empty_rows = not bool(keep.any(dim=-1).all())
     rows, columns = keep.shape[-2:]
-    is_one = keep.numel() == rows * columns and rows > 1
-    window = None if hides_nothing or has_empty_rows or not is_one else _band(keep.reshape(rows, columns))
+    first = keep.reshape(-1, rows, columns)[0] if keep.numel() else keep
+    is_one = rows > 1 and (keep.numel() == rows * columns or bool((keep == first).all()))
+    window = None if hides_nothing or has_empty_rows or not is_one else _band(first)
     return MaskFacts(hides_nothing, has_empty_rows, window)
 
 

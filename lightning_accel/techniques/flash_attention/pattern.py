@@ -77,6 +77,7 @@ class Match:
         dropout_p: Zero outside of training.
         last: The second product.
         chain: Everything that the fused call replaces, in graph order.
+        constants: What was computed from the chain alone and goes with it, if nothing else uses it.
     """
 
     query: Node
@@ -92,6 +93,7 @@ class Match:
     dropout_p: float
     last: Node
     chain: list[Node] = field(default_factory=list)
+    constants: set[Node] = field(default_factory=set)
 
 
 class _NotAttentionError(Exception):
@@ -202,6 +204,7 @@ class _Reader:
             dropout_p=dropout_p,
             last=last,
             chain=self._chain,
+            constants=self._constants,
         )
 
     def _row_and_column(self, first: Product) -> tuple[Hashable, Hashable]:
@@ -249,6 +252,8 @@ class _Reader:
             return labels
         if rank(node) != rank(before) or not same_shape(node, before):
             raise _NotAttentionError(f"`{name or node.target}` changes the shape of its scores")
+        if name == "sub" and self._is_row_maximum(argument(node, 1, "other"), before, labels, column):
+            return labels  # one number for all keys of a query: no weight changes
         if name in ("add", "sub", "mul", "div"):
             self._arithmetic(name, node, before, labels, row, column)
         elif name in ("masked_fill", "where"):
@@ -256,6 +261,21 @@ class _Reader:
         else:
             raise _NotAttentionError(f"`{name or node.target}` stands between its first product and the softmax")
         return labels
+
+    def _is_row_maximum(self, other: Any, scores: Node, labels: Labels, column: Hashable) -> bool:
+        steps: list[Node] = []
+        while isinstance(other, Node) and op_name(other) in ("getitem", "detach"):
+            steps.append(other)
+            other = other.args[0]
+        if not isinstance(other, Node) or op_name(other) not in ("amax", "max") or other.args[0] is not scores:
+            return False
+        dim, keepdim = argument(other, 1, "dim"), argument(other, 2, "keepdim", False)
+        dim = dim[0] if isinstance(dim, list | tuple) and len(dim) == 1 else dim
+        takes_values = op_name(other) == "amax" or any(step.args[1:] == (0,) for step in steps)
+        if not (isinstance(dim, int) and keepdim and takes_values and labels[dim] == column):
+            return False
+        self._constants.update((other, *steps))
+        return all(len(step.users) == 1 for step in steps)
 
     def _arithmetic(self, name: str, node: Node, before: Node, labels: Labels, row: Hashable, column: Hashable) -> None:
         left, right = argument(node, 0, "input"), argument(node, 1, "other")

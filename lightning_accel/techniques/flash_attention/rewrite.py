@@ -15,6 +15,7 @@ from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.fused import Arg, BoundStep, FusedAttention, MaskSource, Recipe
 from lightning_accel.techniques.flash_attention.graph_ops import (
     VIEWS,
+    argument,
     is_in_place,
     is_tensor,
     op_name,
@@ -39,6 +40,7 @@ _PURE = frozenset(
         *("masked_fill", "where", "flip", "detach", "narrow", "select"),
     )
 )
+_ASK_FOR_SHAPE = frozenset(("size", "ones_like", "zeros_like", "full_like", "view_as", "expand_as", "reshape_as"))
 _KEEP_SHAPE = frozenset(("add", "sub", "mul", "div", "masked_fill", "softmax", "dropout", "to", "same"))
 
 
@@ -105,22 +107,41 @@ def _read_masked_assignment(graph: Graph, node: Node, place: dict[Node, int]) ->
 
 
 def _take_sizes_from_operands(graph: Graph) -> None:
-    """Lets whoever asks for the shape of scores ask their operands: the scores will not be there."""
+    """Lets whoever wants nothing but the shape of scores ask their operands: the scores will not be there."""
     for node in list(graph.nodes):
-        if node.op != "call_method" or node.target != "size" or not is_tensor(node.args[0]):
+        name = op_name(node)
+        if name not in _ASK_FOR_SHAPE:
             continue
-        root: Any = node.args[0]
+        like = argument(node, 1, "other") if name.endswith("_as") else argument(node, 0, "input")
+        if not is_tensor(like):
+            continue
+        root: Any = like
         while read_product(root) is None and op_name(root) in _KEEP_SHAPE and is_tensor(root.args[0]):
             root = root.args[0]
         product = read_product(root)
-        if product is None or not same_shape(root, node.args[0]):
+        if product is None or not same_shape(root, like):
             continue
         with graph.inserting_before(node):
-            args: Any = (*product.operands, product.labels, product.out, *node.args[1:])
-            size = graph.call_function(product_size, args)
-        size.meta = dict(node.meta)
-        node.replace_all_uses_with(size)
+            operands: Any = (*product.operands, product.labels, product.out)
+            if name == "size":
+                made = graph.call_function(product_size, (*operands, *node.args[1:]))
+            else:
+                size = graph.call_function(product_size, operands)
+                size.meta = {"example_value": value(like).shape}
+                made = _of_size(graph, node, size)
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
         graph.erase_node(node)
+
+
+def _of_size(graph: Graph, node: Node, size: Node) -> Node:
+    """What a ``*_like`` or ``*_as`` does, for a size in place of a tensor that has it."""
+    name = op_name(node)
+    if name.endswith("_as"):
+        return graph.call_method(name.removesuffix("_as"), (node.args[0], size))
+    made = value(node)
+    fill: Any = {"ones_like": 1, "zeros_like": 0}.get(name, argument(node, 1, "fill_value"))
+    return graph.call_function(torch.full, (size, fill), {"dtype": made.dtype, "device": made.device})
 
 
 class _Arguments:
@@ -156,7 +177,7 @@ def _replace(module: GraphModule, match: Match, attend: Callable[[AttentionCall]
         call = graph.call_module(name, (match.query, match.key, match.value, *arguments.nodes))
     call.meta = dict(last.meta)
     last.replace_all_uses_with(call)
-    candidates = {last, *match.chain}
+    candidates = {last, *match.chain, *match.constants}
     for node in reversed(list(graph.nodes)):
         is_spare = node in candidates or (node.op in ("call_function", "call_method") and op_name(node) in _PURE)
         if is_spare and not node.users and not (is_in_place(node) and node not in candidates):
@@ -181,7 +202,10 @@ def _mask_source(module: GraphModule, mask: Node, arguments: _Arguments) -> Mask
         node = waiting.pop()
         if node in leaves or node in inner:
             continue
-        if node.op == "placeholder" or not (is_tensor(node) or isinstance(value(node), tuple | list)):
+        is_number = not (is_tensor(node) or isinstance(value(node), tuple | list)) or isinstance(
+            value(node), torch.Size
+        )
+        if node.op == "placeholder" or is_number:
             leaves.append(node)
         elif node.op == "get_attr" or op_name(node) in _PURE:
             inner.add(node)

@@ -43,6 +43,10 @@ class AttentionSite(ABC):
         """After a call of :meth:`fused`: why there was nothing to fuse in what ran; None if there was."""
         return None
 
+    def given_up(self) -> str | None:
+        """Why :meth:`fused` should be called no more; None if it should."""
+        return None
+
     def judged(self, outputs: Any) -> Any:
         """The part of the module's outputs that a trial compares."""
         return outputs

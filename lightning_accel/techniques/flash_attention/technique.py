@@ -10,7 +10,6 @@ import torch
 import torch._dynamo.config
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
 from torch.fx import GraphModule
 from typing_extensions import override
 
@@ -129,8 +128,11 @@ class FlashAttention(Technique):
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
         for site, verdict in self._agreed.items():
-            if site in self._dispatches:
-                self._dispatches[site].choose(verdict.choices)
+            dispatch = self._dispatches.get(site)
+            if dispatch is not None and dispatch.is_differentiated_twice:
+                self._refuse(dispatch, "gradients through it are differentiated again, which fused kernels cannot")
+            elif dispatch is not None:
+                dispatch.choose(verdict.choices)
         if self._agreed:
             self._agreed = {}
             self._switch_models()
@@ -173,13 +175,23 @@ class FlashAttention(Technique):
             return original(site.module, *args, **kwargs)
         try:
             result = site.fused(backend, original, args, kwargs)
-            self._complain()
+        except Exception as error:
+            if type(error).__module__ == "torch.utils.checkpoint":  # which ends a recomputation by one
+                raise
+            # An error of the user's own code comes out of the original, as it always did.
+            result = original(site.module, *args, **kwargs)
+            text = str(error).strip()
+            self._refuse(dispatch, f"failed in mid-run: {type(error).__name__}: {text.splitlines()[0] if text else ''}")
             return result
-        except TorchDynamoException as error:
-            dispatch.is_refused = True
-            reason = f"could not be captured: {str(error).strip().splitlines()[0]}"
-            self.revisions = {**self.revisions, site.site: Verdict(keep=False, reason=reason)}
-            return original(site.module, *args, **kwargs)
+        self._complain()
+        given_up = site.given_up()
+        if given_up is not None:
+            self._refuse(dispatch, given_up)
+        return result
+
+    def _refuse(self, dispatch: Dispatch, reason: str) -> None:
+        dispatch.is_refused = True
+        self.revisions = {**self.revisions, dispatch.attention.site: Verdict(keep=False, reason=reason)}
 
     def _complain(self) -> None:
         """Says, once, what a backend that was asked for by name could not do."""
@@ -213,13 +225,13 @@ class FlashAttention(Technique):
         self, dispatch: Dispatch, key: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
         known = nearest_choice(key, dispatch.choices)
-        if known is not None and (len(dispatch.choices) >= MAX_CLASSES or not self._goes_by_clock(dispatch.attention)):
+        by_clock = self._goes_by_clock(dispatch.attention)
+        if known is not None and (len(dispatch.choices) >= MAX_CLASSES or (known == ORIGINAL and not by_clock)):
             return known
         judgement = self._judge(dispatch.attention, key, original, args, kwargs, _LATER_TIMED_S)
         site = dispatch.attention.site
         if judgement.is_wrong:
-            dispatch.is_refused = True
-            self.revisions = {**self.revisions, site: Verdict(keep=False, reason=judgement.reason)}
+            self._refuse(dispatch, judgement.reason)
         elif known is None or (judgement.choice != ORIGINAL and known == ORIGINAL):
             keep = judgement.choice != ORIGINAL
             reason = f"{dispatch.change}: {judgement.reason}" if keep else judgement.reason

@@ -133,7 +133,8 @@ def attend_masked(call: AttentionCall, masking: Masking, attend: Attend) -> Tens
         # What becomes of scores of zero: a mask to be added, in the precision that scores have.
         nothing = torch.zeros((), dtype=_float_dtype(masking, call.query.dtype), device=call.query.device)
         mask = masking.on(nothing)
-        rows = mask.detach().amax(dim=-1, keepdim=True) <= HIDES_BELOW
+        # As far off on the other side, too, scores vanish beside it, and kernels lose their way back.
+        rows = mask.detach().amax(dim=-1, keepdim=True).abs() >= -HIDES_BELOW
     if rows is not None and can_look_into(rows):
         if rows.any():
             return _with_samples_by_hand(call, mask, masking, rows, attend)

@@ -303,6 +303,8 @@ class _Reader:
             else:
                 raise _NotAttentionError("its scores are multiplied by something that differs from key to key")
         elif is_tensor(other):
+            if name == "sub" and value(other).dtype == torch.bool:
+                raise _NotAttentionError("booleans are subtracted from its scores")
             factor = alpha if name == "add" else -alpha
             self._steps.append(self._tensor_step("bias", other, labels, row, column, power=factor))
         # A number added to every score changes no weight.

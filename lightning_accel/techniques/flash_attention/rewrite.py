@@ -180,7 +180,7 @@ def _replace(module: GraphModule, match: Match, attend: Callable[[AttentionCall]
     candidates = {last, *match.chain, *match.constants}
     for node in reversed(list(graph.nodes)):
         is_spare = node in candidates or (node.op in ("call_function", "call_method") and op_name(node) in _PURE)
-        if is_spare and not node.users and not (is_in_place(node) and node not in candidates):
+        if is_spare and not node.users and not (written_by(node) and node not in candidates):
             graph.erase_node(node)
 
 

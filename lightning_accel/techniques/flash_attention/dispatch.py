@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -130,18 +131,26 @@ class DispatchPatch(Patch):
 
 def shape_class(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """The kind of call: mode, gradients, dtypes, and every size to the next power of two."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    device = tensors[0].device.type if tensors else "cpu"
-    mode = "train" if module.training else "eval"
-    gradients = "grad" if torch.is_grad_enabled() else "no grad"
-    cast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "-"
-    sizes = " ".join(f"{tensor.dtype}{_exponents(tensor)}" for tensor in tensors)
-    return f"{mode}, {gradients}, {cast}: {sizes}".replace("torch.", "")
+    facts: list[Any] = [module.training, torch.is_grad_enabled()]
+    device = ""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            device = device or value.device.type
+            # A nested tensor has no shape to ask for.
+            facts += (value.dtype, () if value.is_nested else value.shape)
+    facts.append(torch.get_autocast_dtype(device) if device and torch.is_autocast_enabled(device) else None)
+    return _shape_class(tuple(facts))
 
 
-def _exponents(tensor: Tensor) -> list[int]:
-    # A nested tensor has no shape to ask for.
-    return [] if tensor.is_nested else [(size - 1).bit_length() for size in tensor.shape]
+@functools.lru_cache(maxsize=4096)
+def _shape_class(facts: tuple[Any, ...]) -> str:
+    training, gradients, *tensors, cast = facts
+    sizes = (
+        f"{dtype}{[(size - 1).bit_length() for size in shape]}"
+        for dtype, shape in zip(tensors[::2], tensors[1::2], strict=True)
+    )
+    head = f"{'train' if training else 'eval'}, {'grad' if gradients else 'no grad'}, {cast or '-'}"
+    return f"{head}: {' '.join(sizes)}".replace("torch.", "")
 
 
 def nearest_choice(key: str, choices: Mapping[str, str]) -> str | None:

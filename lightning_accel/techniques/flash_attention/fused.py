@@ -116,7 +116,14 @@ class FusedAttention(nn.Module):
         if q.dtype != v.dtype or k.dtype != v.dtype:  # scores in float32 of a bfloat16 model: all in the wider one
             dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        call = AttentionCall(query=q, key=k, value=v, dropout_p=recipe.dropout_p)
+        call = AttentionCall(
+            query=q,
+            key=k,
+            value=v,
+            is_causal=masking.causal_fill is not None,
+            dropout_p=recipe.dropout_p,
+            scale=masking.scale,
+        )
         out = attend_masked(call, masking, self._attend)
         if out.dtype != recipe.dtype:
             out = out.to(recipe.dtype)

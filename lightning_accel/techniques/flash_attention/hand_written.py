@@ -69,8 +69,11 @@ class Capture:
 
     def call(self, backend: Backend, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._backend, self._runs = backend, 0
-        with _outside_of_ddp():
+        if DistributedDataParallel._active_ddp_module is None:
             result = self._captured(module, *args, **kwargs)
+        else:
+            with _outside_of_ddp():
+                result = self._captured(module, *args, **kwargs)
         self.has_breaks = self.has_breaks or self._runs != 1
         return result
 
@@ -182,14 +185,12 @@ class HandWrittenSite(AttentionSite):
 
 
 def _num_hooks(modules: list[nn.Module]) -> int:
-    for_all = len(module_globals._global_forward_hooks) + len(module_globals._global_forward_pre_hooks)
-    return for_all + sum(
-        len(module._forward_hooks)
-        + len(module._forward_pre_hooks)
-        + len(module._backward_hooks)
-        + len(module._backward_pre_hooks)
-        for module in modules
-    )
+    count = len(module_globals._global_forward_hooks) + len(module_globals._global_forward_pre_hooks)
+    for module in modules:  # a loop, and no call that can be spared: this runs at every call of the site
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            count += len(module._forward_hooks) + len(module._forward_pre_hooks)
+            count += len(module._backward_hooks) + len(module._backward_pre_hooks)
+    return count
 
 
 def _is_told_to_run_eagerly() -> bool:

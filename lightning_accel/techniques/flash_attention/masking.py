@@ -116,15 +116,17 @@ class Masking:
 
 
 def attend_masked(call: AttentionCall, masking: Masking, attend: Attend) -> Tensor:
-    """The call (whose own mask is not set) under its masks.
+    """The call under its masks.
+
+    Args:
+        call: With the scale, and causal if that is all the mask there is; its own mask is not set.
+        masking: The masks.
+        attend: Computes a call.
 
     Returns:
         (B, H, T, Dv).
     """
-    call = replace(call, scale=masking.scale)
-    if masking.causal_fill is not None:
-        return attend(replace(call, is_causal=True))
-    if all(edit.kind == "multiply" for edit in masking.edits):
+    if call.is_causal or all(edit.kind == "multiply" for edit in masking.edits):
         return attend(call)
     if masking.only_hides:
         mask = masking.keep()

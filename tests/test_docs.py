@@ -57,3 +57,5 @@ def test_the_figures_are_those_that_were_measured() -> None:
     render = runpy.run_path(str(ROOT / "benchmarks" / "render.py"))
     assert render["readme"]() == README
     assert render["results_page"]() == (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")
+    plot = (ROOT / "docs" / "results" / "attention_memory.svg").read_text(encoding="utf-8")
+    assert render["attention_memory_svg"]() == plot

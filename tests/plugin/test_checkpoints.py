@@ -97,7 +97,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(make_trainer: MakeTrai
 def test_a_resumed_transformer_is_exact(make_trainer: MakeTrainer) -> None:
     def start(**options: Any) -> tuple[Supervised, Any]:
         torch.manual_seed(0)
-        given = plugin(memory_format="auto", gradient_checkpointing="full")
+        given = plugin(memory_format="auto", flash_attention="off", gradient_checkpointing="full")
         return Supervised(Transformer(dropout=0.0), fused_adamw), make_trainer(plugins=[given], **options)
 
     whole, trainer = start(max_epochs=4)

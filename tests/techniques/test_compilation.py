@@ -36,6 +36,7 @@ MODES: list[CompileSetting] = ["default", "reduce-overhead", "max-autotune", "ma
 def compiling(model: nn.Module, setting: CompileSetting | bool = "on", **more: Any) -> Engine:
     host = more.pop("host", CPU)
     settings = {"precision": "32-true", "memory_format": "preserve", "inplace_activations": False, **more}
+    settings.setdefault("flash_attention", "off")  # whose trial goes by the clock
     return accelerate(model, Plan(compile=setting, **settings), host=host)
 
 

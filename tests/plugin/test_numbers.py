@@ -16,7 +16,17 @@ from lightning_models import Supervised, Transformer, cnn, images, tokens
 
 MakeTrainer = Callable[..., Any]
 
-OFF: dict[str, Any] = {"flash_attention": "off", "memory_format": "preserve", "inplace_activations": False, "log": False}
+OFF: dict[str, Any] = {
+    "flash_attention": "off",
+    "memory_format": "preserve",
+    "inplace_activations": False,
+    "log": False,
+}
+    "flash_attention": "off",
+    "memory_format": "preserve",
+    "inplace_activations": False,
+    "log": False,
+}
 
 
 def trained(make_trainer: MakeTrainer, net: Callable[[], nn.Module], data: Any, **options: Any) -> Supervised:

@@ -22,11 +22,6 @@ OFF: dict[str, Any] = {
     "inplace_activations": False,
     "log": False,
 }
-    "flash_attention": "off",
-    "memory_format": "preserve",
-    "inplace_activations": False,
-    "log": False,
-}
 
 
 def trained(make_trainer: MakeTrainer, net: Callable[[], nn.Module], data: Any, **options: Any) -> Supervised:

@@ -16,7 +16,6 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_accel.techniques.flash_attention.graph_ops import (
-    VIEWS,
     Labels,
     Product,
     argument,
@@ -30,15 +29,17 @@ from lightning_accel.techniques.flash_attention.graph_ops import (
     same_shape,
     sizes_of_view,
     value,
-    written_by,
 )
 from lightning_accel.techniques.flash_attention.masks import HIDES_BELOW
+from lightning_accel.techniques.flash_attention.surroundings import (
+    NotAttentionError,
+    check_between,
+    constant,
+    row_maximum,
+    same_batch,
+)
 
 Order = tuple[int | None, ...]
-
-_REGIONS = frozenset(
-    ("_set_grad_enabled", "set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode")
-) | {"_exit_inference_mode", "enter_autocast", "exit_autocast"}
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,6 @@ class Match:
     constants: set[Node] = field(default_factory=set)
 
 
-class _NotAttentionError(Exception):
-    """Why something that looked like attention is left alone; the text goes into the report."""
-
-
 def find_attention(graph: Graph) -> Iterator[Match | str]:
     """Every attention in ``graph``, or, for what is nearly one, why it is left alone."""
     for node in list(graph.nodes):
@@ -109,7 +106,7 @@ def find_attention(graph: Graph) -> Iterator[Match | str]:
                 continue
             try:
                 yield _Reader(path, node).read()
-            except _NotAttentionError as reason:
+            except NotAttentionError as reason:
                 yield str(reason)
 
 
@@ -158,7 +155,7 @@ class _Reader:
         self._batch.append([label for label in labels if label not in (row, column)])
         self._chain.append(self._path[0])
         if is_in_place(self._path[0]):
-            raise _NotAttentionError("its first product is written into a tensor that is there already")
+            raise NotAttentionError("its first product is written into a tensor that is there already")
         if op_name(self._path[0]) == "baddbmm":
             self._read_baddbmm(self._path[0], labels, row, column)
         for before, node in zip(self._path, self._path[1:], strict=False):
@@ -171,25 +168,25 @@ class _Reader:
         last = next(iter(weights.users))
         second = read_product(last)
         if second is None or op_name(last) == "baddbmm":
-            raise _NotAttentionError("the second product is more than one of weights and values")
+            raise NotAttentionError("the second product is more than one of weights and values")
         sides = [side for side, operand in enumerate(second.operands) if operand is weights]
         if len(sides) != 1:
-            raise _NotAttentionError("its weights are multiplied by themselves")
+            raise NotAttentionError("its weights are multiplied by themselves")
         side = sides[0]
         renamed = dict(zip(second.labels[side], labels, strict=True))
         if renamed.get(second.contracted) != column:
-            raise _NotAttentionError("the second product does not sum over the keys")
+            raise NotAttentionError("the second product does not sum over the keys")
         others = [renamed.get(label, ("second", label)) for label in second.labels[1 - side]]
         out = [renamed.get(label, ("second", label)) for label in second.out]
         batch = self._batch[-1]
         extra = [label for label in others if label not in batch and label != column]
         if len(extra) != 1 or row not in out or row in others or any(label not in out for label in (*batch, extra[0])):
-            raise _NotAttentionError("the second product is not one of weights and values")
-        if self._levels[1:] and not _same_batch(weights, labels, second, side, column):
-            raise _NotAttentionError("its values have other batches than its weights")
+            raise NotAttentionError("the second product is not one of weights and values")
+        if self._levels[1:] and not same_batch(weights, second, side):
+            raise NotAttentionError("its values have other batches than its weights")
         left, right = first.operands
         query, key = (0, 1) if row in first.labels[0] else (1, 0)
-        self._nothing_between(self._path[0], last)
+        check_between(self._path[0], last, self._chain)
         return Match(
             query=(left, right)[query],
             query_order=_order(first.labels[query], [*self._batch[0], row, first.contracted]),
@@ -214,7 +211,7 @@ class _Reader:
             labels = permuted(node, labels) or labels
         dim = argument(self._softmax, 1, "dim")
         if not isinstance(dim, int) or rank(self._softmax) < 2:
-            raise _NotAttentionError("its softmax names no dimension")
+            raise NotAttentionError("its softmax names no dimension")
         dims = rank(self._softmax)
         # A reshape in between leaves the last two dimensions where they are, and those are counted from the end.
         column = labels[dim % dims - dims] if dims - dim % dims <= len(labels) else None
@@ -222,7 +219,7 @@ class _Reader:
         owner, other = (right, left) if column in right and column not in left else (left, right)
         rows = [label for label in other if label not in owner]
         if column is None or column not in owner or column in other or not rows:
-            raise _NotAttentionError("its softmax runs over another dimension than the keys")
+            raise NotAttentionError("its softmax runs over another dimension than the keys")
         return rows[-1], column
 
     def _only_user(self, node: Node, user: Node) -> None:
@@ -232,7 +229,7 @@ class _Reader:
             return
         what = "scores" if node in self._path else "weights"
         after = "returned or stored" if any(other.op == "output" for other in others) else "used elsewhere"
-        raise _NotAttentionError(f"its {what} are {after}")
+        raise NotAttentionError(f"its {what} are {after}")
 
     def _step(self, node: Node, before: Node, labels: Labels, row: Hashable, column: Hashable) -> Labels:
         """What one node does to the scores; returns the labels after it."""
@@ -248,47 +245,34 @@ class _Reader:
             return labels
         if name in ("same", "to") and node.args[0] is before:
             if not value(node).is_floating_point():
-                raise _NotAttentionError(f"its scores are cast to {value(node).dtype}")
+                raise NotAttentionError(f"its scores are cast to {value(node).dtype}")
             return labels
         if rank(node) != rank(before) or not same_shape(node, before):
-            raise _NotAttentionError(f"`{name or node.target}` changes the shape of its scores")
-        if name == "sub" and self._is_row_maximum(argument(node, 1, "other"), before, labels, column):
+            raise NotAttentionError(f"`{name or node.target}` changes the shape of its scores")
+        maximum = row_maximum(argument(node, 1, "other"), before, labels, column) if name == "sub" else None
+        if maximum is not None:
+            self._constants |= maximum
             return labels  # one number for all keys of a query: no weight changes
         if name in ("add", "sub", "mul", "div"):
             self._arithmetic(name, node, before, labels, row, column)
         elif name in ("masked_fill", "where"):
             self._masking(name, node, before, labels, row, column)
         else:
-            raise _NotAttentionError(f"`{name or node.target}` stands between its first product and the softmax")
+            raise NotAttentionError(f"`{name or node.target}` stands between its first product and the softmax")
         return labels
-
-    def _is_row_maximum(self, other: Any, scores: Node, labels: Labels, column: Hashable) -> bool:
-        steps: list[Node] = []
-        while isinstance(other, Node) and op_name(other) in ("getitem", "detach"):
-            steps.append(other)
-            other = other.args[0]
-        if not isinstance(other, Node) or op_name(other) not in ("amax", "max") or other.args[0] is not scores:
-            return False
-        dim, keepdim = argument(other, 1, "dim"), argument(other, 2, "keepdim", False)
-        dim = dim[0] if isinstance(dim, list | tuple) and len(dim) == 1 else dim
-        takes_values = op_name(other) == "amax" or any(step.args[1:] == (0,) for step in steps)
-        if not (isinstance(dim, int) and keepdim and takes_values and labels[dim] == column):
-            return False
-        self._constants.update((other, *steps))
-        return all(len(step.users) == 1 for step in steps)
 
     def _arithmetic(self, name: str, node: Node, before: Node, labels: Labels, row: Hashable, column: Hashable) -> None:
         left, right = argument(node, 0, "input"), argument(node, 1, "other")
         if is_in_place(node) and left is not before:
-            raise _NotAttentionError("its scores are added to a tensor that is there already")
+            raise NotAttentionError("its scores are added to a tensor that is there already")
         if left is right or node.kwargs.get("rounding_mode") is not None or node.kwargs.get("out") is not None:
-            raise _NotAttentionError(f"`{name}` between its first product and the softmax is not understood")
+            raise NotAttentionError(f"`{name}` between its first product and the softmax is not understood")
         if right is before and name in ("sub", "div"):
-            raise _NotAttentionError("its scores are subtracted from something, or divide it")
+            raise NotAttentionError("its scores are subtracted from something, or divide it")
         other = right if left is before else left
         alpha = node.kwargs.get("alpha", 1)
         if not isinstance(alpha, int | float) or (alpha != 1 and left is not before):
-            raise _NotAttentionError("the alpha of an addition is not understood")
+            raise NotAttentionError("the alpha of an addition is not understood")
         if name in ("mul", "div"):
             power = 1 if name == "mul" else -1
             if not is_tensor(other):
@@ -296,15 +280,15 @@ class _Reader:
                 self._steps.append(Step("scale", other, power))
             elif rank(other) == 0 or self._is_same_for_all_keys(other, labels, column):
                 if any(step.kind in ("keep", "hide", "bias") for step in self._steps):
-                    raise _NotAttentionError("its scores are scaled by a tensor after they were masked")
+                    raise NotAttentionError("its scores are scaled by a tensor after they were masked")
                 if len(self._levels) > 1 and rank(other) > 0:
-                    raise _NotAttentionError("its scores are scaled by a tensor after they were reshaped")
+                    raise NotAttentionError("its scores are scaled by a tensor after they were reshaped")
                 self._steps.append(self._tensor_step("factor", other, labels, row, column, power=power))
             else:
-                raise _NotAttentionError("its scores are multiplied by something that differs from key to key")
+                raise NotAttentionError("its scores are multiplied by something that differs from key to key")
         elif is_tensor(other):
             if name == "sub" and value(other).dtype == torch.bool:
-                raise _NotAttentionError("booleans are subtracted from its scores")
+                raise NotAttentionError("booleans are subtracted from its scores")
             factor = alpha if name == "add" else -alpha
             self._steps.append(self._tensor_step("bias", other, labels, row, column, power=factor))
         # A number added to every score changes no weight.
@@ -312,10 +296,10 @@ class _Reader:
     def _check_scale(self, scale: Any, power: float) -> None:
         is_number = isinstance(scale, int | float)
         if is_number and scale == 0:
-            raise _NotAttentionError("its scores are scaled by zero")
+            raise NotAttentionError("its scores are scaled by zero")
         fills = [step.fill for step in self._steps if step.kind in ("keep", "hide")]
         if fills and not (is_number and scale > 0 and max(fills) * scale**power <= HIDES_BELOW):
-            raise _NotAttentionError("its scores are scaled after they were masked")
+            raise NotAttentionError("its scores are scaled after they were masked")
 
     def _masking(self, name: str, node: Node, before: Node, labels: Labels, row: Hashable, column: Hashable) -> None:
         if name == "masked_fill":
@@ -325,13 +309,13 @@ class _Reader:
         else:
             mask, kept, dropped = node.args[:3]
             fill, kind = (dropped, "keep") if kept is before else (kept, "hide")
-        number = self._constant(fill)
+        number = constant(fill, self._constants)
         if number is None:
-            raise _NotAttentionError("masked scores are filled with something that is not a constant")
+            raise NotAttentionError("masked scores are filled with something that is not a constant")
         if number < torch.finfo(value(node).dtype).min:
             number = -math.inf  # in float16, -1e9 is
         if not number <= HIDES_BELOW:
-            raise _NotAttentionError(f"masked scores are filled with {number:g}, which leaves them a weight")
+            raise NotAttentionError(f"masked scores are filled with {number:g}, which leaves them a weight")
         step = self._tensor_step("keep" if kind == "keep" else "hide", mask, labels, row, column, fill=number)
         self._steps.append(step)
 
@@ -339,41 +323,16 @@ class _Reader:
         self, kind: Any, tensor: Any, labels: Labels, row: Hashable, column: Hashable, **rest: Any
     ) -> Step:
         if rank(tensor) > len(labels) or rank(tensor) < 0:
-            raise _NotAttentionError("a mask or bias has more dimensions than its scores")
+            raise NotAttentionError("a mask or bias has more dimensions than its scores")
         order = tuple(labels.index(label) for label in [*self._batch[-1], row, column])
         return Step(kind, tensor, level=len(self._levels) - 1, order=order, **rest)
-
-    def _constant(self, node: Any, depth: int = 8) -> float | None:
-        """The number that a node holds everywhere, if it was built from nothing but numbers."""
-        if isinstance(node, int | float):
-            return float(node)
-        if not isinstance(node, Node) or depth == 0:
-            return None
-        name = op_name(node)
-        found: float | None = None
-        if name in ("full", "full_like", "new_full"):
-            found = self._constant(argument(node, 2 if name == "new_full" else 1, "fill_value"), depth - 1)
-        elif name in ("tensor", "scalar_tensor", "new_tensor"):
-            found = self._constant(argument(node, 1 if name == "new_tensor" else 0, "data"), depth - 1)
-        elif name in ("ones_like", "zeros_like", "ones", "zeros"):
-            found = float(name.startswith("ones"))
-        elif name in ("to", "neg", "expand_as", "expand"):
-            inner = self._constant(node.args[0], depth - 1)
-            found = inner if inner is None or name != "neg" else -inner
-        elif name in ("mul", "add", "sub"):
-            left, right = (self._constant(side, depth - 1) for side in node.args[:2])
-            if left is not None and right is not None:
-                found = {"mul": left * right, "add": left + right, "sub": left - right}[name]
-        if found is not None:
-            self._constants.add(node)
-        return found
 
     def _read_baddbmm(self, node: Node, labels: Labels, row: Hashable, column: Hashable) -> None:
         self._steps.append(Step("scale", node.kwargs.get("alpha", 1)))
         beta = node.kwargs.get("beta", 1)
         if beta != 0:
             if not isinstance(beta, int | float):
-                raise _NotAttentionError("the beta of its baddbmm is not a number")
+                raise NotAttentionError("the beta of its baddbmm is not a number")
             bias = argument(node, 0, "input")
             self._steps.append(self._tensor_step("bias", bias, labels, row, column, power=beta))
 
@@ -386,12 +345,12 @@ class _Reader:
         shape, old = value(node).shape, value(before).shape
         moved = list(labels[:-2]) != self._batch[-1] or set(labels[-2:]) != {row, column}
         if moved or len(shape) < 2 or not equal_sizes(shape[-2:], old[-2:]):
-            raise _NotAttentionError("its scores or weights are reshaped across queries and keys")
+            raise NotAttentionError("its scores or weights are reshaped across queries and keys")
         sizes: Sequence[Any] = shape[:-2]
         if sum(not isinstance(size, int) for size in sizes) > 1:
             sizes = sizes_of_view(node)[:-2] if op_name(node) == "view" else ()
             if len(sizes) != len(shape) - 2 or not all(isinstance(size, int | Node) for size in sizes):
-                raise _NotAttentionError("its scores or weights are reshaped in a way that is not understood")
+                raise NotAttentionError("its scores or weights are reshaped in a way that is not understood")
         else:
             sizes = [size if isinstance(size, int) else -1 for size in sizes]
         self._levels.append(sizes)
@@ -403,10 +362,10 @@ class _Reader:
         while True:
             if len(node.users) != 1:
                 self._only_user(node, next(iter(node.users), node))
-                raise _NotAttentionError("its weights are not used")
+                raise NotAttentionError("its weights are not used")
             user = next(iter(node.users))
             if user.op == "output":
-                raise _NotAttentionError("its weights are returned or stored")
+                raise NotAttentionError("its weights are returned or stored")
             if read_product(user) is not None:
                 return dropout_p, node, labels
             name = op_name(user)
@@ -419,42 +378,14 @@ class _Reader:
                 p = argument(user, 1, "p", 0.5)
                 is_training = argument(user, 2, "training", argument(user, 2, "train", True))
                 if not isinstance(p, int | float) or not isinstance(is_training, bool) or (dropout_p and is_training):
-                    raise _NotAttentionError("the dropout of its weights is not understood")
+                    raise NotAttentionError("the dropout of its weights is not understood")
                 dropout_p = max(dropout_p, float(p) if is_training else 0.0)
             elif name not in ("same", "to") or user.args[0] is not node or not value(user).is_floating_point():
-                raise _NotAttentionError(
+                raise NotAttentionError(
                     f"`{name or user.target}` stands between the softmax and the product with the values"
                 )
             self._chain.append(user)
             node = user
-
-    def _nothing_between(self, first: Node, last: Node) -> None:
-        """The fused call stands where the last product stood: nothing it reads, or runs under, may change before."""
-        own: set[Any] = {first}
-        node = first
-        while node is not last:
-            if op_name(node) in _REGIONS:
-                raise _NotAttentionError("gradients or autocast are switched on or off between its two products")
-            in_chain = node in self._chain
-            if any(target not in own for target in written_by(node)):
-                raise _NotAttentionError(f"`{node.target}` writes to a tensor between its two products")
-            # Scores and weights are its own to write to, as is what was computed on the way and is no view.
-            if in_chain or (op_name(node) not in VIEWS and not written_by(node)):
-                own.add(node)
-            node = node.next
-        if written_by(last):
-            raise _NotAttentionError("its result is written into a tensor that is there already")
-
-
-def _same_batch(weights: Node, labels: Labels, second: Product, side: int, column: Hashable) -> bool:
-    """Whether the values' batch dimensions are known to be those of the weights, or one for all."""
-    sizes = dict(zip(second.labels[side], value(weights).shape, strict=True))
-    values = zip(second.labels[1 - side], value(second.operands[1 - side]).shape, strict=True)
-    return all(
-        statically_known_true(size == 1) or statically_known_true(size == sizes[label])
-        for label, size in values
-        if label in sizes and label != second.contracted
-    )
 
 
 def _order(labels: Sequence[Hashable], wanted: Sequence[Hashable]) -> Order:

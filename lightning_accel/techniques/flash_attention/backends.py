@@ -150,8 +150,10 @@ class FlashAttn(Backend):
             return f"flash-attn takes float16 and bfloat16, not {_kind(call.query)}"
         if head_dim > 256 or call.value.shape[-1] != head_dim:
             return f"flash-attn takes heads up to 256 wide, the value's as wide as the query's, not {_kind(call.query)}"
-        if call.is_causal and call.query.shape[2] != call.key.shape[2]:
-            return "flash-attn aligns causal masks at the other corner when there are more keys than queries"
+        if (call.is_causal or call.window is not None) and call.query.shape[2] != call.key.shape[2]:
+            return (
+                "flash-attn aligns causal masks and windows at the other corner when there are more keys than queries"
+            )
         if call.mask is not None and (call.key_padding is None or call.is_causal or call.window is not None):
             return "flash-attn takes padding masks, causal masks or windows, one at a time, and no other mask"
         return None

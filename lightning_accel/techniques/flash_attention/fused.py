@@ -123,6 +123,7 @@ class FusedAttention(nn.Module):
             is_causal=masking.causal_fill is not None,
             dropout_p=recipe.dropout_p,
             scale=masking.scale,
+            window=masking.window,
         )
         out = attend_masked(call, masking, self._attend)
         if out.dtype != recipe.dtype:
@@ -160,8 +161,7 @@ class FusedAttention(nn.Module):
             leaves = tuple(args[leaf.index] for leaf in step.arg.leaves)
             fill = self._facts(step, leaves, level, lambda mask: causal_fill(mask * step.power))
             # Two large numbers added up are not what hiding twice is, and scaled they may no longer be large.
-            is_only_mask = all(other is step or other.kind == "scale" for other in self._recipe.steps)
-            if fill is not None and is_only_mask and step is self._recipe.steps[-1]:
+            if fill is not None and self._is_only_mask(step) and step is self._recipe.steps[-1]:
                 masking.hide_future(fill)
                 return
             tensor = step.arg.compute(*leaves)
@@ -187,6 +187,11 @@ class FusedAttention(nn.Module):
                 if facts.is_causal:
                     masking.hide_future(step.fill)
                     return
+                if facts.window is not None and self._is_only_mask(step):
+                    everything = max(masking.rows, masking.columns)
+                    left, right = (everything if side is None else side for side in facts.window)
+                    masking.window = (left, right)
+                    return
                 may_have_empty_rows = facts.has_empty_rows
             tensor = step.arg.compute(*leaves)
         else:
@@ -194,6 +199,9 @@ class FusedAttention(nn.Module):
             tensor = args[step.arg.index]
         keep = _mask_folded(_keys_kept(tensor, step.kind), step.order, level, canonical)
         masking.hide(keep, step.fill, may_have_empty_rows=may_have_empty_rows)
+
+    def _is_only_mask(self, step: BoundStep) -> bool:
+        return all(other is step or other.kind in ("scale", "factor") for other in self._recipe.steps)
 
     def _facts(self, step: BoundStep, leaves: tuple[Any, ...], level: Shape, look: Callable[[Tensor], Any]) -> Any:
         source = step.arg

@@ -43,6 +43,7 @@ class Masking:
         edits: What is done to them; tensors are (B, H, T, S) or broadcastable to it.
         causal_fill: What keys after a query's own are given, as long as nothing else is done to scores: kernels need
             no tensor for that.
+        window: How many keys to the left and to the right a query sees, if that is all the mask there is.
         may_have_empty_rows: Whether keys may be hidden from a query one and all.
     """
 
@@ -52,6 +53,7 @@ class Masking:
     scale: float = 1.0
     edits: list[Edit] = field(default_factory=list)
     causal_fill: float | None = None
+    window: tuple[int, int] | None = None
     may_have_empty_rows: bool = False
 
     def multiply(self, factor: float) -> None:
@@ -119,7 +121,7 @@ def attend_masked(call: AttentionCall, masking: Masking, attend: Attend) -> Tens
     """The call under its masks.
 
     Args:
-        call: With the scale, and causal if that is all the mask there is; its own mask is not set.
+        call: With the scale, causal or with a window if that is all the mask there is; its own mask is not set.
         masking: The masks.
         attend: Computes a call.
 

@@ -222,6 +222,13 @@ def test_a_causal_mask_given_as_a_tensor_becomes_causal_and_no_mask(name: str) -
     assert recorder.calls[0].mask is None
 
 
+def test_a_local_mask_given_as_a_tensor_becomes_a_window_and_no_mask() -> None:
+    module, recorder = make(FOUND["local_window"]), Recorder()
+    assert_same(module, HandWrittenSite("attention", module), batch(2, 16), backend=recorder)
+    assert recorder.calls[0].window == (3, 3)
+    assert recorder.calls[0].mask is None
+
+
 def test_a_causal_mask_handed_in_by_the_caller_is_recognised() -> None:
     class Handed(Attention):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:

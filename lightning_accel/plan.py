@@ -10,9 +10,13 @@ from typing import Any, Literal, cast, get_args
 
 import yaml
 
+from lightning_accel.byte_size import parse_bytes
+
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
 MemoryFormatSetting = Literal["auto", "preserve", "channels_last", "channels_last_3d"]
 CheckpointingMode = Literal["off", "full", "selective"]
+OffloadingSetting = Literal["off", "host", "disk"]
+SparseSetting = Literal["off", "auto"]
 FlashAttentionSetting = Literal[
     "auto", "off", "sdpa", "cudnn", "flash", "efficient", "fa3", "fa4", "flash-attn", "flex"
 ]
@@ -28,15 +32,45 @@ class CheckpointingPlan:
     Attributes:
         mode: ``"full"`` recomputes a whole block in the backward pass; ``"selective"`` keeps what matrix products,
             convolutions and attention computed and recomputes the rest; ``"off"`` does nothing.
-        blocks: Class names or module paths of the blocks; empty: the model's repeated blocks, found by themselves.
+        blocks: Class names or module paths of the blocks; empty: the model's repeated blocks, found by themselves
+            (``selective`` and a budget take the other parts that hold several layers too).
+        budget: The most memory that a training step may need, everything included: bytes, text such as ``"12GiB"``,
+            or a fraction of the device. What each block does is then planned, and ``mode`` has no say.
     """
 
     mode: CheckpointingMode = "full"
     blocks: tuple[str, ...] = ()
+    budget: int | float | str | None = None
 
     def __post_init__(self) -> None:
         _check_choice("gradient_checkpointing.mode", self.mode, get_args(CheckpointingMode))
+        if self.budget is not None:
+            parse_bytes("gradient_checkpointing.budget", self.budget, fractions=True)
         object.__setattr__(self, "blocks", _names("gradient_checkpointing.blocks", self.blocks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadingPlan:
+    """Activation offloading in detail: what ``activation_offloading`` takes when a place is not enough.
+
+    Attributes:
+        to: ``"host"``: pinned memory of the host; ``"disk"``: a memory-mapped file; ``"off"``.
+        min_bytes: Saved tensors smaller than this stay on the device: bytes, or text such as ``"256KiB"``.
+        folder: Where the file is made; None: the folder for temporary files.
+    """
+
+    to: OffloadingSetting = "host"
+    min_bytes: int | str = 1 << 20
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "to", _switch(self.to))
+        _check_choice("activation_offloading.to", self.to, get_args(OffloadingSetting))
+        parse_bytes("activation_offloading.min_bytes", self.min_bytes)
+        if self.folder is not None and not Path(self.folder).is_dir():
+            raise ValueError(
+                f"activation_offloading.folder={self.folder!r} is no folder. Allowed: one that exists, or None."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +107,7 @@ class Plan:
         memory_format: ``"auto"`` moves models with convolutions to channels_last where that is not slower;
             a named format is used wherever the numbers agree; ``"preserve"`` leaves every layout alone.
         gradient_checkpointing: ``"off"``, ``"full"``, ``"selective"``, or a :class:`CheckpointingPlan`
-            (in YAML a mapping with ``mode`` and ``blocks``).
+            (in YAML a mapping with ``mode`` and ``blocks``, or with a memory ``budget``).
         compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where a trial is faster;
             or a mode of :func:`torch.compile`.
         flash_attention: ``"auto"`` computes attention, however it was written, with a fused kernel wherever a trial
@@ -81,8 +115,11 @@ class Plan:
             ``"efficient"``, ``"fa3"``, ``"fa4"``, ``"flash-attn"``, ``"flex"``) wherever the numbers agree;
             ``"off"`` leaves attention alone; or a :class:`FlashAttentionPlan` (in YAML a mapping with ``backend``,
             ``skip`` and ``force``).
-        activation_offloading: Its place; only ``"off"`` in this version.
-        sparse_activations: Its place; only ``"off"`` in this version.
+        activation_offloading: ``"host"`` moves what is saved for the backward pass to pinned host memory and back,
+            ``"disk"`` to a memory-mapped file; or an :class:`OffloadingPlan` (in YAML a mapping with ``to``,
+            ``min_bytes`` and ``folder``). With a memory budget the planner decides which blocks do so.
+        sparse_activations: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where that
+            is worth its time; ``"off"``.
         preprocess: Its place; only an empty list in this version.
         log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
         strict: Raise where the default is to warn and go on.
@@ -100,8 +137,8 @@ class Plan:
     gradient_checkpointing: CheckpointingMode | CheckpointingPlan | Mapping[str, Any] | bool = "off"
     compile: CompileSetting | bool = "off"
     flash_attention: FlashAttentionSetting | FlashAttentionPlan | Mapping[str, Any] | bool = "auto"
-    activation_offloading: Literal["off"] | bool = "off"
-    sparse_activations: Literal["off"] | bool = "off"
+    activation_offloading: OffloadingSetting | OffloadingPlan | Mapping[str, Any] | bool = "off"
+    sparse_activations: SparseSetting | bool = "off"
     preprocess: Sequence[Any] = ()
     log: bool = True
     strict: bool = False
@@ -116,9 +153,9 @@ class Plan:
         self._replace("compile", _switch(self.compile))
         _check_choice("compile", self.compile, get_args(CompileSetting))
         self._replace("flash_attention", _read_attention(self.flash_attention))
-        for name in ("activation_offloading", "sparse_activations"):
-            self._replace(name, _switch(getattr(self, name)))
-            _check_not_yet(name, getattr(self, name))
+        self._replace("activation_offloading", _read_offloading(self.activation_offloading))
+        self._replace("sparse_activations", _named_switch(self.sparse_activations, on="auto"))
+        _check_choice("sparse_activations", self.sparse_activations, get_args(SparseSetting))
         if isinstance(self.preprocess, str) or not isinstance(self.preprocess, Sequence | None):
             raise TypeError(
                 f"preprocess={self.preprocess!r} is of type {type(self.preprocess).__name__}. Allowed: a list."
@@ -131,6 +168,12 @@ class Plan:
                 "compile='auto' keeps what a trial showed to be faster, and verify=False forbids trials:"
                 " give compile='on' or 'off', or verify=True."
             )
+        if self.offloading.to != "off" and self.compile in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"activation_offloading={self.offloading.to!r} with compile={self.compile!r}, which records CUDA graphs:"
+                " their activations have fixed places in memory and cannot be moved."
+                " Give compile='on' or 'max-autotune-no-cudagraphs', or activation_offloading='off'."
+            )
 
     @property
     def checkpointing(self) -> CheckpointingPlan:
@@ -139,6 +182,14 @@ class Plan:
         if isinstance(setting, CheckpointingPlan):
             return setting
         return CheckpointingPlan(mode=cast(CheckpointingMode, setting))
+
+    @property
+    def offloading(self) -> OffloadingPlan:
+        """``activation_offloading`` in its long form."""
+        setting = self.activation_offloading
+        if isinstance(setting, OffloadingPlan):
+            return setting
+        return OffloadingPlan(to=cast(OffloadingSetting, setting))
 
     @property
     def attention(self) -> FlashAttentionPlan:
@@ -153,7 +204,9 @@ class Plan:
         values = asdict(self)
         values["preprocess"] = list(self.preprocess)
         if isinstance(self.gradient_checkpointing, CheckpointingPlan):
-            values["gradient_checkpointing"]["blocks"] = list(self.gradient_checkpointing.blocks)
+            given = values["gradient_checkpointing"]
+            given["blocks"] = list(self.gradient_checkpointing.blocks)
+            del given["budget" if given["budget"] is None else "mode"]
         if isinstance(self.flash_attention, FlashAttentionPlan):
             values["flash_attention"] |= {
                 "skip": list(self.flash_attention.skip),
@@ -206,18 +259,40 @@ def nearest(name: str, allowed: Sequence[str]) -> str:
 
 
 def _switch(value: Any) -> Any:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    return _named_switch(value, on="on")
+
+
+def _named_switch(value: Any, *, on: str) -> Any:
+    return {True: on, False: "off"}[value] if isinstance(value, bool) else value
 
 
 def _read_checkpointing(value: Any) -> CheckpointingMode | CheckpointingPlan:
     if isinstance(value, CheckpointingPlan):
         return value
     if isinstance(value, Mapping):
-        check_names(value, allowed=["mode", "blocks"], owner="gradient_checkpointing")
+        check_names(value, allowed=["mode", "blocks", "budget"], owner="gradient_checkpointing")
+        if "mode" in value and value.get("budget") is not None:
+            raise ValueError(
+                f"gradient_checkpointing={dict(value)!r}: a budget plans the mode of each block itself."
+                " Give one of the two: {'budget': '12GiB'} or {'mode': 'full'}."
+            )
         return CheckpointingPlan(**value)
     value = "off" if value is False else value
-    _check_choice("gradient_checkpointing", value, get_args(CheckpointingMode), more="a mapping of mode and blocks")
+    more = "a mapping of mode and blocks, or of a budget"
+    _check_choice("gradient_checkpointing", value, get_args(CheckpointingMode), more=more)
     return cast(CheckpointingMode, value)
+
+
+def _read_offloading(value: Any) -> OffloadingSetting | OffloadingPlan:
+    if isinstance(value, OffloadingPlan):
+        return value
+    if isinstance(value, Mapping):
+        check_names(value, allowed=["to", "min_bytes", "folder"], owner="activation_offloading")
+        return OffloadingPlan(**value)
+    value = _named_switch(value, on="host")
+    more = "a mapping of to, min_bytes and folder"
+    _check_choice("activation_offloading", value, get_args(OffloadingSetting), more=more)
+    return cast(OffloadingSetting, value)
 
 
 def _read_attention(value: Any) -> FlashAttentionSetting | FlashAttentionPlan:
@@ -254,8 +329,3 @@ def _check_choice(name: str, value: Any, allowed: Sequence[str], more: str = "")
 def _check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is of type {type(value).__name__}. Allowed: True, False.")
-
-
-def _check_not_yet(name: str, value: Any) -> None:
-    if value != "off":
-        raise ValueError(f"{name}={value!r}: this version does not have it yet. Allowed: 'off'.")

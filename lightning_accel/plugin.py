@@ -32,8 +32,11 @@ from lightning_accel.plan import (
     FlashAttentionPlan,
     FlashAttentionSetting,
     MemoryFormatSetting,
+    OffloadingPlan,
+    OffloadingSetting,
     Plan,
     PrecisionSetting,
+    SparseSetting,
 )
 from lightning_accel.report import Report
 from lightning_accel.techniques.base import Verdict
@@ -75,8 +78,8 @@ class AccelPlugin(Precision):
         gradient_checkpointing: CheckpointingMode | CheckpointingPlan | dict[str, Any] | bool = "off",
         compile: CompileSetting | bool = "off",
         flash_attention: FlashAttentionSetting | FlashAttentionPlan | dict[str, Any] | bool = "auto",
-        activation_offloading: Literal["off"] | bool = "off",
-        sparse_activations: Literal["off"] | bool = "off",
+        activation_offloading: OffloadingSetting | OffloadingPlan | dict[str, Any] | bool = "off",
+        sparse_activations: SparseSetting | bool = "off",
         preprocess: Sequence[Any] | None = None,
         log: bool = True,
         strict: bool = False,

@@ -53,7 +53,7 @@ def _parse(text: str) -> int | float | None:
     elif unit:
         amount = round(number * _UNITS[unit]) if unit in _UNITS else None
     else:
-        amount = int(number) if match[1].isdigit() else number
+        amount = number
     return -amount if negative and amount is not None else amount
 
 

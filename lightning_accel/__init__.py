@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from lightning_accel.cli import AccelCLI
     from lightning_accel.engine import AccelError, AccelWarning, accelerate
     from lightning_accel.host import Host
-    from lightning_accel.plan import CheckpointingPlan, FlashAttentionPlan, Plan
+    from lightning_accel.memory.memory_plan import MemoryPlan
+    from lightning_accel.plan import CheckpointingPlan, FlashAttentionPlan, OffloadingPlan, Plan
+    from lightning_accel.planning import plan_memory
     from lightning_accel.plugin import AccelPlugin
     from lightning_accel.report import Report
     from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
@@ -28,9 +30,12 @@ _HOMES = {
     "FlashAttentionPlan": "plan",
     "FlashMultiheadAttention": "techniques.flash_attention.multihead",
     "Host": "host",
+    "MemoryPlan": "memory.memory_plan",
+    "OffloadingPlan": "plan",
     "Plan": "plan",
     "Report": "report",
     "accelerate": "engine",
+    "plan_memory": "planning",
 }
 
 __all__ = [
@@ -42,9 +47,12 @@ __all__ = [
     "FlashAttentionPlan",
     "FlashMultiheadAttention",
     "Host",
+    "MemoryPlan",
+    "OffloadingPlan",
     "Plan",
     "Report",
     "accelerate",
+    "plan_memory",
 ]
 
 

@@ -38,6 +38,38 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, nn.Mo
     return _outermost(found)
 
 
+def units(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of ``model``, and the other parts that hold several layers: site → module, none in another.
+
+    Beside the blocks of a stack these are its stem and its head, a multilayer perceptron written as one module, or the
+    model itself where it is no more than that (site ``""``).
+    """
+    blocks = repeated_blocks(model)
+    found: dict[str, nn.Module] = {}
+
+    def visit(site: str, module: nn.Module) -> None:
+        inside = f"{site}." if site else ""
+        if site in blocks or (_is_unit(module) and not any(block.startswith(inside) for block in blocks)):
+            found[site] = module
+        else:
+            for name, child in module.named_children():
+                visit(inside + name, child)
+
+    visit("", model)
+    seen: set[int] = set()
+    return {n: m for n, m in found.items() if not (id(m) in seen or seen.add(id(m)))}  # type: ignore[func-returns-value]
+
+
+def _is_unit(module: nn.Module) -> bool:
+    """Several layers, one of them with weights, in a module that is called itself."""
+    if _is_leaf(module) or type(module) in (nn.ModuleList, nn.ModuleDict):
+        return False
+    # A LightningModule computes in its steps; its forward may be called by nobody.
+    if hasattr(module, "training_step") or any(not _is_leaf(child) for child in module.children()):
+        return False
+    return _leaves(module) > 1 and any(p.dim() > 1 for p in module.parameters())
+
+
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose class occurs at least twice among the parts of ``model``, at the level that divides it best.
 

@@ -63,5 +63,7 @@ def _allowed(fractions: bool) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """``size`` in MiB, or in GiB from ten of them on."""
-    return f"{size / 2**30:.1f} GiB" if abs(size) >= 10 * 2**30 else f"{size / 2**20:,.1f} MiB"
+    """``size`` in KiB, MiB from one of them on, or GiB from ten."""
+    if abs(size) < 2**20:
+        return f"{size / 2**10:.1f} KiB"
+    return f"{size / 2**20:,.1f} MiB" if abs(size) < 10 * 2**30 else f"{size / 2**30:.1f} GiB"

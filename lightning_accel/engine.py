@@ -15,19 +15,22 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lightning_accel.blocks import find_blocks
 from lightning_accel.compiled import eager_where_compiled
 from lightning_accel.host import Host
+from lightning_accel.isolation import device_of
+from lightning_accel.memory.memory_plan import MemoryPlan
 from lightning_accel.patch import Patch, PatchSet
 from lightning_accel.plan import Plan
 from lightning_accel.report import Report, TechniqueReport
+from lightning_accel.techniques.activation_offloading import ActivationOffloading
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.techniques.compilation import Compilation
 from lightning_accel.techniques.flash_attention import FlashAttention
-from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing
+from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing, MemoryBudget, blocks_for
 from lightning_accel.techniques.inplace_activations import InplaceActivations
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import MixedPrecision
+from lightning_accel.techniques.sparse_activations import SparseActivations
 
 Decisions = dict[str, Verdicts]
 T = TypeVar("T", bound=Technique)
@@ -38,6 +41,8 @@ _MODULE_TECHNIQUES = (
     "flash_attention",
     "inplace_activations",
     "memory_format",
+    "sparse_activations",
+    "activation_offloading",
     "gradient_checkpointing",
     "compile",
 )
@@ -59,7 +64,7 @@ class Engine:
         plan: What to do.
         host: The machine it runs on.
         techniques: In the order in which they are applied.
-        agree: Maps this process's verdicts to those that hold for all processes.
+        agree: Maps a value of this process, its verdicts say, to the one that holds for all; None with one process.
         decisions: Verdicts of an earlier run that hold without another trial.
     """
 
@@ -70,7 +75,7 @@ class Engine:
         host: Host,
         techniques: Sequence[Technique],
         *,
-        agree: Callable[[Decisions], Decisions] | None = None,
+        agree: Callable[[Any], Any] | None = None,
         decisions: Mapping[str, Verdicts] | None = None,
     ) -> None:
         self.model = model
@@ -79,8 +84,11 @@ class Engine:
         self.report = Report(device=f"{host.device_name} ({host.kind})")
         self.decisions: Decisions = dict(decisions or {})
         self._agree = agree or (lambda verdicts: verdicts)
+        for technique in techniques:
+            technique.agree = agree
         self._patches: dict[str, PatchSet] = {}
         self._trial_step: int | None = 0
+        self._budget = next((technique for technique in techniques if isinstance(technique, MemoryBudget)), None)
         for name in _MODULE_TECHNIQUES:
             self.report.of(name).status = "off"
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
@@ -156,6 +164,11 @@ class Engine:
         warnings.warn(message, AccelWarning, stacklevel=2)
 
     @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """With a memory budget, what each block does for it, once that is decided; else None. It outlives the run."""
+        return None if self._budget is None else self._budget.memory_plan
+
+    @property
     def scaler(self) -> torch.amp.GradScaler:
         """The gradient scaler of a plain loop; it passes everything through unless the precision is ``"16-mixed"``."""
         mixed = self.technique(MixedPrecision)
@@ -186,7 +199,7 @@ class Engine:
                 patches.add(claim)
         record = self.report.of(technique.name)
         record.is_on = technique.acts_without_sites or len(patches) > 0
-        if technique.explicit and not patches:
+        if technique.explicit and not patches and not technique.acts_without_sites:
             reason = "; ".join(record.refusals.values()) or "this model has nothing for it"
             self.degrade(f"{technique.name} was asked for and found no site: {reason}")
         record.status = technique.status or ("waiting for the first step" if len(patches) else "no site in this model")
@@ -252,6 +265,8 @@ class Engine:
             self._take_back(technique)
         if technique.revisions:
             self._revise(technique)
+        record = self.report.of(technique.name)
+        record.status, record.details = technique.status or record.status, technique.details
         complaints, technique.complaints = technique.complaints, ()
         for complaint in complaints:
             self.degrade(complaint)
@@ -261,7 +276,8 @@ class Engine:
         for site, verdict in verdicts.items():
             record = self.report.record_applied if verdict.keep else self.report.record_refused
             record(technique.name, site, verdict.reason)
-        self.decisions[technique.name] = self.decisions.get(technique.name, {}) | dict(verdicts)
+        if technique.remembers:
+            self.decisions[technique.name] = self.decisions.get(technique.name, {}) | dict(verdicts)
         self._settle(technique)
 
     def _take_back(self, technique: Technique) -> None:
@@ -278,7 +294,7 @@ class Engine:
         record = self.report.of(technique.name)
         record.is_on = technique.acts_without_sites or bool(record.changes)
         record.status = technique.status or _outcome(record)
-        if technique.explicit and not record.changes:
+        if technique.explicit and not record.changes and not technique.acts_without_sites:
             self.degrade(f"{technique.name} was asked for and is not in force anywhere: {record.status}")
 
 
@@ -304,12 +320,18 @@ def module_techniques(
     if plan.attention.backend != "off":
         techniques.append(attention)
     if plan.inplace_activations and plan.verify:
-        recomputed = find_blocks(model, plan.checkpointing.blocks) if plan.checkpointing.mode != "off" else ()
+        recomputed = blocks_for(plan.checkpointing, model) if plan.checkpointing.mode != "off" else ()
         reason = "inside a checkpointed block, whose activations do not last anyway"
         techniques.append(InplaceActivations(skip=dict.fromkeys(recomputed, reason)))
     if plan.memory_format != "preserve":
         techniques.append(MemoryFormat(plan.memory_format, verify=plan.verify, during_trial=during_trial))
-    if plan.checkpointing.mode != "off":
+    if plan.sparse_activations != "off":
+        techniques.append(SparseActivations(model))
+    if plan.offloading.to != "off" and plan.checkpointing.budget is None:
+        techniques.append(ActivationOffloading(plan.offloading, model, device_of(model)))
+    if plan.checkpointing.budget is not None:
+        techniques.append(MemoryBudget(plan.checkpointing, plan.offloading, verify=plan.verify))
+    elif plan.checkpointing.mode != "off":
         techniques.append(GradientCheckpointing(plan.checkpointing, verify=plan.verify))
     if plan.compile != "off":
         # What is compiled is captured anew, past the places where attention is sent to its kernels.

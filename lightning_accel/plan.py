@@ -168,10 +168,16 @@ class Plan:
                 "compile='auto' keeps what a trial showed to be faster, and verify=False forbids trials:"
                 " give compile='on' or 'off', or verify=True."
             )
+        if self.checkpointing.budget is not None and self.compile != "off":
+            raise ValueError(
+                f"gradient_checkpointing={{'budget': {self.checkpointing.budget!r}}} with compile={self.compile!r}: the"
+                " planner measures blocks as they run eagerly, and changes what they do. Give compile='off', or"
+                " gradient_checkpointing='selective' or 'full'."
+            )
         if self.offloading.to != "off" and self.compile in ("reduce-overhead", "max-autotune"):
             raise ValueError(
-                f"activation_offloading={self.offloading.to!r} with compile={self.compile!r}, which records CUDA graphs:"
-                " their activations have fixed places in memory and cannot be moved."
+                f"activation_offloading={self.offloading.to!r} with compile={self.compile!r}, which records CUDA"
+                " graphs: their activations have fixed places in memory and cannot be moved."
                 " Give compile='on' or 'max-autotune-no-cudagraphs', or activation_offloading='off'."
             )
 
@@ -278,7 +284,7 @@ def _read_checkpointing(value: Any) -> CheckpointingMode | CheckpointingPlan:
             )
         return CheckpointingPlan(**value)
     value = "off" if value is False else value
-    more = "a mapping of mode and blocks, or of a budget"
+    more = "a mapping of mode and blocks, or of a budget as in {'budget': '12GiB'}"
     _check_choice("gradient_checkpointing", value, get_args(CheckpointingMode), more=more)
     return cast(CheckpointingMode, value)
 

@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_accel.engine import Decisions, Engine, module_techniques
 from lightning_accel.host import Host
 from lightning_accel.layout import restore_layouts
+from lightning_accel.memory.memory_plan import MemoryPlan
 from lightning_accel.patch import MethodPatch, PatchSet
 from lightning_accel.plan import (
     CheckpointingMode,
@@ -104,6 +105,7 @@ class AccelPlugin(Precision):
         self._set_precision("32-true" if precision == "auto" else precision)
         self._engine: Engine | None = None
         self._report = Report()
+        self._memory_plan: MemoryPlan | None = None
         self._hooks = PatchSet()
         self._decided_for: weakref.ref[nn.Module] | None = None
         self._decisions: Decisions = {}
@@ -119,6 +121,11 @@ class AccelPlugin(Precision):
     def report(self) -> Report:
         """What was done in the current or the last run, where, and why not elsewhere."""
         return self._report
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """With a memory budget, what each block does for it in the current or the last run, once that is decided."""
+        return self._memory_plan if self._engine is None else self._engine.memory_plan
 
     # -- a run starts ------------------------------------------------------------------------------------------
 
@@ -297,6 +304,7 @@ class AccelPlugin(Precision):
             self.scaler.forget()
         if self._engine is not None:
             self._engine.undo()
+            self._memory_plan = self._engine.memory_plan
             self._engine = None
 
     # -- parts -------------------------------------------------------------------------------------------------

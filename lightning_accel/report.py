@@ -17,9 +17,11 @@ class TechniqueReport:
         changes: Site → what was changed there, and what its trial measured.
         refusals: Site → why it was left alone or reverted.
         is_on: Whether the technique acts at all.
+        details: What there is to say beyond sites: a table, say.
     """
 
     status: str = ""
+    details: str = ""
     changes: dict[str, str] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     is_on: bool = False
@@ -83,6 +85,8 @@ class Report:
                 if remarks:
                     lines.append(f"\n{name}, {title}:")
                     lines += _grouped(remarks)
+            if record.details:
+                lines += [f"\n{name}:", *(f"  {line}" for line in record.details.split("\n"))]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,6 +99,7 @@ class Report:
                     "status": record.status,
                     "applied": dict(record.changes),
                     "refused": dict(record.refusals),
+                    "details": record.details,
                 }
                 for name, record in self.techniques.items()
             },

@@ -183,6 +183,9 @@ def _restored_modes() -> list[str]:
     while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         leaks.append("default hooks on saved tensors")
         torch._C._autograd._pop_saved_tensors_default_hooks()
+    if torch.autograd._profiler_enabled():
+        leaks.append("a running profiler")
+        torch.autograd._disable_profiler_legacy()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         leaks.append("an open process group")
         torch.distributed.destroy_process_group()

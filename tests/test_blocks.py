@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_accel.blocks import find_blocks, repeated_blocks
+from lightning_accel.blocks import find_blocks, repeated_blocks, units
 from models import ResidualBlock, TinyCNN, TinyTransformer, TransformerBlock
 
 
@@ -116,3 +116,50 @@ def test_a_compiled_part_is_found_by_the_name_it_has_now() -> None:
     model = Wrapped()
     model.model = torch.compile(model.model, backend="eager")  # type: ignore[assignment]
     assert sorted(repeated_blocks(model)) == names("model._orig_mod.layers", 3)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)
+
+
+class Mixed(nn.Module):
+    """A stem, a stack, a neck that occurs once, a head of one layer, and a list that nobody can call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.blocks = nn.Sequential(ResidualBlock(), ResidualBlock())
+        self.neck = Perceptron()
+        self.head = nn.Linear(8, 4)
+        self.scales = nn.ModuleList([nn.Linear(1, 1), nn.ReLU()])
+
+
+class Trained(nn.Module):
+    """As a LightningModule with its layers right in it: its forward may be called by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act, self.net = nn.Linear(8, 8), nn.GELU(), Perceptron()
+
+    def training_step(self) -> None: ...
+
+
+UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "a stack": (TinyTransformer, names("layers", 3)),
+    "what stands beside a stack": (Mixed, ["stem", "blocks.0", "blocks.1", "neck"]),
+    "a model that is one part itself": (Perceptron, [""]),
+    "the network of a module with training steps": (Trained, ["net"]),
+    "a single layer": (lambda: nn.Linear(2, 2), []),
+    "activations without weights": (lambda: nn.Sequential(nn.ReLU(), nn.Dropout()), []),
+}
+
+
+@pytest.mark.parametrize("case", UNITS)
+def test_units_are_the_blocks_and_the_other_parts_of_several_layers(case: str) -> None:
+    make, expected = UNITS[case]
+    model = make()
+    found = units(model)
+    assert list(found) == expected
+    assert all(model.get_submodule(name) is module for name, module in found.items())

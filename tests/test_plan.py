@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -77,7 +78,9 @@ def test_empty_yaml_is_the_default_plan(text: str) -> None:
         ("gradient_checkpointing: off", "gradient_checkpointing", "off"),
         ("flash_attention: off", "flash_attention", "off"),
         ("activation_offloading: off", "activation_offloading", "off"),
+        ("activation_offloading: on", "activation_offloading", "host"),
         ("sparse_activations: off", "sparse_activations", "off"),
+        ("sparse_activations: on", "sparse_activations", "auto"),
         ("preprocess: []", "preprocess", ()),
         ("preprocess:", "preprocess", ()),
         ("precision: 32-true", "precision", "32-true"),
@@ -106,7 +109,12 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("flash_attention", "flash_attn", "did you mean 'flash-attn'?"),
     ("flash_attention", 2, "'sdpa', 'cudnn'"),
     ("activation_offloading", "cpu", "'off'"),
-    ("sparse_activations", True, "'off'"),
+    ("activation_offloading", {"to": "ram"}, "'host', 'disk'"),
+    ("activation_offloading", {"to": "host", "min_bytes": "many"}, "an int of bytes"),
+    ("activation_offloading", {"to": "disk", "folder": "/nowhere"}, "one that exists"),
+    ("activation_offloading", {"to": "host", "pinned": 1}, "to, min_bytes, folder"),
+    ("sparse_activations", "on", "'off', 'auto'"),
+    ("sparse_activations", 0.5, "'off', 'auto'"),
     ("preprocess", ["normalize"], "an empty list"),
     ("preprocess", "normalize", "a list"),
     ("preprocess", 3, "a list"),
@@ -120,9 +128,9 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
 def test_a_bad_value_is_named_with_its_argument_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
         Plan(**{name: value})
-    shown = "on" if value is True and name == "sparse_activations" else value
     assert name in str(error.value)
-    assert repr(shown) in str(error.value)
+    shown = [repr(part) for item in value.items() for part in item] if isinstance(value, dict) else [repr(value)]
+    assert any(text in str(error.value) for text in shown)
     assert allowed in str(error.value)
 
 
@@ -204,3 +212,66 @@ def test_checkpointing_is_always_available_in_its_long_form() -> None:
 
 def test_nothing_is_suggested_where_nothing_is_near() -> None:
     assert nearest("zzz", ["precision", "compile"]) == ""
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["12 GB", "12GiB", "512 mib", "0.6", "60%", 0.6, 1.0, 2**30])
+def test_a_budget_is_bytes_text_or_a_fraction(budget: Any) -> None:
+    plan = Plan(gradient_checkpointing={"budget": budget})
+    assert plan.checkpointing.budget == budget
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        ("-3GiB", "not positive"),
+        (-1, "not positive"),
+        (0, "not positive"),
+        (0.0, "not positive"),
+        ("much", "no amount of memory"),
+        ("12 GiBs", "no amount of memory"),
+        (float("nan"), "no amount of memory"),
+        (1.5, "Did you mean '1.5GiB'?"),
+        ("12", "Did you mean '12GiB'?"),
+        ("160%", "has no unit"),
+        (True, "of type bool"),
+        ([1], "of type list"),
+    ],
+)
+def test_another_budget_is_an_error_that_shows_how_to_write_one(budget: Any, said: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as error:
+        Plan(gradient_checkpointing={"budget": budget})
+    assert "gradient_checkpointing.budget" in str(error.value)
+    assert repr(budget) in str(error.value)
+    assert said in str(error.value)
+    assert "'12GiB'" in str(error.value)
+
+
+def test_a_bare_budget_is_shown_its_place() -> None:
+    with pytest.raises(ValueError, match=re.escape("{'budget': '12GiB'}")):
+        Plan(gradient_checkpointing="8GiB")  # type: ignore[arg-type]
+
+
+def test_a_budget_and_a_mode_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match="Give one of the two"):
+        Plan(gradient_checkpointing={"budget": "1GiB", "mode": "selective"})
+
+
+def test_a_budget_is_not_for_compiled_blocks() -> None:
+    with pytest.raises(ValueError, match=r"compile='on'.*as they run eagerly"):
+        Plan(gradient_checkpointing={"budget": "1GiB"}, compile="on")
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_what_records_cuda_graphs_cannot_offload(mode: Any) -> None:
+    with pytest.raises(ValueError, match=r"CUDA graphs.*max-autotune-no-cudagraphs"):
+        Plan(activation_offloading="host", compile=mode)
+
+
+def test_offloading_in_detail_survives_yaml() -> None:
+    plan = Plan(activation_offloading={"to": "disk", "min_bytes": "64KiB"})
+    assert plan.offloading.to == "disk"
+    assert Plan.from_yaml(plan.to_yaml()) == plan

@@ -7,6 +7,7 @@ whatever none of them wants is kept as it is.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -65,9 +66,13 @@ def saving(saver: Saver, model: nn.Module) -> Iterator[None]:
             return _Guarded(_Kept(kept), kept, tensor._version)
         return _Guarded(packed, _counter_of(tensor), tensor._version)
 
+    unpack = _Guarded.unpack
+    if "torch._dynamo" in sys.modules:
+        # Where compiled code falls back to eager, Dynamo looks at every function that is called, hooks included.
+        pack, unpack = torch._dynamo.disable(pack), torch._dynamo.disable(unpack)
     tokens = _savers.set(savers), _own.set(own)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, _Guarded.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
         _savers.reset(tokens[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -60,6 +60,8 @@ class Technique:
         objections: Site → why its patch must be taken back, for what a technique notices after its trial.
         revisions: Site → what now holds there by the technique's own doing, for the report and for later runs.
         complaints: What it was asked for and cannot do after all, each said once.
+        details: What the full report says below its status, several lines perhaps.
+        agree: Maps a value of this process to that of rank 0, called on every rank alike; None with one process.
     """
 
     name: ClassVar[str]
@@ -72,6 +74,8 @@ class Technique:
     objections: Mapping[str, str] = MappingProxyType({})
     revisions: Mapping[str, Verdict] = MappingProxyType({})
     complaints: tuple[str, ...] = ()
+    details: str = ""
+    agree: Callable[[Any], Any] | None = None
 
     def unavailable(self, host: Host) -> str | None:
         """Why this cannot work on ``host`` at all, with the mend; None when it can."""

@@ -37,7 +37,7 @@ def test_two_plugins_are_refused(make_trainer: MakeTrainer) -> None:
         ("gradient_checkpointing", {"mode": "some"}, "'selective'"),
         ("compile", "max", "'max-autotune'"),
         ("flash_attention", "spda", "did you mean 'sdpa'?"),
-        ("activation_offloading", True, "'off'"),
+        ("activation_offloading", "ram", "'off'"),
         ("sparse_activations", "on", "'off'"),
         ("preprocess", ["resize"], "an empty list"),
     ],

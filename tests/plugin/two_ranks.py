@@ -101,6 +101,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "half": {**CHANNELS_LAST, "precision": "16-mixed"},
     "checkpointing": {"precision": "32-true", "gradient_checkpointing": "full", "net": "transformer"},
     "unused": {"precision": "32-true", "gradient_checkpointing": "full", "net": "unused"},
+    "selective": {"precision": "32-true", "gradient_checkpointing": "selective", "net": "transformer"},
+    "budget": {"precision": "32-true", "gradient_checkpointing": {"budget": "1GiB"}, "net": "transformer"},
+    "offloading": {"precision": "32-true", "activation_offloading": {"to": "host", "min_bytes": 64}},
+    "packing": {"precision": "32-true", "sparse_activations": "auto"},
     "attention": {"precision": "32-true", "flash_attention": "sdpa", "net": "by hand"},
     "attention, checkpointed": {
         "precision": "32-true",

@@ -36,6 +36,9 @@ ALL: dict[str, Any] = {
     "gradient_checkpointing": "full",
 }
 
+HOST_MEMORY = {"to": "host", "min_bytes": 64}
+DISK = {"to": "disk", "min_bytes": 64}
+
 # Settings, the technique that they are about, and how far its losses may be from the plain ones (relative).
 SETTINGS: dict[str, tuple[dict[str, Any], str, float]] = {
     "nothing": ({}, "precision", 0.0),
@@ -48,6 +51,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str, float]] = {
     "memory format, auto": ({"memory_format": "auto"}, "memory_format", 1e-5),
     "checkpointing, full": ({"gradient_checkpointing": "full"}, "gradient_checkpointing", 1e-6),
     "checkpointing, selective": ({"gradient_checkpointing": "selective"}, "gradient_checkpointing", 1e-6),
+    "checkpointing, budget": ({"gradient_checkpointing": {"budget": "1GiB"}}, "gradient_checkpointing", 0.0),
+    "sparse activations": ({"sparse_activations": "auto"}, "sparse_activations", 0.0),
+    "offloading, host": ({"activation_offloading": HOST_MEMORY}, "activation_offloading", 0.0),
+    "offloading, disk": ({"activation_offloading": DISK}, "activation_offloading", 0.0),
     "compilation": ({"compile": "on"}, "compile", 1e-5),
     "all in float32": ({**ALL, "compile": "on"}, "gradient_checkpointing", 1e-5),
     "all in bfloat16": ({**ALL, "precision": "bf16-mixed"}, "gradient_checkpointing", 0.05),
@@ -55,6 +62,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], str, float]] = {
         {**ALL, "precision": "16-mixed", "gradient_checkpointing": "selective"},
         "gradient_checkpointing",
         0.01,
+    ),
+    "all that saves memory": (
+        {**ALL, "sparse_activations": "auto", "activation_offloading": HOST_MEMORY},
+        "activation_offloading",
+        1e-5,
     ),
     "all, unverified": ({**ALL, "verify": False}, "gradient_checkpointing", 1e-5),
 }

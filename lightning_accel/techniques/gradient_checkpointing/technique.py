@@ -1,8 +1,4 @@
-"""Gradient checkpointing: blocks forget their activations and compute them again in the backward pass.
-
-Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), https://arxiv.org/abs/1604.06174. The selective
-mode keeps what is dear to recompute, as in Korthikanti et al. (2022), https://arxiv.org/abs/2205.05198.
-"""
+"""Gradient checkpointing: blocks forget their activations and compute them again in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
-from lightning_accel.blocks import find_blocks
+from lightning_accel.blocks import find_blocks, units
 from lightning_accel.compiled import is_inside_compiled
 from lightning_accel.host import Host
-from lightning_accel.isolation import no_cast_cache
+from lightning_accel.memory.pieces import recomputed_block
+from lightning_accel.memory.recompute import Recomputation, keeps_statistics
 from lightning_accel.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.plan import CheckpointingPlan
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
@@ -33,105 +29,32 @@ from lightning_accel.trial import Contender, Trial
 # Arguments that a block cannot change, or (tensors) is seen to change; a batch or cache object of the user's can be.
 _PLAIN = (Tensor, type(None), int, float, complex, str, bytes, Enum, torch.dtype, torch.device, nn.Module, FunctionType)
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# Operators whose results selective checkpointing keeps, by name: not every build of torch has every one.
-_DEAR = (
-    *("mm", "bmm", "addmm", "baddbmm", "addbmm", "convolution", "_scaled_mm", "_grouped_mm"),
-    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-    *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward"),
-)
-
-
-def checkpoint_block(site: str, block: nn.Module, plan: CheckpointingPlan) -> MethodPatch:
+def checkpoint_block(site: str, block: nn.Module, mode: Recomputation) -> MethodPatch:
     """The edit that makes one block recompute itself: non-reentrant, with the random state of the first time."""
-    has_statistics = _keeps_statistics(block)
+    has_statistics = keeps_statistics(block)
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(self, *args, **kwargs)
-            # Bound by partial: checkpoint() would take a block's own argument named, say, `debug` for one of its own.
-            function = functools.partial(original, self, **kwargs)
-            context_fn = _context_fn(self, plan.mode, has_statistics)
-            if context_fn is None:
-                return checkpoint(function, *args, use_reentrant=False)
-            # Selective recomputation counts operators: it must not meet a cast that the first time found in the cache.
-            with nullcontext() if torch.compiler.is_compiling() else no_cast_cache():
-                return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+            return recomputed_block(self, original, mode, args, kwargs, has_statistics=has_statistics)
 
         forward.is_checkpointed = True  # type: ignore[attr-defined]
         return forward
 
-    return MethodPatch(site, f"forward → checkpointed ({plan.mode})", block, "forward", wrap)
+    return MethodPatch(site, f"forward → checkpointed ({mode})", block, "forward", wrap)
 
 
-def _context_fn(block: nn.Module, mode: str, has_statistics: bool) -> Callable[[], Contexts] | None:
-    selective = functools.partial(create_selective_checkpoint_contexts, _policy) if mode == "selective" else None
-    # A compiled graph holds each update of the statistics once, and cannot trace a context of ours.
-    if not has_statistics or torch.compiler.is_compiling():
-        return selective
+def blocks_for(plan: CheckpointingPlan, model: nn.Module) -> dict[str, nn.Module]:
+    """What ``plan`` checkpoints of ``model``: site → module.
 
-    def contexts() -> Contexts:
-        first, again = selective() if selective is not None else (nullcontext(), nullcontext())
-        return first, _FrozenStatistics(block, again)
-
-    return contexts
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operator in _dear_operators() and not _makes_scores(operator, args):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _makes_scores(operator: Any, args: Any) -> bool:
-    """Whether a batched product gives more than it is given, as queries by keys do: (B, T, d) by (B, d, T) → (B, T, T).
-
-    Attention's scores are most of what a block holds, and a small part of its arithmetic (Korthikanti et al.).
+    Recomputing all of a part that occurs once costs its time and, as it is recomputed in one go, may save nothing;
+    what is selective (and a planner, which measures it) takes such parts too.
     """
-    if operator is not torch.ops.aten.bmm.default:
-        return False
-    left, right = args
-    return bool(left.shape[1] * right.shape[2] > left.shape[2] * (left.shape[1] + right.shape[2]))
-
-
-@functools.cache
-def _dear_operators() -> frozenset[Any]:
-    found = (getattr(torch.ops.aten, name, None) for name in _DEAR)
-    return frozenset(getattr(packet, overload) for packet in found if packet for overload in packet.overloads())
-
-
-def _keeps_statistics(block: nn.Module) -> bool:
-    return any(isinstance(m, _NormBase) and m.track_running_stats for m in block.modules())
-
-
-class _FrozenStatistics(AbstractContextManager[None]):
-    """Recomputing a norm must not move its running statistics a second time.
-
-    With a momentum of zero they stay, and autograd still saves as many tensors as the first time. A class, as it is
-    entered again for every backward pass through a retained graph.
-    """
-
-    def __init__(self, block: nn.Module, around: AbstractContextManager[Any]) -> None:
-        self._block = block
-        self._around = around
-        self._before: list[tuple[_NormBase, float | None, Tensor | None]] = []
-
-    @override
-    def __enter__(self) -> None:
-        norms = [m for m in self._block.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
-        self._before = [(norm, norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
-        for norm, _, count in self._before:
-            norm.momentum, norm._buffers["num_batches_tracked"] = 0.0, None if count is None else count.clone()
-        self._around.__enter__()
-
-    @override
-    def __exit__(self, *error: Any) -> None:
-        self._around.__exit__(*error)
-        for norm, momentum, count in self._before:
-            norm.momentum, norm._buffers["num_batches_tracked"] = momentum, count
+    if plan.blocks or (plan.mode == "full" and plan.budget is None):
+        return find_blocks(model, plan.blocks)
+    return units(model)
 
 
 class GradientCheckpointing(Technique):
@@ -153,10 +76,11 @@ class GradientCheckpointing(Technique):
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
-        self._blocks = find_blocks(model, self._plan.blocks)
+        self._blocks = blocks_for(self._plan, model)
         if not self._blocks:
+            asked = self._plan.mode if self._plan.budget is None else {"budget": self._plan.budget}
             raise ValueError(
-                f"gradient_checkpointing={self._plan.mode!r}: {type(model).__name__} has no repeated blocks to"
+                f"gradient_checkpointing={asked!r}: {type(model).__name__} has no repeated blocks to"
                 " checkpoint. Name some: gradient_checkpointing={'mode': 'full', 'blocks': ['MyBlock', 'encoder.mid']}."
             )
         for site, block in self._blocks.items():
@@ -166,11 +90,19 @@ class GradientCheckpointing(Technique):
                 yield Refusal(site, "already checkpointed")
             elif any(is_lazy(parameter) for parameter in block.parameters()):
                 yield Refusal(site, "has lazy parameters: run the model once before, and they will be there")
-            elif _keeps_statistics(block) and is_inside_compiled(model, site):
+            elif keeps_statistics(block) and is_inside_compiled(model, site):
                 # Only backends that plan the backward pass themselves (Inductor) know not to repeat a statistic.
                 yield Refusal(site, "compiled by you, with running statistics that some compilers would move twice")
             else:
-                yield checkpoint_block(site, block, self._plan)
+                yield self._edit(site, block)
+
+    def _edit(self, site: str, block: nn.Module) -> MethodPatch:
+        assert self._plan.mode != "off"
+        return checkpoint_block(site, block, self._plan.mode)
+
+    def _judge(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
+        block = self._blocks[patch.site]
+        return try_block(block, functools.partial(patch.original, block), patch.value, args, kwargs)
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
@@ -208,15 +140,13 @@ class GradientCheckpointing(Technique):
     @contextmanager
     def _tried_at_first_call(self, patch: MethodPatch, verdicts: Verdicts) -> Iterator[None]:
         block, checkpointed = self._blocks[patch.site], patch.value
-        original = patch.original
+        original, judge = patch.original, self._judge
 
         def wrap(_: Callable[..., Any]) -> Callable[..., Any]:
             def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if self is block and patch.site not in verdicts and torch.is_grad_enabled():
                     verdicts[patch.site] = Verdict(keep=True)  # for calls of the block within its own trial
-                    verdicts[patch.site] = _try_block(
-                        block, functools.partial(original, block), checkpointed, args, kwargs
-                    )
+                    verdicts[patch.site] = judge(patch, args, kwargs)
                 if self is block and patch.site in verdicts and not verdicts[patch.site].keep:
                     return original(self, *args, **kwargs)
                 return checkpointed.__func__(self, *args, **kwargs)
@@ -231,9 +161,10 @@ class GradientCheckpointing(Technique):
             probe.undo()
 
 
-def _try_block(
+def try_block(
     block: nn.Module, original: Callable[..., Any], checkpointed: Callable[..., Any], args: Any, kwargs: Any
 ) -> Verdict:
+    """Whether the checkpointed call gives the original's numbers and leaves nothing behind twice."""
     strange = next((type(x).__name__ for x in leaves((args, kwargs)) if not isinstance(x, _PLAIN)), None)
     if strange is not None:
         return Verdict(keep=False, reason=f"takes a {strange}, which may not be the same when the block is recomputed")

@@ -1,0 +1,265 @@
+"""Where offloaded bytes lie: pools of host memory, pinned where a GPU copies to it, or of a memory-mapped file."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import shutil
+import sys
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_accel.byte_size import format_bytes
+
+# A pool grows by a quarter, and by no more than this: in few segments, as pinning memory is slow, and hardly too large.
+SEGMENT_BYTES = 1 << 30
+# The C library keeps most of what a CPU's tensors free, scattered about its heap: after this many bytes went to a file
+# it is told to return that. Without, peak resident memory of a transformer's step hardly fell (12% instead of 40%).
+TRIM_BYTES = 64 << 20
+# Regions start on pages, so that the pages of one can be let go without its neighbour's.
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class OffloadingError(RuntimeError):
+    """Offloaded tensors cannot be kept, or are gone. Parameters and optimizer are as they were."""
+
+
+@dataclass(eq=False, slots=True)
+class Region:
+    """A stretch of a pool.
+
+    Attributes:
+        bytes: The memory, a uint8 tensor on the CPU of shape ``(size,)``.
+        pool: Where it came from.
+        mapping: The mapping it is part of, if it lies in a file.
+        offset: Where it starts in ``mapping``.
+    """
+
+    bytes: Tensor
+    pool: Pool
+    mapping: mmap.mmap | None = None
+    offset: int = 0
+
+    @property
+    def size(self) -> int:
+        """In bytes; at least as many as were asked for."""
+        return self.bytes.numel()
+
+    def let_go(self) -> None:
+        """Takes what lies in a file out of this process's resident memory. The mover calls it after every copy."""
+        self.pool.let_go(self)
+
+
+class Pool(ABC):
+    """Memory handed out in regions, kept when they are given back, and returned to the system by :meth:`close`.
+
+    A region may be given back while copies out of it and into it are under way: as all copies of one mover run in
+    order, whatever is next copied into it comes after them.
+
+    Attributes:
+        total_bytes: What the pool has taken from the system.
+        live_bytes: What is handed out of it.
+    """
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self.live_bytes = 0
+        self._free: dict[int, list[Region]] = {}
+        self._sizes: list[int] = []  # of free regions, sorted
+        self._uncut: Region | None = None
+
+    def take(self, nbytes: int) -> Region:
+        """A region of at least ``nbytes``.
+
+        Raises:
+            OffloadingError: There is no more of this memory.
+        """
+        size = _rounded(nbytes)
+        region = self._reuse(size) or self._carve(size)
+        self.live_bytes += region.size
+        return region
+
+    def give(self, region: Region) -> None:
+        """Takes a region back."""
+        assert region.pool is self
+        self.live_bytes -= region.size
+        self._keep(region)
+
+    def let_go(self, region: Region) -> None:  # noqa: B027  # most pools have nothing to do
+        """As :meth:`Region.let_go`; does nothing for memory that is resident anyway."""
+
+    def close(self) -> None:
+        """Forgets all its memory, which is freed with the last region that is still handed out."""
+        self._free.clear()
+        self._sizes.clear()
+        self._uncut = None
+        self.total_bytes = self.live_bytes = 0
+
+    @abstractmethod
+    def _segment(self, size: int) -> Region | None:
+        """At least ``size`` bytes from the system; None when it has no more."""
+
+    @abstractmethod
+    def _refusal(self, size: int) -> OffloadingError: ...
+
+    def _keep(self, region: Region) -> None:
+        if region.size not in self._free:
+            insort(self._sizes, region.size)
+        self._free.setdefault(region.size, []).append(region)
+
+    def _reuse(self, size: int) -> Region | None:
+        """The smallest free region that is large enough, unless it is larger than twice that."""
+        at = bisect_left(self._sizes, size)
+        if at == len(self._sizes) or self._sizes[at] > 2 * size:
+            return None
+        found = self._sizes[at]
+        region = self._free[found].pop()
+        if not self._free[found]:
+            del self._free[found], self._sizes[at]
+        return region
+
+    def _carve(self, size: int) -> Region:
+        """The next ``size`` bytes of the newest segment, or of a newer one."""
+        if self._uncut is None or self._uncut.size < size:
+            wanted = max(size, min(self.total_bytes // 4, SEGMENT_BYTES))
+            segment = self._segment(wanted) or (self._segment(size) if wanted > size else None)
+            if segment is None:
+                raise self._refusal(size)
+            self.total_bytes += segment.size
+            if self._uncut is not None:
+                self._keep(self._uncut)
+            self._uncut = segment
+        whole, self._uncut = self._uncut, None
+        if whole.size > size:
+            self._uncut = Region(whole.bytes[size:], self, whole.mapping, whole.offset + size)
+        return Region(whole.bytes[:size], self, whole.mapping, whole.offset)
+
+
+class HostPool(Pool):
+    """Memory of the host, pinned for copies that a GPU makes by itself while it and the CPU go on.
+
+    Args:
+        pinned: Whether to pin it.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        super().__init__()
+        self._pinned = pinned
+        self._failure = ""
+
+    @override
+    def _segment(self, size: int) -> Region | None:
+        if self._failure:
+            return None  # not to be asked for again at every tensor: it takes the system long to say no
+        # Torch rounds what it pins up to a power of two, and leaves the rest unused.
+        size = 1 << (size - 1).bit_length() if self._pinned else size
+        try:
+            return Region(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned), self)
+        except RuntimeError as error:
+            self._failure = str(error).partition("\n")[0]
+            return None
+
+    @override
+    def _refusal(self, size: int) -> OffloadingError:
+        kind = "pinned host memory" if self._pinned else "host memory"
+        return OffloadingError(
+            f"no {format_bytes(size)} more of {kind} beyond the {format_bytes(self.total_bytes)} in use"
+            f" ({self._failure}). Raise min_bytes, free memory of the host, or use activation_offloading='disk'."
+        )
+
+
+class SpillFile(Pool):
+    """A file without a name, gone with the process however that ends, and mapped into memory.
+
+    Space is reserved before anything is mapped: writing to a mapping on a full disk would end the process.
+
+    Args:
+        folder: Where the file is made; None: the folder for temporary files. One that lies in memory (a tmpfs, as
+            /tmp is on some systems) saves none.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        super().__init__()
+        self._folder = folder or tempfile.gettempdir()
+        # On Windows it has a name, and is deleted when it is closed.
+        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="lightning-accel-", dir=folder)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)  # for those who forget to
+        self._failure = ""
+        self._untrimmed_bytes = 0
+
+    @override
+    def let_go(self, region: Region) -> None:
+        if region.mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            region.mapping.madvise(mmap.MADV_DONTNEED, region.offset, region.size)
+        self._untrimmed_bytes += region.size
+        if self._untrimmed_bytes >= TRIM_BYTES:
+            self._untrimmed_bytes = 0
+            _trim_heap()
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+    @override
+    def _segment(self, size: int) -> Region | None:
+        size = -(-size // _PAGE) * _PAGE
+        try:
+            self._reserve(size)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            self._failure = os.strerror(error.errno)
+            return None
+        mapping = mmap.mmap(self._file.fileno(), size, offset=self.total_bytes)
+        return Region(torch.frombuffer(mapping, dtype=torch.uint8), self, mapping)
+
+    def _reserve(self, size: int) -> None:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._file.fileno(), self.total_bytes, size)
+            return
+        # macOS and Windows: grown without being reserved, so that another program may yet fill the disk.
+        if shutil.disk_usage(self._folder).free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(self._file.fileno(), self.total_bytes + size)
+
+    @override
+    def _refusal(self, size: int) -> OffloadingError:
+        free = shutil.disk_usage(self._folder).free
+        return OffloadingError(
+            f"activation_offloading='disk' needs {format_bytes(size)} more in {self._folder!r}, beyond the"
+            f" {format_bytes(self.total_bytes)} there: {self._failure} ({format_bytes(free)} free). This step is lost,"
+            " parameters and optimizer are as before it, and the file is removed. Free some space, name another folder"
+            " (activation_offloading={'to': 'disk', 'folder': ...}), raise min_bytes, or use"
+            " activation_offloading='host'."
+        )
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+def _trim_heap() -> None:
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+def _rounded(nbytes: int) -> int:
+    """Whole pages, in steps of an eighth: sizes that change a little from step to step share regions."""
+    step = max(_PAGE, 1 << max(0, nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step

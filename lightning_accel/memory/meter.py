@@ -1,0 +1,225 @@
+"""Reads the allocator: how many bytes are allocated at marked moments of a step, and the most in between."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy, profiler_legacy
+from torch.profiler import record_function
+from typing_extensions import override
+
+START, END = "start", "end"
+
+
+class MeterBusyError(RuntimeError):
+    """Somebody else is profiling this thread, and only one can."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """From one mark to the next.
+
+    Attributes:
+        mark: The mark that it begins with.
+        level_bytes: Allocated at its beginning.
+        peak_bytes: The most that was allocated at one time within it.
+    """
+
+    mark: Hashable
+    level_bytes: int
+    peak_bytes: int
+
+
+class Meter(ABC):
+    """Between :meth:`start` and :meth:`stop` the marks divide time into intervals."""
+
+    @abstractmethod
+    def start(self, alive: Iterable[Tensor] = ()) -> None:
+        """Begins, with the mark ``START``.
+
+        Args:
+            alive: What is taken to be allocated now, where the allocator does not say (on a CPU): parameters,
+                buffers, gradients, the optimizer's state.
+
+        Raises:
+            MeterBusyError: Another profiler is at work (on a CPU).
+        """
+
+    @abstractmethod
+    def mark(self, mark: Hashable) -> None: ...
+
+    @abstractmethod
+    def stop(self, alive: Iterable[Tensor] = ()) -> list[Interval]:
+        """Ends, and returns the intervals in the order of time.
+
+        Args:
+            alive: The same kinds of tensors as at the start, as they are now.
+        """
+
+
+def meter_for(device: torch.device) -> Meter:
+    """The meter of the allocator that serves ``device``."""
+    return _CudaMeter(device) if device.type == "cuda" else _ProfilerMeter()
+
+
+class _CudaMeter(Meter):
+    """The caching allocator's own counters: they follow the order in which the host allocates, with no synchronisation.
+
+    The peak is reset at every mark, so that `torch.cuda.max_memory_allocated()` forgets what was before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._intervals: list[Interval] = []
+        self._open: tuple[Hashable, int] | None = None
+
+    @override
+    def start(self, alive: Iterable[Tensor] = ()) -> None:
+        self._intervals = []
+        self._begin(START)
+
+    @override
+    def mark(self, mark: Hashable) -> None:
+        self._end()
+        self._begin(mark)
+
+    @override
+    def stop(self, alive: Iterable[Tensor] = ()) -> list[Interval]:
+        self._end()
+        self._open = None
+        return self._intervals
+
+    def _begin(self, mark: Hashable) -> None:
+        self._open = mark, torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _end(self) -> None:
+        assert self._open is not None
+        self._intervals.append(Interval(*self._open, torch.cuda.max_memory_allocated(self._device)))
+
+
+@dataclass(frozen=True)
+class _Freed:
+    """A mark in the midst of an interval: so many bytes were freed that the profiler does not know of."""
+
+    size: int
+
+
+class _ProfilerMeter(Meter):
+    """The CPU's allocator counts nothing itself: the profiler reports each of its allocations, and each mark.
+
+    It is autograd's first profiler, not `torch.profiler`: that takes a second to start, writes lines to the terminal,
+    and frees its traces in a way that now and then ends the process with a segmentation fault (`~MemoryTraceLogger`
+    in Kineto, torch 2.13).
+
+    It does not report that memory is freed which was allocated while nobody profiled (`ProfiledCPUMemoryReporter` in
+    c10 knows no size for it): the gradients, which the step that is metered drops. These are watched here.
+    """
+
+    _PREFIX = "lightning_accel.mark."
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self._marks: list[Hashable] = []
+        self._base_bytes = 0
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @override
+    def start(self, alive: Iterable[Tensor] = ()) -> None:
+        if torch.autograd._profiler_enabled():
+            raise MeterBusyError("another profiler is at work")
+        self._marks = []
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in alive}
+        self._base_bytes = sum(storage.nbytes() for storage in storages.values())
+        self._watched = {
+            key: weakref.ref(storage, self._on_free(storage.nbytes()))
+            for key, storage in storages.items()
+            if not _is(self._known.get(key), storage)
+        }
+        del storages
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated
+            config = profiler_legacy.profile(profile_memory=True).config()  # type: ignore[no-untyped-call]
+        _enable_profiler_legacy(config)
+        self._is_on = True
+        self.mark(START)
+
+    def __del__(self) -> None:
+        if self._is_on:  # or nobody could profile after it
+            _disable_profiler_legacy()
+
+    def _on_free(self, size: int) -> Callable[[Any], None]:
+        meter = weakref.ref(self)
+
+        def freed(_: Any) -> None:
+            if (found := meter()) is not None and found._is_on:
+                found.mark(_Freed(size))
+
+        return freed
+
+    @override
+    def mark(self, mark: Hashable) -> None:
+        with record_function(f"{self._PREFIX}{len(self._marks)}"):
+            self._marks.append(mark)
+
+    @override
+    def stop(self, alive: Iterable[Tensor] = ()) -> list[Interval]:
+        assert self._is_on
+        self._is_on = False
+        # By threads: this one, which began with our first mark, and where it computes (on a CPU also backward).
+        threads = _disable_profiler_legacy()
+        events = next(t for t in threads if any(event.name() == f"{self._PREFIX}0" for event in t))
+        self._remember(alive)
+        intervals: list[Interval] = []
+        held = peak = level = self._base_bytes
+        mark: Hashable = None
+        for event in events:
+            kind, name = event.kind(), event.name()
+            if kind == "memory_alloc":
+                held += event.cpu_memory_usage()
+                peak = max(peak, held)
+            elif kind == "push" and name.startswith(self._PREFIX):
+                found = self._marks[int(name[len(self._PREFIX) :])]
+                if isinstance(found, _Freed):
+                    held -= found.size
+                    continue
+                if mark is not None:
+                    intervals.append(Interval(mark, level, peak))
+                mark, level, peak = found, held, held
+        if mark is not None:
+            intervals.append(Interval(mark, level, peak))
+        return intervals
+
+    def _remember(self, alive: Iterable[Tensor]) -> None:
+        """What was allocated under the profiler's eyes it reports when it is freed, then or in a later metering."""
+        self._known = {key: reference for key, reference in self._known.items() if reference() is not None}
+        for storage in (tensor.untyped_storage() for tensor in alive):
+            if not _is(self._watched.get(storage._cdata), storage):
+                self._known[storage._cdata] = weakref.ref(storage)
+        self._watched = {}
+
+
+def _is(reference: weakref.ref[torch.UntypedStorage] | None, storage: torch.UntypedStorage) -> bool:
+    return reference is not None and reference() is storage
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """All the memory of ``device``; on a CPU that of the machine, or of the container where that is less."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total

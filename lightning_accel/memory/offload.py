@@ -1,0 +1,325 @@
+"""Saved tensors spend the time until their backward pass elsewhere: in the host's memory, or in a file.
+
+What leaves is a storage, once, however many saved tensors are views of it; what comes back is started ahead of the
+backward pass, which walks through the graph in about the order opposite to that in which tensors were saved.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region, SpillFile
+from lightning_accel.memory.movers import Flight, Mover, StreamMover, ThreadMover
+from lightning_accel.memory.saved import ByStorage, Packed
+
+# Addresses that agree modulo this, agree in whatever a kernel asks about alignment.
+_ALIGNMENT = 512
+
+_GONE = (
+    "the tensors that this graph saved were offloaded, and are gone: offloading was closed, or failed, after the"
+    " forward pass. Run the forward pass again, or the backward pass before undo()."
+)
+
+
+@dataclass(kw_only=True)
+class OffloadStats:
+    """What an :class:`Offloader` has done so far.
+
+    Attributes:
+        bytes_out: Bytes that left the device.
+        bytes_in: Bytes that came back.
+        tensors_out: Storages, or parts of them, that left it.
+        waited_s: For how long the program stood still for copies, in seconds. Waiting of a GPU's streams is not in it.
+        live_bytes: Bytes that buffers hold for graphs that are alive.
+        total_bytes: Bytes that the pool of buffers has taken from the host, or from the disk.
+    """
+
+    bytes_out: int = 0
+    bytes_in: int = 0
+    tensors_out: int = 0
+    waited_s: float = 0.0
+    live_bytes: int = 0
+    total_bytes: int = 0
+
+
+class Offloader:
+    """A saver that moves saved tensors off the device.
+
+    Buffers, the thread or stream that copies, and the file are made at first use, serve step after step, and last
+    until :meth:`close`. A buffer returns to its pool when the last graph that needs it is freed.
+
+    Args:
+        device: Whose tensors are moved.
+        to: ``"host"``: pinned memory of the host (plain memory where the device is a CPU); ``"disk"``: a file.
+        min_bytes: Smaller tensors stay.
+        folder: Where the file is made; None: the folder for temporary files.
+
+    Attributes:
+        prefetch_depth: How many of the tensors saved just before one are on their way back when it is used.
+        complaints: Why tensors stayed that were to move, each reason once; for the caller to read and clear.
+    """
+
+    def __init__(
+        self, device: torch.device, to: Literal["host", "disk"], *, min_bytes: int, folder: str | None = None
+    ) -> None:
+        self.prefetch_depth = 2
+        self.complaints: list[str] = []
+        self._device = device
+        self._to = to
+        self._min_bytes = min_bytes
+        self._folder = folder
+        self._closed = False
+        self._done = OffloadStats()
+        self._pool: Pool | None = None
+        self._mover: Mover | None = None
+        self._known: ByStorage[weakref.WeakValueDictionary[tuple[int, int, int], _Entry]] = ByStorage()
+        self._live: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
+        self._order: list[int] = []  # of those that live, as they were packed
+        self._packed = 0
+        self._said: set[str] = set()
+        # Entries die whenever the collector pleases, in the midst of what is guarded by the lock: they only leave
+        # their remains here.
+        self._dead: deque[tuple[int, Region | None]] = deque()
+        self._lock = threading.RLock()
+
+    @property
+    def stats(self) -> OffloadStats:
+        """What it has done so far, and holds now."""
+        with self._lock:
+            self._bury()
+            pool, mover = self._pool, self._mover
+            return replace(
+                self._done,
+                waited_s=self._done.waited_s + (mover.waited_s if mover else 0.0),
+                live_bytes=pool.live_bytes if pool else 0,
+                total_bytes=pool.total_bytes if pool else 0,
+            )
+
+    def pack(self, tensor: Tensor) -> Packed | None:
+        """Starts to move ``tensor``; None where it stays.
+
+        Raises:
+            OffloadingError: The disk is full. Everything is released; a later step starts anew.
+        """
+        assert not self._closed, "packing after close()"
+        nbytes = _extent(tensor) * tensor.element_size()
+        if nbytes < max(self._min_bytes, 1) or not self._is_here(tensor) or tensor.is_conj() or tensor.is_neg():
+            return None
+        if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._complain("while a CUDA graph is recorded, whose tensors have fixed places, nothing is moved")
+            return None
+        with self._lock:
+            try:
+                entry = self._entry(tensor, nbytes)
+            except BaseException:
+                self._release()
+                raise
+        return None if entry is None else _Handle(entry, tensor)
+
+    def close(self) -> None:
+        """Releases buffers, file, thread and stream. Graphs that are still alive lose what they saved here."""
+        with self._lock:
+            self._closed = True
+            self._release()
+
+    # -- out ---------------------------------------------------------------------------------------------------
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device.type and self._device.index in (None, tensor.device.index)
+
+    def _entry(self, tensor: Tensor, nbytes: int) -> _Entry | None:
+        """The one that holds this tensor's part of its storage as it is now; a new one if there is none."""
+        storage = tensor.untyped_storage()
+        entries = self._known.get(tensor)
+        if entries is None:
+            entries = weakref.WeakValueDictionary()
+            self._known.set(tensor, entries)
+        version, size = tensor._version, int(storage.nbytes())
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        end, start = start + nbytes, start // _ALIGNMENT * _ALIGNMENT
+        key = (version, 0, size) if 2 * nbytes >= size else (version, start, end - start)
+        entry = entries.get((version, 0, size)) or entries.get(key)
+        if entry is None:
+            entry = self._move_out(storage, *key[1:])
+            if entry is not None:
+                entries[key] = entry
+        return entry
+
+    def _move_out(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> _Entry | None:
+        self._bury()
+        if self._pool is None or self._mover is None:
+            self._open(storage.device)
+        pool, mover = self._pool, self._mover
+        assert pool is not None
+        assert mover is not None
+        mover.settle()
+        try:
+            region = pool.take(nbytes)
+        except OffloadingError as error:
+            if self._to == "disk":
+                raise
+            self._complain(f"{error} Until then the tensors stay on the device.")
+            return None
+        entry = _Entry(self, self._packed, storage, start, nbytes, region)
+        self._live[entry.index] = entry
+        self._order.append(entry.index)
+        self._packed += 1
+        source = _as_bytes(storage)[start : start + nbytes]
+        mover.out(source, region, in_flight=min(max(self.prefetch_depth, 2), 4))
+        self._done.bytes_out += nbytes
+        self._done.tensors_out += 1
+        return entry
+
+    def _open(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._pool = SpillFile(self._folder) if self._to == "disk" else HostPool(pinned=on_gpu)
+        self._mover = StreamMover(device) if on_gpu and self._to == "host" else ThreadMover(device)
+
+    def _complain(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            self.complaints.append(f"activation_offloading: {reason}")
+
+    # -- and back ----------------------------------------------------------------------------------------------
+
+    def _bytes_of(self, entry: _Entry) -> tuple[Tensor, int]:
+        """Bytes on the device that ``entry`` stands for, and where in its storage they start."""
+        with self._lock:
+            self._bury()
+            storage = entry.storage()
+            if storage is not None and storage.nbytes() >= entry.start + entry.nbytes:
+                found = _as_bytes(storage), 0  # still on its way out, or held by somebody else: nothing to bring back
+            elif entry.region is None or self._mover is None:
+                raise OffloadingError(_GONE)
+            else:
+                try:
+                    self._bring_back(entry)
+                    assert entry.homeward is not None
+                    found = self._mover.land(entry.homeward), entry.start
+                except BaseException:
+                    self._release()
+                    raise
+            self._prefetch(entry)
+            return found
+
+    def _bring_back(self, entry: _Entry) -> None:
+        if entry.homeward is None:
+            assert self._mover is not None
+            assert entry.region is not None
+            entry.homeward = self._mover.back(entry.region, entry.nbytes, entry.device)
+            self._done.bytes_in += entry.nbytes
+
+    def _prefetch(self, entry: _Entry) -> None:
+        if self._mover is None:
+            return
+        here = bisect_left(self._order, entry.index)
+        for index in reversed(self._order[max(0, here - self.prefetch_depth) : here]):
+            earlier = self._live.get(index)
+            if earlier is not None and earlier.waiting > 0 and earlier.storage() is None and earlier.region is not None:
+                try:
+                    self._bring_back(earlier)
+                except torch.OutOfMemoryError:
+                    return  # no room ahead of time: there may be when it is needed
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _bury(self) -> None:
+        """Returns the buffers of dead entries."""
+        while self._dead:
+            index, region = self._dead.popleft()
+            at = bisect_left(self._order, index)
+            if at < len(self._order) and self._order[at] == index:
+                del self._order[at]
+            if region is not None and region.pool is self._pool:
+                self._pool.give(region)
+
+    def _release(self) -> None:
+        for entry in list(self._live.values()):
+            entry.region = None
+        self._known = ByStorage()  # a graph that lives on must not lend what it has lost to the next one
+        self._dead.clear()
+        self._order.clear()
+        mover, self._mover = self._mover, None
+        pool, self._pool = self._pool, None
+        if mover is not None:
+            mover.close()
+            self._done.waited_s += mover.waited_s
+        if pool is not None:
+            pool.close()
+
+
+class _Entry:
+    """Part of a storage, as it was at one version, away from the device. Its handles own it, and nothing else does."""
+
+    def __init__(
+        self, owner: Offloader, index: int, storage: torch.UntypedStorage, start: int, nbytes: int, region: Region
+    ) -> None:
+        self.owner = owner
+        self.index = index
+        self.storage = weakref.ref(storage)
+        self.device = storage.device
+        self.start = start
+        self.nbytes = nbytes
+        self.region: Region | None = region
+        self.homeward: Flight | None = None
+        self.waiting = 0  # handles that have not been unpacked yet
+
+    def no_longer_waits(self) -> None:
+        """One handle less that is to be unpacked; after the last one, the copy on the device goes."""
+        self.waiting -= 1
+        if self.waiting == 0:
+            self.homeward = None
+
+    def __del__(self) -> None:
+        self.owner._dead.append((self.index, self.region))
+
+
+class _Handle:
+    """One saved tensor, as a view of an entry."""
+
+    __slots__ = ("_dtype", "_entry", "_offset", "_shape", "_strides", "_was_unpacked")
+
+    def __init__(self, entry: _Entry, tensor: Tensor) -> None:
+        self._entry = entry
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+        self._strides = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._was_unpacked = False
+        entry.waiting += 1
+
+    def unpack(self) -> Tensor:
+        entry = self._entry
+        found, start = entry.owner._bytes_of(entry)
+        offset = self._offset - start // self._dtype.itemsize
+        tensor = torch.empty(0, dtype=self._dtype, device=found.device)
+        tensor.set_(found.untyped_storage(), offset, self._shape, self._strides)
+        if not self._was_unpacked:
+            self._was_unpacked = True
+            entry.no_longer_waits()
+        elif entry.waiting == 0:
+            entry.homeward = None
+        return tensor
+
+    def __del__(self) -> None:
+        if not self._was_unpacked:
+            self._entry.no_longer_waits()
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last one in memory, which may be fewer than ``numel()`` and more."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

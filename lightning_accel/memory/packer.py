@@ -1,0 +1,285 @@
+"""Decides which saved tensors are packed: those that are sparse, whose memory it frees, and that are worth the time.
+
+A place is one save of the training step, told by its turn among the saves, by what computed the tensor, its dtype and
+its number of dimensions. The first steps pack whatever looks sparse, and measure; then every place has its verdict. A
+place taken for another, when the model takes another path, costs speed or memory and never a number: packing is exact.
+For the same reason each process decides for itself, and ranks need not agree.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections import Counter, deque
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_accel.memory.packing import (
+    Layout,
+    NonZeros,
+    OneBit,
+    is_packable,
+    pack_above_zero,
+    pack_bits,
+    pack_nonzeros,
+    pack_two_valued,
+    sample,
+)
+from lightning_accel.memory.packing_budget import (
+    ALIVE,
+    DENSE,
+    MAX_TIME_SHARE,
+    NO_ROOM,
+    STRANGE,
+    TRIALS,
+    PackingReport,
+    Place,
+    Span,
+    choose,
+)
+from lightning_accel.memory.saved import ByStorage, Packed
+
+MIN_BYTES = 64 << 10
+"""Smaller tensors are left alone: their bytes are not worth the calls."""
+
+SPARSE_ENOUGH, TOO_DENSE = 0.75, 0.9
+"""What a packed tensor may take, as a share of the original: by a sample at first sight, and counted later."""
+
+_MAX_PLACES = 4096
+_MAX_OVERFLOWS = 2
+_DEVICES = ("cpu", "cuda")
+_RELU_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+Key = tuple[int, int, torch.dtype, str, bool]
+
+
+class Packer:
+    """A :class:`~lightning_accel.memory.saved.Saver` that keeps sparse tensors and masks packed.
+
+    Args:
+        min_bytes: Smaller tensors are left alone.
+        max_time_share: What packing may add to a step, as a share of the step's time without it.
+    """
+
+    def __init__(self, *, min_bytes: int = MIN_BYTES, max_time_share: float = MAX_TIME_SHARE) -> None:
+        self._min_bytes = min_bytes
+        self._max_time_share = max_time_share
+        self._places: dict[Key, Place] = {}
+        self._seen: ByStorage[_Seen] = ByStorage()
+        self._unsettled: list[tuple[Place, weakref.ref[torch.UntypedStorage]]] = []
+        self._step = 0
+        self._turn = 0
+        self._entered: float | None = None
+        self._step_seconds: deque[float] = deque(maxlen=5)
+
+    # -- the life of a step --------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Called where a training step begins, before anything is saved."""
+        now = time.perf_counter()
+        if self._entered is not None:
+            self._step_seconds.append(now - self._entered)
+        self._entered = now
+        self._step += 1
+        self._turn = 0
+        self._decide()
+
+    def end_step(self) -> None:
+        """Called when the forward pass is over, and its local variables are gone."""
+        self._settle()
+
+    def abandon_step(self) -> None:
+        """Called in the stead of :meth:`end_step` after an error, whose traceback holds on to local variables."""
+        self._entered = None
+        self._unsettled.clear()
+
+    def report(self) -> PackingReport:
+        """What packing does, as far as is known by now."""
+        packed = [place for place in self._places.values() if place.is_packed]
+        heads = [place for place in packed if place.leader is None]
+        refused = Counter(p.reason for p in self._places.values() if p.leader is None and p.reason)
+        return PackingReport(
+            before_bytes=sum(place.before_bytes for place in heads),
+            after_bytes=sum(place.after_bytes for place in packed),
+            packed=len(heads),
+            left_alone=dict(refused.most_common()),
+        )
+
+    # -- the life of a tensor ------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Packed | None:
+        """What to keep in the stead of a saved tensor; None to leave it alone."""
+        self._turn += 1
+        if tensor.nbytes < self._min_bytes or tensor.device.type not in _DEVICES or tensor.numel() == 0:
+            return None
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # counting what is not zero waits for the device, which a capture forbids
+        is_own = _is_own_result(tensor)
+        seen = self._seen.get(tensor)
+        shared = seen.find(tensor, is_own) if seen is not None else None
+        if shared is not None:
+            shared.saves += 1
+            return shared
+        place = self._place(tensor, is_own)
+        if not place.is_packed or not is_packable(tensor):
+            return None
+        if seen is None or seen.step != self._step:
+            seen = _Seen(self._step, place)
+            self._seen.set(tensor, seen)
+        try:
+            return self._pack(tensor, place, is_own, seen)
+        except torch.OutOfMemoryError:
+            place.head.reason = NO_ROOM
+            return None
+
+    def _place(self, tensor: Tensor, is_own: bool) -> Place:
+        node = tensor.grad_fn
+        key = (self._turn, tensor.dim(), tensor.dtype, "" if node is None else node.name(), is_own)
+        place = self._places.get(key)
+        if place is None:
+            if len(self._places) == _MAX_PLACES:
+                del self._places[next(iter(self._places))]
+            place = self._places[key] = _first_sight(tensor, is_own)
+        return place
+
+    def _pack(self, tensor: Tensor, place: Place, is_own: bool, seen: _Seen) -> _Handle | None:
+        span = None if place.is_decided else Span(tensor.device)
+        with span or nullcontext():
+            packed = _encode(tensor, place, is_own)
+            if packed is not None:
+                packed, after_bytes = seen.share_bits(packed)
+        if packed is None:
+            place.overflows += 1
+            if place.overflows == _MAX_OVERFLOWS:
+                place.head.reason = DENSE
+            return None
+        place.before_bytes, place.after_bytes = tensor.untyped_storage().nbytes(), after_bytes
+        handle = _Handle(self, packed, tensor, is_own)
+        seen.handles.append(weakref.ref(handle))
+        if span is not None:
+            place.leader = None if seen.leader is place else seen.leader
+            handle.spans = [span]
+            place.sightings = [*place.sightings[1 - TRIALS :], handle.spans]
+            self._unsettled.append((place, weakref.ref(tensor.untyped_storage())))
+        return handle
+
+    # -- verdicts ------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Gives up the places whose tensor is still there, when the forward pass, or all so far of it, is over."""
+        unsettled, self._unsettled = self._unsettled, []
+        for place, storage in unsettled:
+            if storage() is not None:
+                place.head.reason = ALIVE
+
+    def _decide(self) -> None:
+        packed = [place for place in self._places.values() if place.is_packed]
+        if self._step_seconds and any(not p.is_decided and len(p.sightings) >= TRIALS for p in packed):
+            choose(packed, statistics.median(self._step_seconds), self._max_time_share)
+
+
+class _Handle:
+    """A packed tensor, for all that saved it: it stays unpacked from the first of them to the last."""
+
+    def __init__(self, packer: Packer, packed: OneBit | NonZeros, tensor: Tensor, is_own: bool) -> None:
+        self.packed = packed
+        self.saves = 1
+        self.spans: list[Span] | None = None
+        self._packer = packer
+        self._identity = (is_own, tensor._version, tensor.storage_offset(), packed.layout)
+        self._unpacks = 0
+        self._unpacked: Tensor | None = None
+
+    def is_of(self, tensor: Tensor, is_own: bool) -> bool:
+        return self._identity == (is_own, tensor._version, tensor.storage_offset(), Layout.of(tensor))
+
+    def unpack(self) -> Tensor:
+        self._packer._settle()  # a backward pass within the step: what it frees must not pass for freed by packing
+        tensor = self._unpacked
+        if tensor is None:
+            span = None if self.spans is None else Span(self.packed.layout.device)
+            with span or nullcontext():
+                tensor = self.packed.unpack()
+            if self.spans is not None and span is not None:
+                self.spans.append(span)
+        self._unpacks += 1
+        self._unpacked = tensor if self._unpacks % self.saves else None
+        return tensor
+
+
+class _Seen:
+    """What was packed of one storage.
+
+    Attributes:
+        step: In which step.
+        leader: The first place of that step that packed some of it.
+        handles: Those that packed tensors, for as long as a graph holds them.
+    """
+
+    def __init__(self, step: int, leader: Place) -> None:
+        self.step = step
+        self.leader = leader
+        self.handles: list[weakref.ref[_Handle]] = []
+
+    def find(self, tensor: Tensor, is_own: bool) -> _Handle | None:
+        self.handles = [reference for reference in self.handles if reference() is not None]
+        alive = (reference() for reference in self.handles)
+        return next((handle for handle in alive if handle is not None and handle.is_of(tensor, is_own)), None)
+
+    def share_bits(self, packed: OneBit | NonZeros) -> tuple[OneBit | NonZeros, int]:
+        """The same with bits that are there already, and what it takes beyond them.
+
+        A ReLU and the layer after it save one tensor; the bits of the one are nearly always those of the other.
+        """
+        for reference in self.handles:
+            handle = reference()
+            if handle is None or not isinstance(packed, NonZeros) or handle.packed.bits.shape != packed.bits.shape:
+                continue
+            if torch.equal(handle.packed.bits, packed.bits):
+                return packed.with_bits(handle.packed.bits), packed.nbytes - packed.bits.nbytes
+        return packed, packed.nbytes
+
+
+def _first_sight(tensor: Tensor, is_own: bool) -> Place:
+    if not is_packable(tensor):
+        return Place(reason=STRANGE)
+    if is_own or tensor.dtype == torch.bool:
+        return Place()
+    found = sample(tensor)
+    a_bit = 1 / (8 * tensor.element_size())
+    share = a_bit if found.word is not None else a_bit + found.density
+    return Place(word=found.word, reason="" if share < SPARSE_ENOUGH else DENSE)
+
+
+def _encode(tensor: Tensor, place: Place, is_own: bool) -> OneBit | NonZeros | None:
+    if tensor.dtype == torch.bool:
+        return pack_bits(tensor)
+    if is_own:
+        return pack_above_zero(tensor)
+    if place.word is not None:
+        packed = pack_two_valued(tensor, place.word)
+        if packed is not None:
+            return packed
+        place.word = None
+    return pack_nonzeros(tensor, TOO_DENSE * tensor.nbytes)
+
+
+def _is_own_result(tensor: Tensor) -> bool:
+    """Whether this is a ReLU that saves its own result, of which it asks no more than where it is above zero.
+
+    Then the ReLU's node has nothing saved yet. What it has saved must not be unpacked to find out: under checkpointing
+    that computes a whole block again. So it is asked for only where neither data nor a hook is there, as is also the
+    case, with an error, once the graph was freed.
+    """
+    node: Any = tensor.grad_fn
+    if node is None or node.name() != "ReluBackward0" or tensor.dtype not in _RELU_DTYPES:
+        return False
+    try:
+        saved = node._raw_saved_result
+        return saved.data is None and saved.unpack_hook is None and node._saved_result is None
+    except (AttributeError, RuntimeError):  # a version of torch without these, or a graph that was freed
+        return False

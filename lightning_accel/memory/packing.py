@@ -1,0 +1,214 @@
+"""Lossless codecs for saved tensors: masks to one bit an element, sparse tensors to a bit mask and their other values.
+
+"Zero" means that all bits are zero: a negative zero is a value, and the payload of a NaN comes back. A tensor comes
+back with the same bits, dtype, device, shape and strides. Which tensors to pack is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_accel.memory.words import Split, fill_words, join_words, mask_bits, split_words
+
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+PACKABLE = frozenset(
+    (
+        *(torch.bool, torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(getattr(torch, name) for name in _FLOAT8 if hasattr(torch, name)),  # not every build has every one
+    )
+)
+"""The dtypes that can be packed: all that are real, and whole bytes."""
+
+_RUNS, _RUN_LENGTH = 256, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor that fills its stretch of memory without gaps or overlaps is laid out."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout | None:
+        """The layout of ``tensor``; None where it has gaps (a slice) or overlaps (an expanded view)."""
+        expected = 1
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if size > 1 and stride != expected and tensor.numel() > 0:
+                return None
+            expected *= size
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def empty(self) -> Tensor:
+        """A new tensor of this layout, its values not set."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class OneBit:
+    """A tensor of zeros and one other value.
+
+    Attributes:
+        layout: Of the tensor.
+        bits: (ceil(N / 8),) uint8, set where the other value stands, in the order of the memory.
+        word: The other value's bit pattern, as a signed integer.
+    """
+
+    layout: Layout
+    bits: Tensor
+    word: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.bits.nbytes
+
+    def unpack(self) -> Tensor:
+        tensor = self.layout.empty()
+        fill_words(_words(tensor), self.bits, self.word)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NonZeros:
+    """A sparse tensor: a bit for every element, and the values that are not zero.
+
+    Attributes:
+        layout: Of the tensor.
+        split: Its words, in the order of the memory.
+    """
+
+    layout: Layout
+    split: Split
+
+    @property
+    def bits(self) -> Tensor:
+        return self.split.bits
+
+    @property
+    def nbytes(self) -> int:
+        return self.split.bits.nbytes + self.split.values.nbytes
+
+    def with_bits(self, bits: Tensor) -> NonZeros:
+        """The same with equal bits that lie elsewhere."""
+        return NonZeros(self.layout, replace(self.split, bits=bits))
+
+    def unpack(self) -> Tensor:
+        tensor = self.layout.empty()
+        join_words(_words(tensor), self.split)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What some thousand elements of a tensor are like.
+
+    Attributes:
+        density: The share of them that is not zero, 0 to 1.
+        word: The bit pattern of all that are not zero, if it is the same one.
+    """
+
+    density: float
+    word: int | None
+
+
+def is_packable(tensor: Tensor) -> bool:
+    """Whether the functions of this module take ``tensor``: of a real dtype, without gaps or overlaps in memory."""
+    return tensor.dtype in PACKABLE and not tensor.is_neg() and Layout.of(tensor) is not None
+
+
+def pack_bits(mask: Tensor) -> OneBit:
+    """Packs booleans, eight to a byte.
+
+    Args:
+        mask: Any shape, bool, dense.
+    """
+    return OneBit(_layout(mask), mask_bits(_words(mask), lambda words: words != 0), 1)
+
+
+def pack_above_zero(result: Tensor) -> OneBit:
+    """Keeps of a ReLU's result what its backward pass asks for: a tensor of 1 where the gradient passes, 0 elsewhere.
+
+    Torch stops the gradient where ``result <= 0``, and so lets it pass at NaN.
+
+    Args:
+        result: Any shape, float64, float32, float16 or bfloat16, dense.
+    """
+    one, minus_infinity = _word_of(1.0, result.dtype), _word_of(float("-inf"), result.dtype)
+    # As signed integers, from the lowest: -0.0 to -inf, negative NaNs, 0.0, what is above zero, positive NaNs.
+    return OneBit(
+        _layout(result), mask_bits(_words(result), lambda words: (words > minus_infinity) & (words != 0)), one
+    )
+
+
+def pack_two_valued(tensor: Tensor, word: int) -> OneBit | None:
+    """Packs a tensor that holds nothing but zeros and one other value, as dropout's noise does on a CPU.
+
+    Args:
+        tensor: Any shape, packable.
+        word: The other value's bit pattern, as :class:`Sample` has it.
+
+    Returns:
+        None where the tensor holds anything else.
+    """
+    words = _words(tensor)
+    bits = mask_bits(words, lambda words: words == word)
+    if not torch.equal(bits, mask_bits(words, lambda words: words != 0)):
+        return None
+    return OneBit(_layout(tensor), bits, word)
+
+
+def pack_nonzeros(tensor: Tensor, max_bytes: float) -> NonZeros | None:
+    """Packs a tensor into a bit for every element and the values that are not zero.
+
+    Args:
+        tensor: Any shape, packable.
+        max_bytes: What the result may take.
+
+    Returns:
+        None where the result would take more.
+    """
+    values_bytes = max_bytes - (tensor.numel() + 7) // 8
+    split = split_words(_words(tensor), int(values_bytes // tensor.element_size()))
+    return None if split is None else NonZeros(_layout(tensor), split)
+
+
+def sample(tensor: Tensor) -> Sample:
+    """Looks at up to 4096 elements, in short runs all over the memory. Waits for a GPU.
+
+    Args:
+        tensor: Any shape with at least one element, packable.
+    """
+    words = _words(tensor)
+    if len(words) > _RUNS * _RUN_LENGTH:
+        last = len(words) - _RUN_LENGTH
+        # Steps by the golden section never fall in with the period of rows, channels or images.
+        starts = torch.arange(_RUNS, device=words.device) * int(0.6180339887 * last) % (last + 1)
+        words = words[(starts[:, None] + torch.arange(_RUN_LENGTH, device=words.device)).view(-1)]
+    others = words[words != 0]
+    low, high = torch.stack([others.min(), others.max()]).tolist() if len(others) else (0, 1)
+    return Sample(density=len(others) / len(words), word=int(low) if low == high else None)
+
+
+def _layout(tensor: Tensor) -> Layout:
+    layout = Layout.of(tensor)
+    assert layout is not None, "is_packable() comes first"
+    return layout
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bit patterns of a dense tensor in the order of its memory, which they share: (N,)."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(_WORDS[tensor.element_size()])
+
+
+@functools.cache
+def _word_of(value: float, dtype: torch.dtype) -> int:
+    return int(torch.tensor(value, dtype=dtype, device="cpu").view(_WORDS[dtype.itemsize]).item())

@@ -1,0 +1,144 @@
+"""What is known about the places where a training step saves tensors, and which of them are worth their time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+MAX_TIME_SHARE = 0.1
+"""Packing and unpacking may add this share to the time that a step takes without them."""
+
+TRIALS = 3
+"""How often a place is packed and timed before it has its verdict; the median counts."""
+
+DENSE = "dense"
+ALIVE = "also alive elsewhere"
+SLOW = "not worth the time"
+NO_ROOM = "without the memory to pack them in"
+STRANGE = "of a dtype or layout that is not packed"
+
+
+class Span:
+    """The time that a block of code takes on its device; on a GPU between two events, which keeps nobody waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        if self._stream is None:
+            self._start = time.perf_counter()
+        else:
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._events[0].record(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is None:
+            self._seconds = time.perf_counter() - self._start
+        else:
+            self._events[1].record(self._stream)
+
+    def seconds(self) -> float:
+        """The time taken; waits for the device when it is not there yet."""
+        if self._stream is None:
+            return self._seconds
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """One save of a training step.
+
+    Attributes:
+        word: The one value beside zero that was found there, as a bit pattern.
+        reason: Why its tensor is left alone; empty: it is packed.
+        leader: The first place of the step whose tensor lies in the same storage, if that is another one. A storage is
+            freed when all that is saved of it is packed, or not at all: the leader's reason holds for its followers.
+        is_decided: Whether its trials are over.
+        before_bytes: Of the storage; counted at the leader.
+        after_bytes: Of the packed tensor.
+        overflows: How often a tensor turned out to be denser than its place promised.
+        sightings: What packing and unpacking took, for every trial.
+    """
+
+    word: int | None = None
+    reason: str = ""
+    leader: Place | None = None
+    is_decided: bool = False
+    before_bytes: int = 0
+    after_bytes: int = 0
+    overflows: int = 0
+    sightings: list[list[Span]] = field(default_factory=list)
+
+    @property
+    def head(self) -> Place:
+        return self.leader or self
+
+    @property
+    def is_packed(self) -> bool:
+        return not (self.reason or self.head.reason)
+
+    def seconds(self) -> float:
+        """What packing and unpacking take in a step; 0 without a trial."""
+        trials = [sum(span.seconds() for span in sighting) for sighting in self.sightings]
+        return statistics.median(trials) if trials else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingReport:
+    """What packing does to one training step, as last seen.
+
+    Attributes:
+        before_bytes: Of the storages that are packed and freed.
+        after_bytes: Of what is kept in their stead.
+        packed: How many storages that is.
+        left_alone: Why others are not packed → how many.
+    """
+
+    before_bytes: int
+    after_bytes: int
+    packed: int
+    left_alone: Mapping[str, int]
+
+    def __str__(self) -> str:
+        count = sum(self.left_alone.values())
+        reasons = ", ".join(f"{number} {reason}" for reason, number in self.left_alone.items())
+        rest = f"{count} left alone ({reasons})" if count else "none left alone"
+        if not self.packed:
+            return f"nothing to pack: {rest}" if count else "nothing to pack: no large tensor is saved"
+        before, after = (f"{size / 2**20:.1f} MiB" for size in (self.before_bytes, self.after_bytes))
+        tensors = "1 tensor" if self.packed == 1 else f"{self.packed} tensors"
+        return f"{before} of saved tensors kept in {after}: {tensors} packed, {rest}"
+
+
+def choose(places: Iterable[Place], step_seconds: float, max_time_share: float) -> None:
+    """Decides which places go on being packed: those that free the most bytes a second, while there is time.
+
+    Args:
+        places: All that are packed; those that have not had their trials take their time and stay undecided.
+        step_seconds: What a step takes, packing included.
+        max_time_share: The share of a step without packing that packing may add to it.
+    """
+    groups: dict[int, list[Place]] = {}
+    for place in places:
+        groups.setdefault(id(place.head), []).append(place)
+    seconds = {group: sum(place.seconds() for place in members) for group, members in groups.items()}
+    freed = {
+        group: members[0].head.before_bytes - sum(place.after_bytes for place in members)
+        for group, members in groups.items()
+    }
+    left = max_time_share * max(0.0, step_seconds - sum(seconds.values()))
+    for group in sorted(groups, key=lambda group: freed[group] / max(seconds[group], 1e-9), reverse=True):
+        head = groups[group][0].head
+        is_tried = all(place.is_decided or len(place.sightings) >= TRIALS for place in groups[group])
+        if is_tried and (freed[group] <= 0 or seconds[group] > left):
+            head.reason = SLOW if freed[group] > 0 else DENSE
+        else:
+            left -= seconds[group]
+        for place in groups[group] if is_tried else ():
+            place.is_decided = True

@@ -1,0 +1,115 @@
+"""Memory planning for a plain PyTorch loop: :func:`plan_memory`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_accel.engine import accelerate
+from lightning_accel.isolation import Snapshot, cuda_devices
+from lightning_accel.memory.memory_plan import MemoryPlan
+from lightning_accel.memory.planner import MAX_STEPS
+from lightning_accel.plan import CheckpointingPlan, OffloadingPlan, OffloadingSetting, Plan
+from lightning_accel.tree import map_tensors
+
+
+def plan_memory(
+    model: nn.Module,
+    batch: Any,
+    budget: int | float | str,
+    step_fn: Callable[[nn.Module, Any], Any],
+    *,
+    blocks: Sequence[str] = (),
+    offloading: OffloadingSetting | OffloadingPlan = "off",
+) -> MemoryPlan:
+    """Finds what each block of ``model`` should do so that a training step fits into ``budget``, at the least time.
+
+    .. code-block:: python
+
+        def train_step(model, batch):
+            loss = loss_fn(model(batch["x"]), batch["y"])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        plan = plan_memory(model, batch, "12GiB", train_step)
+        print(plan.table())
+        patches = plan.apply(model)  # patches.undo() takes it back
+
+    It runs ``step_fn`` about ten times. Parameters, buffers, gradients, random streams and the state of the optimizers
+    that stepped are afterwards as they were.
+
+    Args:
+        model: The model, on its device.
+        batch: A batch, the largest that will come.
+        budget: The most that a training step may have allocated at one time, everything included: bytes, text such as
+            ``"12GiB"``, or a fraction of the device.
+        step_fn: Called as ``step_fn(model, batch)``: a whole training step, forward, backward and optimizer.
+        blocks: Class names or module paths of the blocks; empty: found by themselves.
+        offloading: Where blocks may offload to; ``"off"``: the host's memory on a GPU, nowhere on a CPU.
+
+    Returns:
+        The plan, predicted and measured.
+
+    Raises:
+        ValueError: The budget is no amount of memory, or less than any choice needs; the least is named.
+        RuntimeError: Another profiler is at work (on a CPU), or ``step_fn`` calls no block with gradients.
+    """
+    settings = Plan(
+        precision="32-true",
+        flash_attention="off",
+        memory_format="preserve",
+        inplace_activations=False,
+        gradient_checkpointing=CheckpointingPlan(budget=budget, blocks=tuple(blocks)),
+        activation_offloading=offloading,
+    )
+    with _leaving_no_trace(model):
+        handle = accelerate(model, settings)
+        try:
+            for _ in range(MAX_STEPS):
+                with handle.step():
+                    step_fn(model, batch)
+                plan = handle.memory_plan
+                if plan is not None and plan.measured_ms is not None:
+                    return plan
+            raise RuntimeError(f"plan_memory: nothing was planned. {handle.report.of('gradient_checkpointing').status}")
+        finally:
+            handle.undo()
+
+
+@contextmanager
+def _leaving_no_trace(model: nn.Module) -> Iterator[None]:
+    """Restores what training steps change; the copies wait on the host, not on a device that may be full."""
+    parameters = [(p, _on_host(p), None if p.grad is None else _on_host(p.grad)) for p in model.parameters()]
+    rest = Snapshot(model)
+    states: dict[int, tuple[Optimizer, Any]] = {}
+
+    def keep_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in states:
+            state = map_tensors(_on_host, optimizer.state_dict())
+            states[id(optimizer)] = optimizer, copy.deepcopy(state)
+
+    hook = register_optimizer_step_pre_hook(keep_state)
+    try:
+        with torch.random.fork_rng(devices=cuda_devices(model)):
+            yield
+    finally:
+        hook.remove()
+        with torch.no_grad():
+            for parameter, value, gradient in parameters:
+                parameter.copy_(value)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        rest.restore()
+        for optimizer, state in states.values():
+            optimizer.load_state_dict(state)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,143 @@
+"""A memory budget: what each block does, keep, recompute or offload, is planned so that a training step fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_accel.byte_size import format_bytes, parse_bytes
+from lightning_accel.host import Host
+from lightning_accel.isolation import device_of
+from lightning_accel.memory.costs import Way
+from lightning_accel.memory.memory_plan import FixedMemory, MemoryPlan, offloader_for
+from lightning_accel.memory.meter import device_memory_bytes
+from lightning_accel.memory.offload import Offloader
+from lightning_accel.memory.planner import Planner
+from lightning_accel.patch import MethodPatch, Patch
+from lightning_accel.plan import CheckpointingPlan, OffloadingPlan
+from lightning_accel.techniques.base import Refusal, Verdict
+from lightning_accel.techniques.gradient_checkpointing.technique import GradientCheckpointing
+
+_DOES: dict[Way, str] = {
+    "keep": "keeps its activations: they fit",
+    "selective": "forward → checkpointed (selective)",
+    "full": "forward → checkpointed (full)",
+    "offload": "activations offloaded",
+    "full+offload": "forward → checkpointed (full), arguments offloaded",
+}
+
+
+class MemoryBudget(GradientCheckpointing):
+    """Fits a training step into a budget: ``gradient_checkpointing={"budget": "12GiB"}``.
+
+    Args:
+        plan: The budget, and the blocks where they are named.
+        offloading: Where blocks may offload to. Not asked for, they do so on a GPU only, to the host's memory.
+        verify: Whether each block's recomputation is compared with the original.
+    """
+
+    remembers: ClassVar[bool] = False  # a plan is for a batch, a device and a precision, and found again in a few steps
+    acts_without_sites: ClassVar[bool] = True  # in a roomy budget every block stays as it is
+
+    def __init__(self, plan: CheckpointingPlan, offloading: OffloadingPlan, *, verify: bool = True) -> None:
+        super().__init__(plan, verify=verify)
+        self._offloading = offloading
+        self._offloader: Offloader | None = None
+        self._planner: Planner | None = None
+        self._reported: MemoryPlan | None = None
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What was decided; None until then."""
+        return None if self._planner is None else self._planner.plan
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+        device = device_of(model)
+        budget = budget_bytes(self._plan, device)
+        fixed = FixedMemory.of(model)
+        if fixed.total > budget:
+            raise ValueError(
+                f"gradient_checkpointing={{'budget': {self._plan.budget!r}}}: {format_bytes(budget)} do not hold the"
+                f" model itself. Parameters, gradients and buffers are {format_bytes(fixed.total)} ({fixed.total}"
+                " bytes), and the optimizer's state and activations come on top. Give a larger budget."
+            )
+        claims = list(super().patches(model, host))
+        self._offloader = offloader_for(self._offloading, device)
+        self._planner = Planner(model, self._blocks, budget, device, self._offloading, self._offloader)
+        return claims
+
+    @override
+    def _edit(self, site: str, block: nn.Module) -> MethodPatch:
+        run = self._run
+
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if not torch.is_grad_enabled():
+                    return original(self, *args, **kwargs)
+                return run(site, self, original, args, kwargs)
+
+            forward.is_checkpointed = True  # type: ignore[attr-defined]
+            return forward
+
+        return MethodPatch(site, "what it does is planned", block, "forward", wrap)
+
+    def _run(self, site: str, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._planner is None:  # closed: a copy of the model outlives the run
+            return original(block, *args, **kwargs)
+        return self._planner.run(site, block, original, args, kwargs)
+
+    @override
+    def _judge(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
+        verdict = super()._judge(patch, args, kwargs) if self._verify else Verdict(keep=True)
+        if verdict.keep and self._planner is not None:
+            self._planner.learn(patch.site, self._blocks[patch.site], patch.original, args, kwargs)
+        return verdict
+
+    @override
+    def trial(self, patches: Any) -> AbstractContextManager[Any]:
+        return self._trial(patches)  # what nobody verifies is measured all the same
+
+    @override
+    def step(self, stage: str) -> AbstractContextManager[Any]:
+        assert self._planner is not None
+        self._planner.agree = self.agree
+        self._planner.enter(is_training=stage == "train" and torch.is_grad_enabled())
+        self._tell()
+        return super().step(stage)
+
+    @override
+    def close(self) -> None:
+        if self._planner is not None:
+            self._planner.close()
+        if self._offloader is not None:
+            self._offloader.close()
+
+    def _tell(self) -> None:
+        assert self._planner is not None
+        self.complaints += tuple(self._planner.remarks)
+        self._planner.remarks.clear()
+        plan = self._planner.plan
+        if plan is None or plan is self._reported:
+            self.status = self._planner.gave_up or self.status or "planning: the first steps recompute every block"
+            return
+        self._reported = plan
+        ways = Counter(plan.ways.values())
+        count = ", ".join(f"{count} {way}" for way, count in ways.items())
+        measured = plan.measured_peak_bytes or plan.predicted_peak_bytes
+        word = "measured" if plan.measured_peak_bytes else "predicted"
+        self.status = f"peak {format_bytes(measured)} ({word}) of {format_bytes(plan.budget_bytes)}: {count}"
+        self.details = plan.table()
+        self.revisions = {site: Verdict(keep=way != "keep", reason=_DOES[way]) for site, way in plan.ways.items()}
+
+
+def budget_bytes(plan: CheckpointingPlan, device: torch.device) -> int:
+    """The budget of ``plan`` in bytes of ``device``."""
+    amount = parse_bytes("gradient_checkpointing.budget", plan.budget, fractions=True)
+    return amount if isinstance(amount, int) else int(amount * device_memory_bytes(device))

@@ -1,0 +1,56 @@
+"""Sparse activations: what autograd saves and is mostly zeros, or a mask, is kept packed until the backward pass.
+
+Jain et al., "Gist: Efficient Data Encoding for Deep Neural Network Training" (2018),
+https://doi.org/10.1109/ISCA.2018.00070, of which this takes the lossless part: gradients are a plain run's, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_accel.memory.packer import Packer
+from lightning_accel.memory.saved import saving
+from lightning_accel.techniques.base import Technique
+
+
+class SparseActivations(Technique):
+    """Packs the saved tensors of training steps where that frees memory and is worth its time.
+
+    ``status`` says what it found, and changes in the course of the first steps. Decisions are local to a process and
+    change no number, so ranks need not agree.
+
+    Args:
+        model: Its parameters and buffers are left alone.
+        packer: What decides; by default with its own defaults.
+    """
+
+    name: ClassVar[str] = "sparse_activations"
+    acts_without_sites: ClassVar[bool] = True
+    explicit = True
+
+    def __init__(self, model: nn.Module, *, packer: Packer | None = None) -> None:
+        self.packer = packer or Packer()
+        self.status = "waiting for the first step"
+        self._model = model
+
+    @override
+    def step(self, stage: str) -> AbstractContextManager[Any]:
+        return self._packing() if stage == "train" and torch.is_grad_enabled() else nullcontext()
+
+    @contextmanager
+    def _packing(self) -> Iterator[None]:
+        self.packer.begin_step()
+        try:
+            with saving(self.packer, self._model):
+                yield
+        except BaseException:
+            self.packer.abandon_step()
+            raise
+        self.packer.end_step()
+        self.status = str(self.packer.report())

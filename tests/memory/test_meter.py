@@ -1,0 +1,108 @@
+"""The meter knows what is allocated: at every mark, at most in between, and what it did not see allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.profiler import profile
+
+from lightning_accel.memory.meter import Meter, MeterBusyError, device_memory_bytes, meter_for
+
+KIB = 1024
+
+
+@pytest.fixture
+def meter() -> Meter:
+    return meter_for(torch.device("cpu"))
+
+
+def kibibytes(count: int) -> torch.Tensor:
+    return torch.empty(count * KIB, dtype=torch.uint8)
+
+
+def test_levels_and_peaks_between_marks(meter: Meter) -> None:
+    meter.start()
+    first = kibibytes(4)
+    meter.mark("held")
+    second = kibibytes(2)
+    del second
+    meter.mark("given back")
+    del first
+    found = {interval.mark: (interval.level_bytes, interval.peak_bytes) for interval in meter.stop()}
+    assert found == {
+        "start": (0, 4 * KIB),
+        "held": (4 * KIB, 6 * KIB),
+        "given back": (4 * KIB, 4 * KIB),
+    }
+
+
+def test_what_is_alive_at_the_start_counts_once_a_storage(meter: Meter) -> None:
+    tensor = kibibytes(4)
+    meter.start([tensor, tensor[:10], tensor.view(2, -1)])
+    (interval,) = meter.stop([tensor])
+    assert interval.level_bytes == 4 * KIB
+
+
+def test_memory_from_before_is_noticed_when_it_goes(meter: Meter) -> None:
+    """The profiler does not report it: as with the gradients that a step drops."""
+    old = [kibibytes(4)]
+    meter.start(old)
+    old.clear()
+    meter.mark("gone")
+    new = kibibytes(1)
+    found = {interval.mark: interval.peak_bytes for interval in meter.stop([new])}
+    assert found == {"start": 4 * KIB, "gone": 1 * KIB}
+
+
+def test_memory_from_an_earlier_metering_is_not_counted_off_twice(meter: Meter) -> None:
+    meter.start()
+    seen = [kibibytes(4)]
+    meter.stop(seen)
+    meter.start(seen)
+    seen.clear()
+    meter.mark("gone")
+    assert [interval.level_bytes for interval in meter.stop()] == [4 * KIB, 0]
+
+
+def test_memory_made_between_two_meterings_is_noticed_again(meter: Meter) -> None:
+    meter.start()
+    kept = [kibibytes(4)]
+    meter.stop(kept)
+    kept[:] = [kibibytes(2)]
+    meter.start(kept)
+    kept.clear()
+    meter.mark("gone")
+    assert [interval.level_bytes for interval in meter.stop()] == [2 * KIB, 0]
+
+
+@pytest.fixture
+def others_profiler() -> Iterator[None]:
+    with profile():
+        yield
+
+
+def test_somebody_elses_profiler_is_left_in_peace(meter: Meter, others_profiler: None) -> None:
+    with pytest.raises(MeterBusyError, match="another profiler"):
+        meter.start()
+
+
+def test_a_machine_has_some_memory() -> None:
+    assert device_memory_bytes(torch.device("cpu")) > 2**28
+
+
+@pytest.mark.gpu
+def test_the_gpus_allocator_is_read_at_every_mark() -> None:
+    device = torch.device("cuda")
+    meter = meter_for(device)
+    meter.start()
+    first = torch.empty(2**22, device=device)
+    meter.mark("held")
+    second = torch.empty(2**22, device=device)
+    del second
+    meter.mark("given back")
+    start, held, given_back = meter.stop()
+    assert held.level_bytes - start.level_bytes == first.untyped_storage().nbytes()
+    assert held.peak_bytes - held.level_bytes == first.untyped_storage().nbytes()
+    assert given_back.level_bytes == held.level_bytes

@@ -306,15 +306,21 @@ def _outcome(record: TechniqueReport) -> str:
 
 
 def module_techniques(
-    plan: Plan, model: nn.Module, *, during_trial: Callable[[], AbstractContextManager[Any]] = nullcontext
+    plan: Plan,
+    model: nn.Module,
+    *,
+    device: torch.device | None = None,
+    during_trial: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Technique]:
     """The techniques that edit modules, in the order in which they are applied, as ``plan`` asks for them.
 
     Args:
         plan: The settings.
         model: What they will be applied to.
+        device: Where it will compute; None: where it is.
         during_trial: Entered around extra forward passes of the model itself.
     """
+    device = device or device_of(model)
     techniques: list[Technique] = []
     attention = FlashAttention(plan.attention, verify=plan.verify)
     if plan.attention.backend != "off":
@@ -328,9 +334,9 @@ def module_techniques(
     if plan.sparse_activations != "off":
         techniques.append(SparseActivations(model))
     if plan.offloading.to != "off" and plan.checkpointing.budget is None:
-        techniques.append(ActivationOffloading(plan.offloading, model, device_of(model)))
+        techniques.append(ActivationOffloading(plan.offloading, model, device))
     if plan.checkpointing.budget is not None:
-        techniques.append(MemoryBudget(plan.checkpointing, plan.offloading, verify=plan.verify))
+        techniques.append(MemoryBudget(plan.checkpointing, plan.offloading, device, verify=plan.verify))
     elif plan.checkpointing.mode != "off":
         techniques.append(GradientCheckpointing(plan.checkpointing, verify=plan.verify))
     if plan.compile != "off":

@@ -146,7 +146,12 @@ class AccelPlugin(Precision):
             module,
             self.plan,
             host,
-            module_techniques(self.plan, module, during_trial=lambda: _logging_nothing(module)),
+            module_techniques(
+                self.plan,
+                module,
+                device=trainer.strategy.root_device,
+                during_trial=lambda: _logging_nothing(module),
+            ),
             agree=trainer.strategy.broadcast if trainer.world_size > 1 else None,
             # What was tried without gradients does not hold with them: fitting decides for evaluating, not the reverse.
             decisions=self._decisions if self._is_fitting else self._decisions_without_gradients | self._decisions,

@@ -17,14 +17,16 @@ from torch import Tensor, nn
 
 from lightning_accel.isolation import device_of, isolated
 from lightning_accel.memory.meter import END, START, Meter, MeterBusyError
+from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.pieces import recomputed_block
 from lightning_accel.memory.recompute import keeps_statistics
-from lightning_accel.memory.saved import Saver, saving, unique_bytes
+from lightning_accel.memory.saved import saving, sparing, unique_bytes
 from lightning_accel.tree import map_tensors, tensors_in
 
 Way = Literal["keep", "selective", "full", "offload", "full+offload"]
 WAYS: tuple[Way, ...] = get_args(Way)
 OFFLOADING: tuple[Way, ...] = ("offload", "full+offload")
+_ON_DEVICE: dict[Way, Way] = {"offload": "keep", "full+offload": "full"}
 TIMED_RUNS = 3
 
 
@@ -86,15 +88,15 @@ def run_block(
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    offloader: Saver | None = None,
+    offloader: Offloader | None = None,
 ) -> Any:
     """Calls ``original(block, *args, **kwargs)`` in one of the ways."""
+    if offloader is not None:
+        offloader.settle()  # of the blocks before
+        with saving(offloader, block) if way in OFFLOADING else sparing(offloader):
+            return run_block(_ON_DEVICE.get(way, way), block, original, args, kwargs)
     if way == "keep":
         return original(block, *args, **kwargs)
-    if way in OFFLOADING:
-        assert offloader is not None
-        with saving(offloader, block):
-            return run_block("keep" if way == "offload" else "full", block, original, args, kwargs)
     assert way == "selective" or way == "full"
     return recomputed_block(block, original, way, args, kwargs, has_statistics=keeps_statistics(block))
 
@@ -126,7 +128,7 @@ def measure_block(
     meter: Meter,
     *,
     ways: tuple[Way, ...],
-    offloader: Saver | None = None,
+    offloader: Offloader | None = None,
 ) -> BlockCosts:
     """Runs the block in each of ``ways``, and leaves no trace of it.
 
@@ -148,7 +150,7 @@ def measure_block(
                 if way == "keep":
                     with saving(tally, block):
                         _Pass(block, args, kwargs).forward(call)
-                found[way] = _metered(_Pass(block, args, kwargs), call, meter)
+                found[way] = _metered(_Pass(block, args, kwargs), call, meter, offloader)
         except MeterBusyError:
             raise
         except Exception:
@@ -177,10 +179,12 @@ def _timed(block: nn.Module, calls: Mapping[Way, Callable[..., Any]], args: Any,
     return {way: max(took, ms.get("keep", 0.0)) for way, took in ms.items()}
 
 
-def _metered(run: _Pass, call: Callable[..., Any], meter: Meter) -> Cost:
+def _metered(run: _Pass, call: Callable[..., Any], meter: Meter, offloader: Offloader | None) -> Cost:
     meter.start(run.arguments())
     try:
         run.forward(call)
+        if offloader is not None:
+            offloader.drain()  # as the blocks that follow give it time for
         meter.mark("between")
         result_bytes, freed_bytes = run.result_bytes(), run.freed_bytes()
         run.prepare_backward()
@@ -206,7 +210,7 @@ class _Pass:
     """
 
     def __init__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self._wanted = [p for p in block.parameters() if p.requires_grad]
+        self._wanted: list[Tensor] = [p for p in block.parameters() if p.requires_grad]
         self._given: tuple[Any, Any] | None = map_tensors(self._copied, (args, kwargs))
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self.arguments()}
         self._storages = {key: (weakref.ref(storage), storage.nbytes()) for key, storage in storages.items()}

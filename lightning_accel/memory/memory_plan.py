@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_accel.byte_size import format_bytes, parse_bytes
+from lightning_accel.byte_size import format_bytes
 from lightning_accel.isolation import device_of
 from lightning_accel.memory.costs import OFFLOADING, Way, run_block
-from lightning_accel.memory.offload import Offloader
+from lightning_accel.memory.offload import Offloader, offloader_for
 from lightning_accel.memory.saved import unique_bytes
 from lightning_accel.patch import MethodPatch, PatchSet
 from lightning_accel.plan import OffloadingPlan
@@ -140,7 +140,9 @@ class MemoryPlan:
 
     def table(self) -> str:
         """The plan as text: a line for each run of equal blocks, then predicted and measured peak and time."""
-        rows = [("block", "class", "does", "keeps", "of", "extra time", "saved, plain, by what made it")]
+        rows: list[tuple[str, ...]] = [
+            ("block", "class", "does", "keeps", "of", "extra time", "saved, plain, by what made it")
+        ]
         rows += [_row(first, last, count) for first, last, count in _runs(self.blocks)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -197,15 +199,6 @@ class MemoryPlan:
             parts[block.call] = block.kept_bytes if planned else (block.plain_bytes or 0)
         parts["other activations, transients"] = max(0, peak - sum(parts.values()))
         return parts
-
-
-def offloader_for(plan: OffloadingPlan, device: torch.device) -> Offloader | None:
-    """What blocks offload with: where ``plan`` says, else to the host's memory on a GPU, and not at all on a CPU."""
-    to = "host" if plan.to == "off" and device.type == "cuda" else plan.to
-    if to == "off":
-        return None
-    min_bytes = int(parse_bytes("activation_offloading.min_bytes", plan.min_bytes))
-    return Offloader(device, to, min_bytes=min_bytes, folder=plan.folder)
 
 
 def _planned(site: str, block: nn.Module, way: Way, offloader: Offloader | None) -> MethodPatch:

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy, profiler_legacy
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
+from torch.autograd import profiler_legacy
 from torch.profiler import record_function
 from typing_extensions import override
 
@@ -136,7 +137,7 @@ class _ProfilerMeter(Meter):
 
     @override
     def start(self, alive: Iterable[Tensor] = ()) -> None:
-        if torch.autograd._profiler_enabled():
+        if _profiler_enabled():
             raise MeterBusyError("another profiler is at work")
         self._marks = []
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in alive}
@@ -184,7 +185,7 @@ class _ProfilerMeter(Meter):
         held = peak = level = self._base_bytes
         mark: Hashable = None
         for event in events:
-            kind, name = event.kind(), event.name()
+            kind, name = str(event.kind()), event.name()
             if kind == "memory_alloc":
                 held += event.cpu_memory_usage()
                 peak = max(peak, held)

@@ -95,6 +95,11 @@ class Mover(ABC):
             while held and self._is_over(held[0]):
                 self._release(held.popleft())
 
+    def drain(self) -> None:
+        """Waits for the outward copies under way, and lets go of what they held."""
+        while self._outward:
+            self._release(self._outward.popleft())
+
     def close(self) -> None:
         """Sees the copies under way to their end, and lets go of everything."""
         self._finish()

@@ -16,9 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_accel.byte_size import parse_bytes
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region, SpillFile
 from lightning_accel.memory.movers import Flight, Mover, StreamMover, ThreadMover
 from lightning_accel.memory.saved import ByStorage, Packed
+from lightning_accel.plan import OffloadingPlan
 
 # Addresses that agree modulo this, agree in whatever a kernel asks about alignment.
 _ALIGNMENT = 512
@@ -63,7 +65,8 @@ class Offloader:
         folder: Where the file is made; None: the folder for temporary files.
 
     Attributes:
-        prefetch_depth: How many of the tensors saved just before one are on their way back when it is used.
+        prefetch_depth: How many of the tensors saved just before one are on their way back when it is used; 0 needs
+            the least memory.
         complaints: Why tensors stayed that were to move, each reason once; for the caller to read and clear.
     """
 
@@ -124,6 +127,18 @@ class Offloader:
                 raise
         return None if entry is None else _Handle(entry, tensor)
 
+    def settle(self) -> None:
+        """Lets go of tensors whose copies have ended, without waiting for any; :meth:`pack` does so too."""
+        with self._lock:
+            if self._mover is not None:
+                self._mover.settle()
+
+    def drain(self) -> None:
+        """Sees the copies under way to their end, and lets go of all tensors that left."""
+        with self._lock:
+            if self._mover is not None:
+                self._mover.drain()
+
     def close(self) -> None:
         """Releases buffers, file, thread and stream. Graphs that are still alive lose what they saved here."""
         with self._lock:
@@ -173,10 +188,15 @@ class Offloader:
         self._order.append(entry.index)
         self._packed += 1
         source = _as_bytes(storage)[start : start + nbytes]
-        mover.out(source, region, in_flight=min(max(self.prefetch_depth, 2), 4))
+        mover.out(source, region, in_flight=self._in_flight)
         self._done.bytes_out += nbytes
         self._done.tensors_out += 1
         return entry
+
+    @property
+    def _in_flight(self) -> int:
+        """How many tensors may be on their way out: enough to keep the copies going, where there is room for any."""
+        return 1 if self.prefetch_depth == 0 else min(max(self.prefetch_depth, 2), 4)
 
     def _open(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -312,6 +332,20 @@ class _Handle:
     def __del__(self) -> None:
         if not self._was_unpacked:
             self._entry.no_longer_waits()
+
+
+def offloader_for(plan: OffloadingPlan, device: torch.device) -> Offloader | None:
+    """What single blocks offload with: to where ``plan`` says, else to the host's memory on a GPU, on a CPU not at all.
+
+    One tensor at a time is brought back ahead of its use: whoever plans a budget has no room for more.
+    """
+    to = "host" if plan.to == "off" and device.type == "cuda" else plan.to
+    if to == "off":
+        return None
+    min_bytes = int(parse_bytes("activation_offloading.min_bytes", plan.min_bytes))
+    offloader = Offloader(device, to, min_bytes=min_bytes, folder=plan.folder)
+    offloader.prefetch_depth = 1
+    return offloader
 
 
 def _extent(tensor: Tensor) -> int:

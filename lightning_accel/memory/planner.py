@@ -36,7 +36,8 @@ from lightning_accel.memory.costs import (
 )
 from lightning_accel.memory.memory_plan import BlockPlan, FixedMemory, MemoryPlan, state_of
 from lightning_accel.memory.meter import MeterBusyError, meter_for
-from lightning_accel.memory.saved import ByStorage, Saver
+from lightning_accel.memory.offload import Offloader
+from lightning_accel.memory.saved import ByStorage
 from lightning_accel.memory.solve import Problem
 from lightning_accel.memory.timeline import Call, StepRecorder, Timeline
 from lightning_accel.plan import OffloadingPlan
@@ -61,6 +62,7 @@ class Outcome:
 
     ways: Ways
     is_final: bool
+    offloads_rest: bool = False
     error: str = ""
 
 
@@ -69,6 +71,7 @@ class Planner:
 
     Attributes:
         plan: What was decided; None until then.
+        offloads_rest: Whether what is saved outside all blocks is to be offloaded too: only where nothing else fits.
         gave_up: Why nothing is planned, and every block recomputes; empty while all is well.
         remarks: What is to be said once, each taken out by who says it.
 
@@ -88,9 +91,10 @@ class Planner:
         budget_bytes: int,
         device: torch.device,
         offloading: OffloadingPlan,
-        offloader: Saver | None = None,
+        offloader: Offloader | None = None,
     ) -> None:
         self.plan: MemoryPlan | None = None
+        self.offloads_rest = False
         self.gave_up = ""
         self.remarks: list[str] = []
         self.agree: Callable[[Any], Any] | None = None
@@ -128,7 +132,7 @@ class Planner:
         way = self._ways.get(site, "full")
         run = partial(run_block, way, block, original, args, kwargs, self._offloader)
         # A copy of the block, a trial of another technique, a recomputation of the user's own: not the step's calls.
-        is_elsewhere = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        is_elsewhere = torch._C._current_graph_task_id() != -1
         if self._blocks.get(site) is not block or is_trial() or is_elsewhere:
             return run()
         if site not in self._costs and self._recorder is None and site in self._ways:
@@ -233,6 +237,11 @@ class Planner:
         if outcome.error:
             raise ValueError(outcome.error)
         self._ways = outcome.ways
+        if outcome.offloads_rest != self.offloads_rest:
+            self.offloads_rest = outcome.offloads_rest
+            self._measured.clear()
+            assert self._offloader is not None
+            self._offloader.prefetch_depth = 0
         if outcome.is_final:
             self._hook.remove()
             self._phase, self._times = "confirming", []
@@ -246,11 +255,14 @@ class Planner:
             fitting = [dict(key) for key, peak in self._measured.items() if peak <= self._budget]
             if ways is not None and _key(ways) not in self._measured and rounds_left > 0:
                 self._predicted[_key(ways)] = problem.peak(_by_call(problem, ways))
-                return Outcome(ways, is_final=False)
+                return Outcome(ways, False, self.offloads_rest)
             if fitting:
-                return Outcome(min(fitting, key=lambda found: problem.ms(_by_call(problem, found))), is_final=True)
+                fastest = min(fitting, key=lambda found: problem.ms(_by_call(problem, found)))
+                return Outcome(fastest, True, self.offloads_rest)
+            if self._offloader is not None and not self.offloads_rest:
+                return Outcome({site: _smallest(costs) for site, costs in self._costs.items()}, False, True)
             if ways is None or rounds_left <= 0:
-                return Outcome(self._ways, is_final=True, error=self._impossible(problem))
+                return Outcome(self._ways, True, self.offloads_rest, error=self._impossible(problem))
             target *= 1 - SLACK  # predicted to fit, and measured not to
 
     def _impossible(self, problem: Problem) -> str:
@@ -387,6 +399,11 @@ def _key(ways: Ways) -> frozenset[tuple[str, Way]]:
 def _leanest(costs: BlockCosts) -> Way:
     """What a block does while nothing is planned."""
     return "full" if "full" in costs.ways else min(costs.ways, key=lambda way: costs.ways[way].kept_bytes)
+
+
+def _smallest(costs: BlockCosts) -> Way:
+    """What holds least from forward to backward, and of those the one that then needs least."""
+    return min(costs.ways, key=lambda way: (costs.ways[way].kept_bytes >> 12, costs.ways[way].backward_bytes))
 
 
 def _by_call(problem: Problem, ways: Ways) -> dict[Call, Way]:

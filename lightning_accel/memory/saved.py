@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +54,23 @@ def saving(saver: Saver, model: nn.Module) -> Iterator[None]:
         saver: Asked for every saved tensor that is not the model's own.
         model: Its parameters and buffers, views of them and their autocast copies stay where they are.
     """
-    savers = (*_savers.get(), saver)
-    own = _own.get() or OwnTensors(model)
+    with _asking((*_savers.get(), saver), _own.get() or OwnTensors(model)):
+        yield
 
+
+@contextmanager
+def sparing(saver: Saver) -> Iterator[None]:
+    """Inside, ``saver`` is not asked, whoever is asking it around."""
+    own = _own.get()
+    if saver not in _savers.get() or own is None:
+        yield
+        return
+    with _asking(tuple(s for s in _savers.get() if s is not saver), own):
+        yield
+
+
+@contextmanager
+def _asking(savers: tuple[Saver, ...], own: OwnTensors) -> Iterator[None]:
     def pack(tensor: Tensor) -> _Guarded:
         packed: Packed | None = None
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor not in own:
@@ -66,13 +80,13 @@ def saving(saver: Saver, model: nn.Module) -> Iterator[None]:
             return _Guarded(_Kept(kept), kept, tensor._version)
         return _Guarded(packed, _counter_of(tensor), tensor._version)
 
-    unpack = _Guarded.unpack
+    hooks: tuple[Any, Any] = pack, _Guarded.unpack
     if "torch._dynamo" in sys.modules:
         # Where compiled code falls back to eager, Dynamo looks at every function that is called, hooks included.
-        pack, unpack = torch._dynamo.disable(pack), torch._dynamo.disable(unpack)
+        hooks = tuple(map(torch.compiler.disable, hooks))
     tokens = _savers.set(savers), _own.set(own)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
             yield
     finally:
         _savers.reset(tokens[0])

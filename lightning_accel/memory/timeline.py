@@ -55,7 +55,7 @@ class StepRecorder:
         if nodes:
             for node in ends.intersection(nodes):
                 node.register_prehook(self._marks(Mark("backward", call), None))
-            last = min(nodes, key=lambda node: node._sequence_nr())  # type: ignore[attr-defined]
+            last = min(nodes, key=lambda node: node._sequence_nr())
             last.register_hook(self._marks(Mark("backward ended", call), None))
         return outputs
 

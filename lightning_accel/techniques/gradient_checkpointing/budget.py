@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -13,12 +13,12 @@ from typing_extensions import override
 
 from lightning_accel.byte_size import format_bytes, parse_bytes
 from lightning_accel.host import Host
-from lightning_accel.isolation import device_of
 from lightning_accel.memory.costs import Way
-from lightning_accel.memory.memory_plan import FixedMemory, MemoryPlan, offloader_for
+from lightning_accel.memory.memory_plan import FixedMemory, MemoryPlan
 from lightning_accel.memory.meter import device_memory_bytes
-from lightning_accel.memory.offload import Offloader
+from lightning_accel.memory.offload import Offloader, offloader_for
 from lightning_accel.memory.planner import Planner
+from lightning_accel.memory.saved import saving
 from lightning_accel.patch import MethodPatch, Patch
 from lightning_accel.plan import CheckpointingPlan, OffloadingPlan
 from lightning_accel.techniques.base import Refusal, Verdict
@@ -39,16 +39,21 @@ class MemoryBudget(GradientCheckpointing):
     Args:
         plan: The budget, and the blocks where they are named.
         offloading: Where blocks may offload to. Not asked for, they do so on a GPU only, to the host's memory.
+        device: Where the model computes, though it may not be there yet.
         verify: Whether each block's recomputation is compared with the original.
     """
 
     remembers: ClassVar[bool] = False  # a plan is for a batch, a device and a precision, and found again in a few steps
     acts_without_sites: ClassVar[bool] = True  # in a roomy budget every block stays as it is
 
-    def __init__(self, plan: CheckpointingPlan, offloading: OffloadingPlan, *, verify: bool = True) -> None:
+    def __init__(
+        self, plan: CheckpointingPlan, offloading: OffloadingPlan, device: torch.device, *, verify: bool = True
+    ) -> None:
         super().__init__(plan, verify=verify)
         self._offloading = offloading
+        self._device = device
         self._offloader: Offloader | None = None
+        self._model: nn.Module = nn.Identity()
         self._planner: Planner | None = None
         self._reported: MemoryPlan | None = None
 
@@ -59,8 +64,7 @@ class MemoryBudget(GradientCheckpointing):
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
-        device = device_of(model)
-        budget = budget_bytes(self._plan, device)
+        budget = budget_bytes(self._plan, self._device)
         fixed = FixedMemory.of(model)
         if fixed.total > budget:
             raise ValueError(
@@ -69,8 +73,9 @@ class MemoryBudget(GradientCheckpointing):
                 " bytes), and the optimizer's state and activations come on top. Give a larger budget."
             )
         claims = list(super().patches(model, host))
-        self._offloader = offloader_for(self._offloading, device)
-        self._planner = Planner(model, self._blocks, budget, device, self._offloading, self._offloader)
+        self._model = model
+        self._offloader = offloader_for(self._offloading, self._device)
+        self._planner = Planner(model, self._blocks, budget, self._device, self._offloading, self._offloader)
         return claims
 
     @override
@@ -110,7 +115,16 @@ class MemoryBudget(GradientCheckpointing):
         self._planner.agree = self.agree
         self._planner.enter(is_training=stage == "train" and torch.is_grad_enabled())
         self._tell()
-        return super().step(stage)
+        return self._step(stage)
+
+    @contextmanager
+    def _step(self, stage: str) -> Iterator[None]:
+        assert self._planner is not None
+        with ExitStack() as stack:
+            stack.enter_context(super().step(stage))
+            if self._planner.offloads_rest and self._offloader is not None and torch.is_grad_enabled():
+                stack.enter_context(saving(self._offloader, self._model))
+            yield
 
     @override
     def close(self) -> None:
@@ -123,6 +137,9 @@ class MemoryBudget(GradientCheckpointing):
         assert self._planner is not None
         self.complaints += tuple(self._planner.remarks)
         self._planner.remarks.clear()
+        if self._offloader is not None:
+            self.complaints += tuple(self._offloader.complaints)
+            self._offloader.complaints.clear()
         plan = self._planner.plan
         if plan is None or plan is self._reported:
             self.status = self._planner.gave_up or self.status or "planning: the first steps recompute every block"

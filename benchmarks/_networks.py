@@ -27,13 +27,13 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model on bytes: (B, T) tokens → (B, T, 256) logits."""
+    """A language model: (B, T) tokens → (B, T, vocabulary) logits."""
 
-    def __init__(self, blocks: int = 24, width: int = 192, heads: int = 4) -> None:
+    def __init__(self, blocks: int = 24, width: int = 192, heads: int = 4, vocabulary: int = 256) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(256, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -43,7 +43,7 @@ class Transformer(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """The residual block of He et al. (2016), https://arxiv.org/abs/1512.03385, with four times as many channels out."""
+    """The residual block of He et al. (2016), https://arxiv.org/abs/1512.03385: four times as many channels out."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()

@@ -9,13 +9,9 @@ the median over rounds of the median over epochs, the first epoch left out. Take
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
-import json
 import logging
-import os
-import re
 import statistics
 import sys
 import time
@@ -26,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _gpu import arguments, is_possible, write
+from _gpu import table as aligned
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -87,16 +85,10 @@ CASES = {"digits": digits_case, "bytes_gpt": gpt_case}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the demo's models on a GPU.")
-    default_out = os.environ.get("OUT") or "docs/results"
-    parser.add_argument("--out", type=Path, default=Path(default_out), help="folder for the JSON and the table")
+    parser = arguments("Measure the demo's models on a GPU.")
     parser.add_argument("--rounds", type=int, default=2, help="how often every side is trained")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="tiny models, on a CPU where there is no GPU; writes too"
-    )
     args = parser.parse_args()
-    if not torch.cuda.is_available() and not args.dry_run:
-        print("no CUDA device: nothing measured")
+    if not is_possible(args):
         return
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -109,7 +101,8 @@ def main() -> None:
         results[name] = measure(name, case, args.rounds)
     text = table(results)
     print(f"\n{text}")
-    write(args.out, results, text)
+    values = {name: {side: asdict(run) for side, run in by_side.items()} for name, by_side in results.items()}
+    write("", args.out, {"results": values}, "", text)
 
 
 def measure(name: str, case: Case, rounds: int) -> dict[str, Measured]:
@@ -198,40 +191,7 @@ def table(results: dict[str, dict[str, Measured]]) -> str:
                     f"{run.loss:.4f}",
                 ]
             )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
-
-
-def machine() -> dict[str, Any]:
-    """The device and the versions that the numbers belong to."""
-    import lightning
-
-    has_gpu = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if has_gpu else "CPU (dry run)",
-        "capability": list(torch.cuda.get_device_capability()) if has_gpu else None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "lightning": lightning.__version__,
-        "python": sys.version.split()[0],
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def write(folder: Path, results: dict[str, dict[str, Measured]], text: str) -> None:
-    facts = machine()
-    slug = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
-    folder.mkdir(parents=True, exist_ok=True)
-    values = {name: {side: asdict(run) for side, run in by_side.items()} for name, by_side in results.items()}
-    stem = f"gpu-{slug}-torch-{facts['torch'].partition('+')[0]}"
-    (folder / f"{stem}.json").write_text(json.dumps({**facts, "results": values}, indent=2) + "\n", encoding="utf-8")
-    heading = f"{facts['device']}, torch {facts['torch']}, lightning {facts['lightning']}, {facts['date']}"
-    (folder / f"{stem}.md").write_text(f"{heading}\n\n{text}\n", encoding="utf-8")
-    print(f"\nwritten: {folder / stem}.json and .md")
+    return aligned(rows)
 
 
 if __name__ == "__main__":

@@ -12,21 +12,16 @@ minutes; `--backends` and `--lengths` make it shorter.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import os
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from _gpu import arguments, is_possible, write
 from _measure import peak_step_bytes
-from gpu import machine
 from torch import Tensor
 
 from lightning_accel.callbacks._flops import peak_flops_per_sec
@@ -289,41 +284,15 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write(folder: Path, results: Sequence[Measured], peaks: Mapping[torch.dtype, float | None], text: str) -> None:
-    facts = machine()
-    slug = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
-    stem = f"gpu-attention-{slug}-torch-{facts['torch'].partition('+')[0]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    values = []
-    for run in results:
-        case = {**asdict(run.case), "dtype": _name(run.case.dtype)}
-        rates = {"forward_tflops": run.forward_tflops, "training_tflops": run.training_tflops}
-        values.append({**asdict(run), "case": case, **rates})
-    peak_tflops = {_name(dtype): None if peak is None else peak / 1e12 for dtype, peak in peaks.items()}
-    record = {**facts, "peak_tflops": peak_tflops, "results": values}
-    (folder / f"{stem}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    rated = ", ".join(f"{name} {peak:.0f}" for name, peak in peak_tflops.items() if peak is not None)
-    heading = (
-        f"Attention, {HEADS} heads of {HEAD_DIM}, on {facts['device']}, torch {facts['torch']}, {facts['date']}."
-        f" `faster`: times the speed of matmul-softmax-matmul. Matrix peak, TFLOP/s: {rated or 'not known'}."
-    )
-    (folder / f"{stem}.md").write_text(f"{heading}\n\n{text}\n", encoding="utf-8")
-    print(f"\nwritten: {folder / stem}.json and .md")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure attention on a GPU.")
-    default_out = os.environ.get("OUT") or "docs/results"
-    parser.add_argument("--out", type=Path, default=Path(default_out), help="folder for the JSON and the table")
+    parser = arguments("Measure attention on a GPU.")
     parser.add_argument("--rounds", type=int, default=7, help="how many bursts of every side")
     parser.add_argument("--backends", help="of those installed only these, as in sdpa,flash-attn")
     parser.add_argument("--lengths", help="instead of 512 … 16384, as in 1024,4096")
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU where there is no GPU; writes too")
     args = parser.parse_args()
-    has_gpu = torch.cuda.is_available()
-    if not has_gpu and not args.dry_run:
-        print("no CUDA device: nothing measured")
+    if not is_possible(args):
         return
+    has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
     memory = torch.cuda.get_device_properties(0).total_memory if has_gpu else 1 << 30
     lengths = tuple(map(int, args.lengths.split(","))) if args.lengths else LENGTHS
@@ -345,7 +314,18 @@ def main() -> None:
         print(f"{case.kind}, {_name(case.dtype)}, {case.length} x {case.batch}: {seconds:.0f} s", flush=True)
     text = table(results, peaks)
     print(f"\n{text}")
-    write(args.out, results, peaks, text)
+    values = []
+    for run in results:
+        case = {**asdict(run.case), "dtype": _name(run.case.dtype)}
+        rates = {"forward_tflops": run.forward_tflops, "training_tflops": run.training_tflops}
+        values.append({**asdict(run), "case": case, **rates})
+    peak_tflops = {_name(dtype): None if peak is None else peak / 1e12 for dtype, peak in peaks.items()}
+    rated = ", ".join(f"{name} {peak:.0f}" for name, peak in peak_tflops.items() if peak is not None)
+    heading = (
+        f"Attention, {HEADS} heads of {HEAD_DIM}. `faster`: times the speed of matmul-softmax-matmul."
+        f" Matrix peak, TFLOP/s: {rated or 'not known'}. Measured on"
+    )
+    write("attention", args.out, {"peak_tflops": peak_tflops, "results": values}, heading, text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Activation offloading on a GPU: step time and peak memory, beside what PyTorch and torchtune have for it.
 
-    python benchmarks/gpu_offloading.py [--json docs/results]
+    make gpu PYTHON=python3                                         # among the rest
+    python benchmarks/gpu_offloading.py --out docs/results          # the package installed
 
 To answer: at most the step time, and at most the peak, of ``save_on_cpu(pin_memory=True)`` and of torchtune's
 ``OffloadActivations`` (a row of its own where torchtune is installed: ``pip install torchtune torchao``). All of them
@@ -10,15 +11,15 @@ take tensors of a mebibyte and more, except ``save_on_cpu``, which takes all.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from _measure import interleaved_ms, median_ratio, peak_step_bytes, publish
-from torch import Tensor, nn
-from torch.nn import functional as F
+from _gpu import arguments, table, write
+from _measure import interleaved_ms, median_ratio, peak_step_bytes
+from _networks import TransformerBlock
+from torch import nn
 
 from lightning_accel.plan import OffloadingPlan
 from lightning_accel.techniques.activation_offloading import ActivationOffloading
@@ -28,23 +29,6 @@ MIN_BYTES = 1 << 20
 MEASURED_STEPS = 30  # until the prefetch depth is settled
 
 Around = Callable[[], AbstractContextManager[Any]]
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block with fused attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm1(x)).view(*x.shape[:2], 3 * HEADS, -1).transpose(1, 2)
-        q, k, v = heads.chunk(3, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.mlp(self.norm2(x))
 
 
 def sides(model: nn.Module, device: torch.device) -> tuple[dict[str, Around], ActivationOffloading]:
@@ -66,11 +50,13 @@ def sides(model: nn.Module, device: torch.device) -> tuple[dict[str, Around], Ac
 
 
 def main() -> None:
+    args = arguments("Measure activation offloading on a GPU.").parse_args()
     if not torch.cuda.is_available():
-        sys.exit("this benchmark needs a CUDA device")
+        print("no CUDA device: nothing measured")
+        return
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device, torch.bfloat16)
+    model = nn.Sequential(*(TransformerBlock(WIDTH, HEADS) for _ in range(BLOCKS))).to(device, torch.bfloat16)
     inputs = torch.randn(BATCH, LENGTH, WIDTH, device=device, dtype=torch.bfloat16)
     around, technique = sides(model, device)
 
@@ -100,14 +86,11 @@ def main() -> None:
         ]
         for name in around
     ]
-    print(f"\n{technique.status}")
-    publish(
-        "gpu_offloading",
-        "python benchmarks/gpu_offloading.py",
-        ["saved tensors", "peak of the step, MiB", "lower by", "step, ms", "extra time"],
-        rows,
-        {"peak_bytes": peaks, "step_ms": spent, "extra_time": extra, "status": technique.status},
-    )
+    columns = ["saved tensors", "peak of the step, MiB", "lower by", "step, ms", "extra time"]
+    text = table([columns, *rows])
+    print(f"\n{technique.status}\n\n{text}")
+    record = {"peak_bytes": peaks, "step_ms": spent, "extra_time": extra, "status": technique.status}
+    write("offloading", args.out, record, "Activation offloading, on", text)
     technique.close()
 
 

@@ -11,20 +11,14 @@ Takes under two minutes.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
+from _gpu import arguments, is_possible, table, write
 from _measure import interleaved_ms, median_ratio, peak_step_bytes
-from gpu import machine
 from gpu_attention import median_ms
 from packing import Codec, cases
 from torch import Tensor, nn
@@ -108,17 +102,6 @@ def measure_steps(dtype: torch.dtype, device: torch.device, width: int, batch: i
     ]
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table that reads well as it stands."""
-    widths = [max(len(row[column]) for row in (columns, *rows)) for column in range(len(columns))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in (columns, *rows)
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
-
-
 def tables(codecs: Sequence[Measured], steps: Sequence[MeasuredStep]) -> str:
     by_codec = [
         [run.case, f"{run.ratio:.1f}x", f"{run.pack_gb_per_s:,.0f}", f"{run.unpack_gb_per_s:,.0f}"] for run in codecs
@@ -129,32 +112,17 @@ def tables(codecs: Sequence[Measured], steps: Sequence[MeasuredStep]) -> str:
     ]
     return "\n\n".join(
         (
-            markdown(["tensor", "fewer bytes", "pack, GB/s", "unpack, GB/s"], by_codec),
-            markdown(["network", "packing", "peak of the step, MiB", "step, ms", "time", "report"], by_step),
+            table([["tensor", "fewer bytes", "pack, GB/s", "unpack, GB/s"], *by_codec]),
+            table([["network", "packing", "peak of the step, MiB", "step, ms", "time", "report"], *by_step]),
         )
     )
 
 
-def write(folder: Path, record: dict[str, Any], text: str) -> None:
-    facts = machine()
-    slug = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
-    stem = f"gpu-packing-{slug}-torch-{facts['torch'].partition('+')[0]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}.json").write_text(json.dumps({**facts, **record}, indent=2) + "\n", encoding="utf-8")
-    heading = f"{facts['device']}, torch {facts['torch']}, {facts['date']}"
-    (folder / f"{stem}.md").write_text(f"{heading}\n\n{text}\n", encoding="utf-8")
-    print(f"\nwritten: {folder / stem}.json and .md")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the packing of saved tensors on a GPU.")
-    default_out = os.environ.get("OUT") or "docs/results"
-    parser.add_argument("--out", type=Path, default=Path(default_out), help="folder for the JSON and the tables")
+    parser = arguments("Measure the packing of saved tensors on a GPU.")
     parser.add_argument("--rounds", type=int, default=7, help="how many bursts of every codec")
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU where there is no GPU; writes too")
     args = parser.parse_args()
-    if not torch.cuda.is_available() and not args.dry_run:
-        print("no CUDA device: nothing measured")
+    if not is_possible(args):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
@@ -166,7 +134,8 @@ def main() -> None:
     steps = [run for dtype in (torch.float32, torch.bfloat16) for run in measure_steps(dtype, device, width, batch)]
     text = tables(codecs, steps)
     print(f"\n{text}")
-    write(args.out, {"codecs": [asdict(run) for run in codecs], "steps": [asdict(run) for run in steps]}, text)
+    record = {"codecs": [asdict(run) for run in codecs], "steps": [asdict(run) for run in steps]}
+    write("packing", args.out, record, "Packing of saved tensors, on", text)
 
 
 if __name__ == "__main__":

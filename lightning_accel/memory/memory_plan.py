@@ -84,6 +84,7 @@ class MemoryPlan:
         blocks: Every call of a block, in the order of the forward pass.
         fixed: What the step holds in any case.
         offloading: Where blocks that offload do so.
+        offloads_rest: Whether what is saved outside all blocks is offloaded too.
         plain_peak_bytes: The predicted peak of the step with everything kept; None where that could not be run.
         plain_ms: Its predicted time; None likewise.
         predicted_peak_bytes: The predicted peak as planned.
@@ -96,6 +97,7 @@ class MemoryPlan:
     blocks: tuple[BlockPlan, ...]
     fixed: FixedMemory
     offloading: OffloadingPlan
+    offloads_rest: bool = False
     plain_peak_bytes: int | None
     plain_ms: float | None
     predicted_peak_bytes: int
@@ -150,6 +152,7 @@ class MemoryPlan:
         lines += [
             f"fixed: parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)},"
             f" optimizer {format_bytes(fixed.optimizer)}, buffers {format_bytes(fixed.buffers)}",
+            *(["what is saved outside these blocks is offloaded too"] if self.offloads_rest else []),
             f"peak of a step: budget {format_bytes(self.budget_bytes)}, predicted"
             f" {format_bytes(self.predicted_peak_bytes)}, measured {_maybe(self.measured_peak_bytes, format_bytes)};"
             f" everything kept {_maybe(self.plain_peak_bytes, format_bytes)} (predicted)",

@@ -356,6 +356,7 @@ class Planner:
             blocks=tuple(blocks),
             fixed=self._fixed(),
             offloading=self._offloading,
+            offloads_rest=self.offloads_rest,
             plain_peak_bytes=problem.peak(kept) if keeps else None,
             plain_ms=ms(kept) if keeps else None,
             predicted_peak_bytes=self._predicted.get(_key(self._ways), problem.peak(chosen)),

@@ -1,4 +1,4 @@
-"""Sequences of layers, recomputed piece by piece: only what the products made is kept, and nothing is multiplied twice."""
+"""Sequences of layers, recomputed piece by piece: products are kept, the rest is not, and none is computed twice."""
 
 from __future__ import annotations
 

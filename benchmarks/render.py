@@ -145,8 +145,8 @@ def gpu_section() -> str:
             "## On a GPU\n\n`make gpu PYTHON=python3`\n\nNot yet measured: no GPU was at hand. These rows wait for one:"
             " the two models plain, with Lightning's `bf16-mixed` and with `AccelPlugin()` (samples/s, step p50, peak"
             " memory, MFU, loss), attention by hand against every kernel there is, over 512 to 16,384 tokens, the"
-            " largest batch of a 350M GPT within 24 GiB in every mode, offloading beside `save_on_cpu`, packing, and the tests"
-            " marked `gpu`.\n"
+            " largest batch of a 350M GPT within 24 GiB in every mode, offloading beside `save_on_cpu`, packing, and"
+            " the tests marked `gpu`.\n"
         )
     return "## On a GPU\n\n`make gpu PYTHON=python3`\n\n" + "\n".join(p.read_text(encoding="utf-8") for p in pages)
 

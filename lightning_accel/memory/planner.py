@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -37,43 +37,52 @@ from lightning_accel.memory.costs import (
 from lightning_accel.memory.memory_plan import BlockPlan, FixedMemory, MemoryPlan, state_of
 from lightning_accel.memory.meter import MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader
+from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Rounds, Ways, by_call, leanest, solve
 from lightning_accel.memory.saved import ByStorage
-from lightning_accel.memory.solve import Problem
+from lightning_accel.memory.solve import Problem, Stage
 from lightning_accel.memory.timeline import Call, StepRecorder, Timeline
 from lightning_accel.plan import OffloadingPlan
 from lightning_accel.tree import tensors_in
 
-SLACK = 0.01  # left free: no two steps allocate quite the same
-MAX_ROUNDS = 6
 CONFIRMING_STEPS = 3
 # A step without an optimizer step is the middle of an accumulation; the one that ends it holds all gradients.
 MAX_WAITING_STEPS = 16
-HEADROOM = 1.125  # a batch that outgrows the plan makes one for that much more, or growing batches would plan each time
 MAX_STEPS = 2 + MAX_WAITING_STEPS * MAX_ROUNDS + CONFIRMING_STEPS + 1  # after which a plan is there, if it can be
+HEADROOM = 1.125  # a batch that outgrows the plan makes one for that much more, or growing batches would plan each time
 AGREEING_STEPS = 16  # how often several ranks ask whether rank 0 outgrew its plan
 
 Phase = Literal["learning", "timing", "planning", "confirming", "settled"]
-Ways = dict[str, Way]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one round of planning comes to; the same on every rank."""
+class State:
+    """How far planning has come. What rank 0 has come to holds on all ranks.
 
-    ways: Ways
-    is_final: bool
+    Attributes:
+        phase: What the next step is for.
+        ways: What each block does in it; those not named recompute.
+        offloads_rest: Whether what is saved outside all blocks is offloaded too: only where nothing else fits.
+        plan: What was decided; None until then.
+        gave_up: Why nothing is planned, and every block recomputes; empty while all is well.
+        error: Why the run cannot go on.
+        remark: What is to be said once.
+    """
+
+    phase: Phase = "learning"
+    ways: Ways = field(default_factory=dict)
     offloads_rest: bool = False
+    plan: MemoryPlan | None = None
+    gave_up: str = ""
     error: str = ""
+    remark: str = ""
 
 
 class Planner:
     """Decides what each block of a model does, so that a training step fits into a budget.
 
     Attributes:
-        plan: What was decided; None until then.
-        offloads_rest: Whether what is saved outside all blocks is to be offloaded too: only where nothing else fits.
-        gave_up: Why nothing is planned, and every block recomputes; empty while all is well.
-        remarks: What is to be said once, each taken out by who says it.
+        state: How far it has come.
+        agree: Maps a value of this process to that of rank 0; None with one process.
 
     Args:
         model: The model.
@@ -93,34 +102,31 @@ class Planner:
         offloading: OffloadingPlan,
         offloader: Offloader | None = None,
     ) -> None:
-        self.plan: MemoryPlan | None = None
-        self.offloads_rest = False
-        self.gave_up = ""
-        self.remarks: list[str] = []
-        self.agree: Callable[[Any], Any] | None = None
+        self.state = State()
+        self.agree: Callable[[State], State] | None = None
         self._model, self._blocks, self._budget, self._device = model, dict(blocks), budget_bytes, device
         self._offloading, self._offloader = offloading, offloader
         self._possible = WAYS if offloader is not None else tuple(way for way in WAYS if way not in OFFLOADING)
         self._meter = meter_for(device)
         self._kinds: dict[Any, BlockCosts] = {}
         self._costs: dict[str, BlockCosts] = {}
-        self._ways: Ways = {}
-        self._phase: Phase = "learning"
+        self._unlearned: set[str] = set()  # somebody else was measuring when their turn came
+        self._rounds = Rounds(budget_bytes, may_offload=offloader is not None)
+        self._steps = self._waited = 0
+        self._busy = ""
+        # Of the step in progress:
         self._called: Counter[str] = Counter()
         self._recorder: StepRecorder | None = None
         self._window_start: float | None = None
-        self._base_ms = 0.0
-        self._times: list[float] = []
-        self._waited = self._steps = 0
-        self._busy = ""
-        self._measured: dict[frozenset[tuple[str, Way]], int] = {}
-        self._predicted: dict[frozenset[tuple[str, Way]], int] = {}
         self._holders: ByStorage[list[Call]] = ByStorage()
         self._shared_bytes: Counter[Call] = Counter()
+        self._has_stepped = False
+        # Of those before:
+        self._base_ms = 0.0
+        self._times: list[float] = []
         self._last: tuple[Timeline, Ways] | None = None
         self._outgrown = 1.0
         self._optimizers: dict[int, Optimizer] = {}
-        self._has_stepped = False
         self._hook = register_optimizer_step_post_hook(self._see_optimizer)
 
     # -- during a step -----------------------------------------------------------------------------------------
@@ -129,19 +135,19 @@ class Planner:
         self, site: str, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Calls a block the way that is planned for it."""
-        way = self._ways.get(site, "full")
-        run = partial(run_block, way, block, original, args, kwargs, self._offloader)
+        run = partial(run_block, self.state.ways.get(site, "full"), block, original, args, kwargs, self._offloader)
         # A copy of the block, a trial of another technique, a recomputation of the user's own: not the step's calls.
         is_elsewhere = torch._C._current_graph_task_id() != -1
         if self._blocks.get(site) is not block or is_trial() or is_elsewhere:
             return run()
-        if site not in self._costs and self._recorder is None and site in self._ways:
-            self.learn(site, block, original, args, kwargs)  # somebody else was measuring when its turn came
+        if site in self._unlearned:
+            self.learn(site, block, original, args, kwargs)
         call = Call(site, self._called[site])
         self._called[site] += 1
-        costs = self._costs.get(site)
-        if costs is not None and self._phase in ("confirming", "settled"):
-            self._outgrown = max(self._outgrown, elements_in(args, kwargs) / max(1, costs.argument_elements))
+        if site in self._costs and self.state.phase in ("confirming", "settled"):
+            self._outgrown = max(
+                self._outgrown, elements_in(args, kwargs) / max(1, self._costs[site].argument_elements)
+            )
         if self._recorder is None:
             return run()
         self._note_arguments(call, args, kwargs)
@@ -152,17 +158,20 @@ class Planner:
     ) -> None:
         """Measures what each way would cost this block, unless one of its kind was measured before."""
         kind = kind_of(block, args, kwargs)
-        if kind not in self._kinds and self._recorder is None and not self.gave_up:
+        if kind not in self._kinds:
+            self._unlearned.add(site)
+            if self._recorder is not None:
+                return
             try:
                 self._kinds[kind] = measure_block(
                     block, original, args, kwargs, self._meter, ways=self._possible, offloader=self._offloader
                 )
             except MeterBusyError as error:
                 self._busy = str(error)
-        self._ways.setdefault(site, "full")
-        if kind in self._kinds and self._kinds[kind].ways:
+                return
+        self._unlearned.discard(site)
+        if self._kinds[kind].ways:
             self._costs[site] = self._kinds[kind]
-            self._ways[site] = _leanest(self._kinds[kind])
 
     # -- between steps -----------------------------------------------------------------------------------------
 
@@ -173,16 +182,14 @@ class Planner:
             ValueError: The budget is less than any choice needs.
         """
         self._end_window()
-        if not is_training or self.gave_up:
+        if not is_training or self.state.gave_up:
             return
         self._called.clear()
         self._steps += 1
         if self._busy:
             self._wait_for_meter()
-        self._follow_growth()
-        if self._phase == "learning" and self._costs and self._ways.keys() == self._costs.keys():
-            self._phase = "timing"
-        if self._phase in ("timing", "planning", "confirming"):
+        self._advance()
+        if self.state.phase in ("timing", "planning", "confirming") and not self.state.gave_up:
             self._begin_window()
 
     def close(self) -> None:
@@ -192,17 +199,35 @@ class Planner:
             self._recorder = None
             self._meter.stop()
 
+    def _advance(self) -> None:
+        """Makes what rank 0 has come to hold here. On every rank it is called, or not called, at the same steps."""
+        state = replace(self.state, remark="")
+        if state.phase == "learning" and self._costs and not self._unlearned:
+            ways = {site: leanest(costs) for site, costs in self._costs.items()}
+            state = replace(state, phase="timing", ways=ways)
+        elif state.phase == "settled":
+            if self.agree is not None and self._steps % AGREEING_STEPS:
+                return
+            state = self._grown(state)
+        self.state = state if self.agree is None else self.agree(state)
+        if self.state.error:
+            raise ValueError(self.state.error)
+        if self.state.phase in ("confirming", "settled"):
+            self._hook.remove()
+        if self.state.offloads_rest and self._offloader is not None:
+            self._offloader.prefetch_depth = 0
+
     def _begin_window(self) -> None:
         self._has_stepped = False
-        if self._phase == "planning":
+        if self.state.phase == "planning":
             gc.collect()  # what it would free in the midst of the step is not the step's
             try:
                 self._meter.start(self._alive())
-                self._recorder = StepRecorder(self._meter)
-                self._holders, self._shared_bytes = ByStorage(), Counter()
             except MeterBusyError as error:
                 self._busy = str(error)
                 return
+            self._recorder = StepRecorder(self._meter)
+            self._holders, self._shared_bytes = ByStorage(), Counter()
         self._synchronize()
         self._window_start = time.perf_counter()
 
@@ -211,18 +236,17 @@ class Planner:
             return
         self._synchronize()
         ms, self._window_start = 1e3 * (time.perf_counter() - self._window_start), None
-        if self._phase == "timing":
-            self._base_ms, self._phase = ms, "planning"
-        elif self._phase == "confirming":
+        if self.state.phase == "timing":
+            self._base_ms, self.state = ms, replace(self.state, phase="planning")
+        elif self.state.phase == "confirming":
             self._times.append(ms)
-            if len(self._times) == CONFIRMING_STEPS and self.plan is not None:
-                self.plan = replace(self.plan, measured_ms=statistics.median(self._times))
-                self._phase = "settled"
+            if len(self._times) == CONFIRMING_STEPS and self.state.plan is not None:
+                plan = replace(self.state.plan, measured_ms=statistics.median(self._times))
+                self.state = replace(self.state, phase="settled", plan=plan)
         elif self._recorder is not None:
             recorder, self._recorder = self._recorder, None
-            timeline = Timeline.of(
-                [c for c in recorder.calls if c.site in self._costs], self._meter.stop(self._alive())
-            )
+            calls = [call for call in recorder.calls if self._is_known(call.site)]
+            timeline = Timeline.of(calls, self._meter.stop(self._alive()))
             self._waited += 1
             if timeline.calls and (self._has_stepped or self._waited >= MAX_WAITING_STEPS):
                 self._waited = 0
@@ -230,43 +254,21 @@ class Planner:
 
     def _take_up(self, timeline: Timeline) -> None:
         """Decides by what a metered step showed."""
-        self._last = timeline, dict(self._ways)
-        problem = self._problem(timeline, self._ways, self._costs)
-        self._measured[_key(self._ways)] = timeline.peak_bytes
-        outcome = self._agreed(self._decide(problem))
-        if outcome.error:
-            raise ValueError(outcome.error)
-        self._ways = outcome.ways
-        if outcome.offloads_rest != self.offloads_rest:
-            self.offloads_rest = outcome.offloads_rest
-            self._measured.clear()
-            assert self._offloader is not None
-            self._offloader.prefetch_depth = 0
-        if outcome.is_final:
-            self._hook.remove()
-            self._phase, self._times = "confirming", []
-            self.plan = self._described(problem, self._measured.get(_key(self._ways)))
+        ways = {call.site: self.state.ways.get(call.site, "full") for call in timeline.calls}
+        self._last = timeline, ways
+        problem = self._problem(timeline, ways)
+        costs = {site: self._costs[site] for site in ways}
+        found = self._rounds.next(problem, ways, timeline.peak_bytes, costs)
+        state = replace(self.state, ways={**self.state.ways, **found.ways}, offloads_rest=found.offloads_rest)
+        if found.least_bytes is not None:
+            state = replace(state, error=self._impossible(found.least_bytes))
+        elif found.is_final:
+            plan = self._described(problem, found.ways, found.offloads_rest)
+            plan = replace(plan, measured_peak_bytes=self._rounds.measured_bytes(found.ways))
+            state, self._times = replace(state, phase="confirming", plan=plan), []
+        self.state = state
 
-    def _decide(self, problem: Problem) -> Outcome:
-        target = self._budget * (1 - SLACK)
-        rounds_left = MAX_ROUNDS - len(self._measured)
-        while True:
-            ways = _solve(problem, round(target))
-            fitting = [dict(key) for key, peak in self._measured.items() if peak <= self._budget]
-            if ways is not None and _key(ways) not in self._measured and rounds_left > 0:
-                self._predicted[_key(ways)] = problem.peak(_by_call(problem, ways))
-                return Outcome(ways, False, self.offloads_rest)
-            if fitting:
-                fastest = min(fitting, key=lambda found: problem.ms(_by_call(problem, found)))
-                return Outcome(fastest, True, self.offloads_rest)
-            if self._offloader is not None and not self.offloads_rest:
-                return Outcome({site: _smallest(costs) for site, costs in self._costs.items()}, False, True)
-            if ways is None or rounds_left <= 0:
-                return Outcome(self._ways, True, self.offloads_rest, error=self._impossible(problem))
-            target *= 1 - SLACK  # predicted to fit, and measured not to
-
-    def _impossible(self, problem: Problem) -> str:
-        least = min(_least(problem), *self._measured.values())
+    def _impossible(self, least: int) -> str:
         return (
             f"gradient_checkpointing={{'budget': …}}: a training step does not fit into {format_bytes(self._budget)}"
             f" ({self._budget} bytes). The least that is possible with this model and batch is about"
@@ -275,34 +277,26 @@ class Planner:
             " activation_offloading help ('host' on a GPU, 'disk')."
         )
 
-    # -- larger batches ----------------------------------------------------------------------------------------
-
-    def _follow_growth(self) -> None:
-        if self._phase not in ("confirming", "settled") or self._last is None:
-            return
-        if self.agree is not None and self._steps % AGREEING_STEPS:
-            return
-        grown = self._agreed(self._outgrown)
-        if grown <= 1.0:
-            return
-        self._outgrown, factor = 1.0, grown * HEADROOM
+    def _grown(self, state: State) -> State:
+        """With a batch that outgrew the plan, one for batches of that size and an eighth more."""
+        if self._outgrown <= 1.0 or self._last is None:
+            return state
+        grown, self._outgrown = self._outgrown, 1.0
         timeline, ways = self._last
-        self._costs = {site: costs.scaled(factor) for site, costs in self._costs.items()}
-        timeline = timeline.scaled(factor, self._fixed().total)
+        timeline = timeline.scaled(grown * HEADROOM, self._fixed().total)
         self._last = timeline, ways
-        problem = self._problem(timeline, ways, self._costs)
-        found = _solve(problem, round(self._budget * (1 - SLACK)))
+        self._costs = {site: costs.scaled(grown * HEADROOM) for site, costs in self._costs.items()}
+        problem = self._problem(timeline, ways)
+        found, remark = solve(problem, round(self._budget * (1 - SLACK))), ""
         if found is None:
-            found = {site: _leanest(costs) for site, costs in self._costs.items()}
-            self.remarks.append(
+            found = {site: leanest(self._costs[site]) for site in ways}
+            remark = (
                 f"gradient_checkpointing: a batch {grown:.2f} times as large as any before may not fit into"
                 f" {format_bytes(self._budget)}; every block now needs as little as it can."
             )
-        found = self._agreed(found)
-        self._predicted[_key(found)] = problem.peak(_by_call(problem, found))
-        self._ways = found
-        self.plan = self._described(problem, None)
-        self._phase, self._times = "confirming", []
+        plan = self._described(problem, found, state.offloads_rest)
+        self._times = []
+        return replace(state, phase="confirming", ways={**state.ways, **found}, plan=plan, remark=remark)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -317,52 +311,49 @@ class Planner:
                     self._shared_bytes[holder] += tensor.untyped_storage().nbytes()
                 holders.append(call)
 
-    def _problem(self, timeline: Timeline, ways: Ways, costs: Mapping[str, BlockCosts]) -> Problem:
-        chosen = {call: ways[call.site] for call in timeline.calls}
-
+    def _problem(self, timeline: Timeline, ways: Ways) -> Problem:
         def own(call: Call, cost: Cost) -> Cost:
             arguments = max(0, cost.argument_bytes - self._shared_bytes[call])
             return replace(cost, kept_bytes=cost.kept_bytes + arguments)
 
-        by_call = {c: {way: own(c, cost) for way, cost in costs[c.site].ways.items()} for c in timeline.calls}
-        return Problem.of(timeline, chosen, by_call)
+        chosen = {call: ways[call.site] for call in timeline.calls}
+        costs = {c: {way: own(c, cost) for way, cost in self._costs[c.site].ways.items()} for c in timeline.calls}
+        return Problem.of(timeline, chosen, costs)
 
-    def _described(self, problem: Problem, measured: int | None) -> MemoryPlan:
-        def ms(ways: Mapping[Call, Way]) -> float:
-            leanest = {stage.call: _leanest(self._costs[stage.call.site]) for stage in problem.stages}
-            return max(0.0, self._base_ms + problem.ms(ways) - problem.ms(leanest))
-
-        chosen = _by_call(problem, self._ways)
-        keeps = all("keep" in stage.ways for stage in problem.stages)
+    def _described(self, problem: Problem, ways: Ways, offloads_rest: bool) -> MemoryPlan:
+        chosen = by_call(problem, ways)
+        lean = problem.ms({stage.call: leanest(self._costs[stage.call.site]) for stage in problem.stages})
+        is_plain_known = all("keep" in stage.ways for stage in problem.stages)
         kept: dict[Call, Way] = {stage.call: "keep" for stage in problem.stages}
-        blocks = []
-        for stage in problem.stages:
-            costs = self._costs[stage.call.site]
-            way = chosen[stage.call]
-            plain = stage.ways.get("keep")
-            block = BlockPlan(
-                site=stage.call.site,
-                call=str(stage.call),
-                kind=type(self._blocks[stage.call.site]).__name__,
-                way=way,
-                kept_bytes=stage.ways[way].kept_bytes,
-                plain_bytes=None if plain is None else plain.kept_bytes,
-                extra_ms=None if plain is None else stage.ways[way].ms - plain.ms,
-                saved_by_operator=costs.saved_by_operator,
-            )
-            blocks.append(block)
+        predicted = self._rounds.predicted_bytes(ways)
         return MemoryPlan(
             budget_bytes=self._budget,
-            blocks=tuple(blocks),
+            blocks=tuple(self._block(stage, chosen[stage.call]) for stage in problem.stages),
             fixed=self._fixed(),
             offloading=self._offloading,
-            offloads_rest=self.offloads_rest,
-            plain_peak_bytes=problem.peak(kept) if keeps else None,
-            plain_ms=ms(kept) if keeps else None,
-            predicted_peak_bytes=self._predicted.get(_key(self._ways), problem.peak(chosen)),
-            predicted_ms=ms(chosen),
-            measured_peak_bytes=measured,
+            offloads_rest=offloads_rest,
+            plain_peak_bytes=problem.peak(kept) if is_plain_known else None,
+            plain_ms=max(0.0, self._base_ms + problem.ms(kept) - lean) if is_plain_known else None,
+            predicted_peak_bytes=problem.peak(chosen) if predicted is None else predicted,
+            predicted_ms=max(0.0, self._base_ms + problem.ms(chosen) - lean),
         )
+
+    def _block(self, stage: Stage, way: Way) -> BlockPlan:
+        site, plain = stage.call.site, stage.ways.get("keep")
+        return BlockPlan(
+            site=site,
+            call=str(stage.call),
+            kind=type(self._blocks[site]).__name__,
+            way=way,
+            kept_bytes=stage.ways[way].kept_bytes,
+            plain_bytes=None if plain is None else plain.kept_bytes,
+            extra_ms=None if plain is None else stage.ways[way].ms - plain.ms,
+            saved_by_operator=self._costs[site].saved_by_operator,
+        )
+
+    def _is_known(self, site: str) -> bool:
+        """Whether it is measured what this block does now; one that is first called later on is no part of a plan."""
+        return site in self._costs and self.state.ways.get(site, "full") in self._costs[site].ways
 
     def _fixed(self) -> FixedMemory:
         return FixedMemory.of(self._model, self._optimizers.values())
@@ -371,9 +362,6 @@ class Planner:
         parameters = list(self._model.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
         return [*parameters, *self._model.buffers(), *gradients, *state_of(self._optimizers.values())]
-
-    def _agreed(self, value: Any) -> Any:
-        return value if self.agree is None else self.agree(value)
 
     def _see_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         own = {id(parameter) for parameter in self._model.parameters()}
@@ -389,52 +377,5 @@ class Planner:
         reason, self._busy = self._busy, ""
         self._waited += 1
         if self._waited > MAX_WAITING_STEPS:
-            self.gave_up = f"not planned, every block recomputes: the memory could not be measured, {reason}"
-            self.remarks.append(f"gradient_checkpointing: {self.gave_up}")
-
-
-def _key(ways: Ways) -> frozenset[tuple[str, Way]]:
-    return frozenset(ways.items())
-
-
-def _leanest(costs: BlockCosts) -> Way:
-    """What a block does while nothing is planned."""
-    return "full" if "full" in costs.ways else min(costs.ways, key=lambda way: costs.ways[way].kept_bytes)
-
-
-def _smallest(costs: BlockCosts) -> Way:
-    """What holds least from forward to backward, and of those the one that then needs least."""
-    return min(costs.ways, key=lambda way: (costs.ways[way].kept_bytes >> 12, costs.ways[way].backward_bytes))
-
-
-def _by_call(problem: Problem, ways: Ways) -> dict[Call, Way]:
-    return {stage.call: ways[stage.call.site] for stage in problem.stages}
-
-
-def _variants(problem: Problem) -> list[Problem]:
-    """One problem for each way that sites called more than once a step may go: all calls of a site go the same."""
-    shared = {stage.call.site for stage in problem.stages if stage.call.index}
-    if not shared:
-        return [problem]
-    common = [w for w in WAYS if all(w in stage.ways for stage in problem.stages if stage.call.site in shared)]
-    return [
-        replace(
-            problem,
-            stages=[
-                replace(stage, ways={way: stage.ways[way]}) if stage.call.site in shared else stage
-                for stage in problem.stages
-            ],
-        )
-        for way in common
-    ]
-
-
-def _solve(problem: Problem, budget: int) -> Ways | None:
-    found = [answer for variant in _variants(problem) if (answer := variant.solve(budget)) is not None]
-    if not found:
-        return None
-    return {call.site: way for call, way in min(found, key=problem.ms).items()}
-
-
-def _least(problem: Problem) -> int:
-    return min(variant.least() for variant in _variants(problem))
+            gave_up = f"not planned, every block recomputes: the memory could not be measured, {reason}"
+            self.state = replace(self.state, gave_up=gave_up)

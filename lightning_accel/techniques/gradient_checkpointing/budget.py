@@ -17,7 +17,7 @@ from lightning_accel.memory.costs import Way
 from lightning_accel.memory.memory_plan import FixedMemory, MemoryPlan
 from lightning_accel.memory.meter import device_memory_bytes
 from lightning_accel.memory.offload import Offloader, offloader_for
-from lightning_accel.memory.planner import Planner
+from lightning_accel.memory.planner import Planner, State
 from lightning_accel.memory.saved import saving
 from lightning_accel.patch import MethodPatch, Patch
 from lightning_accel.plan import CheckpointingPlan, OffloadingPlan
@@ -55,12 +55,12 @@ class MemoryBudget(GradientCheckpointing):
         self._offloader: Offloader | None = None
         self._model: nn.Module = nn.Identity()
         self._planner: Planner | None = None
-        self._reported: MemoryPlan | None = None
+        self._told: State | None = None
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """What was decided; None until then."""
-        return None if self._planner is None else self._planner.plan
+        return None if self._planner is None else self._planner.state.plan
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
@@ -122,7 +122,7 @@ class MemoryBudget(GradientCheckpointing):
         assert self._planner is not None
         with ExitStack() as stack:
             stack.enter_context(super().step(stage))
-            if self._planner.offloads_rest and self._offloader is not None and torch.is_grad_enabled():
+            if self._planner.state.offloads_rest and self._offloader is not None and torch.is_grad_enabled():
                 stack.enter_context(saving(self._offloader, self._model))
             yield
 
@@ -134,22 +134,31 @@ class MemoryBudget(GradientCheckpointing):
             self._offloader.close()
 
     def _tell(self) -> None:
+        """Puts what is new into what the engine reads."""
         assert self._planner is not None
-        self.complaints += tuple(self._planner.remarks)
-        self._planner.remarks.clear()
+        state = self._planner.state
         if self._offloader is not None:
             self.complaints += tuple(self._offloader.complaints)
             self._offloader.complaints.clear()
-        plan = self._planner.plan
-        if plan is None or plan is self._reported:
-            self.status = self._planner.gave_up or self.status or "planning: the first steps recompute every block"
+        if state is self._told:
             return
-        self._reported = plan
-        ways = Counter(plan.ways.values())
-        count = ", ".join(f"{count} {way}" for way, count in ways.items())
-        measured = plan.measured_peak_bytes or plan.predicted_peak_bytes
-        word = "measured" if plan.measured_peak_bytes else "predicted"
-        self.status = f"peak {format_bytes(measured)} ({word}) of {format_bytes(plan.budget_bytes)}: {count}"
+        self._told = state
+        if state.remark:
+            self.complaints += (state.remark,)
+        if state.gave_up:
+            self.status = state.gave_up
+            self.complaints += (f"gradient_checkpointing: {state.gave_up}",)
+        elif state.plan is None:
+            self.status = "planning: the first steps recompute every block"
+        else:
+            self._report(state.plan)
+
+    def _report(self, plan: MemoryPlan) -> None:
+        ways = ", ".join(f"{count} {way}" for way, count in Counter(plan.ways.values()).items())
+        peak, word = plan.measured_peak_bytes, "measured"
+        if peak is None:
+            peak, word = plan.predicted_peak_bytes, "predicted"
+        self.status = f"peak {format_bytes(peak)} ({word}) of {format_bytes(plan.budget_bytes)}: {ways}"
         self.details = plan.table()
         self.revisions = {site: Verdict(keep=way != "keep", reason=_DOES[way]) for site, way in plan.ways.items()}
 

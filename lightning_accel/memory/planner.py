@@ -205,6 +205,8 @@ class Planner:
         if state.phase == "learning" and self._costs and not self._unlearned:
             ways = {site: leanest(costs) for site, costs in self._costs.items()}
             state = replace(state, phase="timing", ways=ways)
+        elif state.phase == "confirming" and state.plan is not None and state.plan.measured_ms is not None:
+            state = replace(state, phase="settled")
         elif state.phase == "settled":
             if self.agree is not None and self._steps % AGREEING_STEPS:
                 return
@@ -242,7 +244,7 @@ class Planner:
             self._times.append(ms)
             if len(self._times) == CONFIRMING_STEPS and self.state.plan is not None:
                 plan = replace(self.state.plan, measured_ms=statistics.median(self._times))
-                self.state = replace(self.state, phase="settled", plan=plan)
+                self.state = replace(self.state, plan=plan)
         elif self._recorder is not None:
             recorder, self._recorder = self._recorder, None
             calls = [call for call in recorder.calls if self._is_known(call.site)]

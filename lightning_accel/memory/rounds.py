@@ -44,6 +44,7 @@ class Rounds:
     def __init__(self, budget_bytes: int, *, may_offload: bool) -> None:
         self._budget = budget_bytes
         self._may_offload_rest = may_offload
+        self._offloads_rest = False
         self._measured: dict[_Key, int] = {}
         self._predicted: dict[_Key, int] = {}
 
@@ -57,26 +58,25 @@ class Rounds:
             costs: Site → what each way costs the block there.
         """
         self._measured[_key(ways)] = peak_bytes
-        offloads_rest = not self._may_offload_rest
         target = self._budget * (1 - SLACK)
         while True:
             found = solve(problem, round(target))
             rounds_left = MAX_ROUNDS - len(self._measured)
             if found is not None and _key(found) not in self._measured and rounds_left > 0:
                 self._predicted[_key(found)] = problem.peak(by_call(problem, found))
-                return Proposal(found, is_final=False, offloads_rest=offloads_rest)
+                return Proposal(found, is_final=False, offloads_rest=self._offloads_rest)
             fitting = [dict(key) for key, peak in self._measured.items() if peak <= self._budget]
             if fitting:
                 fastest = min(fitting, key=lambda each: problem.ms(by_call(problem, each)))
-                return Proposal(fastest, is_final=True, offloads_rest=offloads_rest)
+                return Proposal(fastest, is_final=True, offloads_rest=self._offloads_rest)
             if self._may_offload_rest:
-                self._may_offload_rest = False
+                self._may_offload_rest, self._offloads_rest = False, True
                 self._measured.clear()  # none of it fitted
                 smallest = {site: _smallest(of_block) for site, of_block in costs.items()}
                 return Proposal(smallest, is_final=False, offloads_rest=True)
             if found is None or rounds_left <= 0:
                 least = min(_least(problem), *self._measured.values())
-                return Proposal(ways, is_final=True, offloads_rest=offloads_rest, least_bytes=least)
+                return Proposal(ways, is_final=True, offloads_rest=self._offloads_rest, least_bytes=least)
             target *= 1 - SLACK  # predicted to fit, and measured not to
 
     def measured_bytes(self, ways: Ways) -> int | None:

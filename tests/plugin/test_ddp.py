@@ -67,6 +67,14 @@ def test_checkpointing_is_in_force(two_ranks: Path, run: str) -> None:
     assert len(of_rank(two_ranks, run, 0)["report"]["techniques"]["gradient_checkpointing"]["applied"]) == 3
 
 
+def test_both_ranks_run_the_plan_that_rank_0_made(two_ranks: Path) -> None:
+    plans = [of_rank(two_ranks, "budget", rank)["report"]["techniques"]["gradient_checkpointing"] for rank in (0, 1)]
+    assert plans[0] == plans[1]
+    assert "measured" in plans[0]["status"]
+    assert len(plans[0]["applied"]) in (1, 2, 3)
+    assert "not measured" not in plans[0]["details"]
+
+
 @pytest.mark.parametrize("run", ["views", "views, no rebuilt buckets", "refused by rank 0"])
 def test_a_layout_is_taken_back_on_both(two_ranks: Path, run: str) -> None:
     """DDP's buckets must not notice: they would permute the gradients of weights that changed their strides."""

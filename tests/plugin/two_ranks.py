@@ -102,7 +102,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "checkpointing": {"precision": "32-true", "gradient_checkpointing": "full", "net": "transformer"},
     "unused": {"precision": "32-true", "gradient_checkpointing": "full", "net": "unused"},
     "selective": {"precision": "32-true", "gradient_checkpointing": "selective", "net": "transformer"},
-    "budget": {"precision": "32-true", "gradient_checkpointing": {"budget": "1GiB"}, "net": "transformer"},
+    "budget": {"precision": "32-true", "gradient_checkpointing": {"budget": "120KiB"}, "net": "transformer"},
     "offloading": {"precision": "32-true", "activation_offloading": {"to": "host", "min_bytes": 64}},
     "packing": {"precision": "32-true", "sparse_activations": "auto"},
     "attention": {"precision": "32-true", "flash_attention": "sdpa", "net": "by hand"},
@@ -114,6 +114,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "attention, by the clock": {"precision": "32-true", "flash_attention": "auto", "net": "by hand"},
 }
+EPOCHS = {"budget": 4}  # until a plan is made, measured and timed
 STRATEGIES = dict.fromkeys(["unused", "views, no rebuilt buckets"], "ddp_find_unused_parameters_true")
 NETS = {
     "cnn": cnn_without_statistics,
@@ -129,10 +130,12 @@ TEXT = ("transformer", "unused", "by hand")
 def train(run: str, batch_size: int, **options: Any) -> tuple[Supervised, Trainer]:
     settings = dict(RUNS[run])
     net, kind = settings.pop("net", "cnn"), settings.pop("kind", Supervised)
+    if run == "budget" and options["devices"] == 1:
+        del settings["gradient_checkpointing"]  # a batch of twice the size: the plan is another, the numbers are not
     seed_everything(0, verbose=False)
     module = kind(NETS[net]())
     data = Shares((tokens if net in TEXT else images)(8).dataset, batch_size)
-    given = {"plugins": [AccelPlugin(**settings)], "max_epochs": 2, "gradient_clip_val": 0.5}
+    given = {"plugins": [AccelPlugin(**settings)], "max_epochs": EPOCHS.get(run, 2), "gradient_clip_val": 0.5}
     given |= {"use_distributed_sampler": False}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", enable_model_summary=False, **{**quiet, **given, **options})

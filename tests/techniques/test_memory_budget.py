@@ -332,6 +332,21 @@ def test_models_with_dropout_and_running_statistics_train_the_same(name: str) ->
     assert all(torch.equal(value, state[name]) for name, value in loop.model.state_dict().items())
 
 
+def test_with_a_disk_smaller_budgets_fit(plain: tuple[int, int]) -> None:
+    """Blocks let go of what recomputation needs to begin with, and what lies outside all blocks goes too."""
+    disk = {"to": "disk", "min_bytes": 1024}
+    with pytest.raises(ValueError, match="does not fit"):
+        Loop(Stack(), budget(plain, 0.22)).run(SETTLED)
+    torch.manual_seed(1)
+    model = Stack()
+    twin = copy.deepcopy(model)
+    loop = Loop(model, budget(plain, 0.22), activation_offloading=disk)
+    assert loop.run(2 * SETTLED) == Loop(twin).run(2 * SETTLED)
+    assert loop.peak_bytes() <= budget(plain, 0.22)
+    assert {"offload", "full+offload"} & set(loop.plan.ways.values())
+    loop.handle.undo()
+
+
 # -- batches of other sizes ------------------------------------------------------------------------------------------
 
 
@@ -474,3 +489,56 @@ def test_plan_memory_says_when_the_step_calls_no_block() -> None:
     model = TinyTransformer()
     with pytest.raises(RuntimeError, match="nothing was planned"):
         plan_memory(model, None, "1GiB", lambda model, batch: None)
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+class GpuLoop:
+    """A plain loop on a stack of some size, on the current GPU."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(1)
+        self.model = Stack(blocks=12, width=512).cuda()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.x = torch.randn(8192, 512, generator=torch.Generator().manual_seed(0)).cuda()
+        self.handle = accelerate(self.model, Plan(**{**PLAIN, **settings}))
+
+    def step(self) -> float:
+        with self.handle.step():
+            loss = self.model(self.x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def peak_bytes(self) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
+def test_on_a_gpu_the_allocators_own_peak_keeps_to_the_budget(share: float) -> None:
+    plain = GpuLoop()
+    losses = [plain.step() for _ in range(SETTLED)]
+    peak, fixed = plain.peak_bytes(), FixedMemory.of(plain.model).total
+    del plain
+    asked = round(fixed + share * (peak - fixed))
+    loop = GpuLoop(gradient_checkpointing={"budget": asked})
+    assert [loop.step() for _ in range(SETTLED)] == pytest.approx(losses, rel=1e-5)
+    assert loop.peak_bytes() <= asked
+    loop.handle.undo()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_blocks_may_offload_without_being_asked() -> None:
+    loop = GpuLoop(gradient_checkpointing={"budget": 0.9})
+    for _ in range(SETTLED):
+        loop.step()
+    planner = loop.handle.memory_plan
+    assert planner is not None
+    assert planner.budget_bytes == int(0.9 * torch.cuda.get_device_properties(0).total_memory)
+    assert set(planner.ways.values()) == {"keep"}
+    loop.handle.undo()

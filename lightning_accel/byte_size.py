@@ -36,6 +36,8 @@ def parse_bytes(name: str, value: object, *, fractions: bool = False) -> int | f
     if amount <= 0:
         raise ValueError(f"{name}={value!r} is not positive. {_allowed(fractions)}")
     if isinstance(amount, float) and not (fractions and amount <= 1):
+        if fractions and isinstance(value, str) and "%" in value:
+            raise ValueError(f"{name}={value!r} is more than the device has. {_allowed(fractions)}")
         hint = f" Did you mean '{amount:g}GiB'?" if 1 < amount < 1e6 else ""
         raise ValueError(f"{name}={value!r} has no unit.{hint} {_allowed(fractions)}")
     return amount

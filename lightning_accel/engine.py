@@ -286,7 +286,8 @@ class Engine:
             self._refuse(technique, site, reason)
         # A resumed run, too, must leave these sites alone.
         refusals = {site: Verdict(keep=False, reason=reason) for site, reason in reasons.items()}
-        self.decisions[technique.name] = self.decisions.get(technique.name, {}) | refusals
+        if technique.remembers:
+            self.decisions[technique.name] = self.decisions.get(technique.name, {}) | refusals
         self._settle(technique)
 
     def _settle(self, technique: Technique) -> None:

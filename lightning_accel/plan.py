@@ -277,7 +277,9 @@ def _read_checkpointing(value: Any) -> CheckpointingMode | CheckpointingPlan:
         return value
     if isinstance(value, Mapping):
         check_names(value, allowed=["mode", "blocks", "budget"], owner="gradient_checkpointing")
-        if "mode" in value and value.get("budget") is not None:
+        if "budget" in value and value["budget"] is None:
+            parse_bytes("gradient_checkpointing.budget", None, fractions=True)
+        if "mode" in value and "budget" in value:
             raise ValueError(
                 f"gradient_checkpointing={dict(value)!r}: a budget plans the mode of each block itself."
                 " Give one of the two: {'budget': '12GiB'} or {'mode': 'full'}."

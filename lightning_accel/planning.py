@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_accel.engine import accelerate
+from lightning_accel.engine import AccelError, accelerate
 from lightning_accel.isolation import Snapshot, cuda_devices
 from lightning_accel.memory.memory_plan import MemoryPlan
 from lightning_accel.memory.planner import MAX_STEPS
@@ -43,8 +44,9 @@ def plan_memory(
         print(plan.table())
         patches = plan.apply(model)  # patches.undo() takes it back
 
-    It runs ``step_fn`` about ten times. Parameters, buffers, gradients, random streams and the state of the optimizers
-    that stepped are afterwards as they were.
+    It runs ``step_fn`` about ten times (over sixty more where no optimizer of torch's steps in it). Parameters,
+    buffers, gradients, random streams and the state of the optimizers that stepped are afterwards as they were; what
+    else it changes stays changed: a gradient scaler, a learning rate scheduler, other modules.
 
     Args:
         model: The model, on its device.
@@ -69,6 +71,7 @@ def plan_memory(
         inplace_activations=False,
         gradient_checkpointing=CheckpointingPlan(budget=budget, blocks=tuple(blocks)),
         activation_offloading=offloading,
+        strict=True,
     )
     with _leaving_no_trace(model):
         handle = accelerate(model, settings)
@@ -79,7 +82,9 @@ def plan_memory(
                 plan = handle.memory_plan
                 if plan is not None and plan.measured_ms is not None:
                     return plan
-            raise RuntimeError(f"plan_memory: nothing was planned. {handle.report.of('gradient_checkpointing').status}")
+            raise AccelError(handle.report.of("gradient_checkpointing").status)
+        except AccelError as error:
+            raise RuntimeError(f"plan_memory: nothing was planned. {error}") from error
         finally:
             handle.undo()
 
@@ -87,7 +92,9 @@ def plan_memory(
 @contextmanager
 def _leaving_no_trace(model: nn.Module) -> Iterator[None]:
     """Restores what training steps change; the copies wait on the host, not on a device that may be full."""
-    parameters = [(p, _on_host(p), None if p.grad is None else _on_host(p.grad)) for p in model.parameters()]
+    parameters = [
+        (p, _on_host(p), None if p.grad is None else _on_host(p.grad)) for p in model.parameters() if not is_lazy(p)
+    ]
     rest = Snapshot(model)
     states: dict[int, tuple[Optimizer, Any]] = {}
 

@@ -125,7 +125,8 @@ class AccelPlugin(Precision):
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """With a memory budget, what each block does for it in the current or the last run, once that is decided."""
-        return self._memory_plan if self._engine is None else self._engine.memory_plan
+        running = None if self._engine is None else self._engine.memory_plan
+        return running or self._memory_plan
 
     # -- a run starts ------------------------------------------------------------------------------------------
 
@@ -157,6 +158,7 @@ class AccelPlugin(Precision):
             decisions=self._decisions if self._is_fitting else self._decisions_without_gradients | self._decisions,
         )
         if self._is_fitting:
+            self._memory_plan = None
             self._decisions = self._engine.decisions
         else:
             self._decisions_without_gradients = self._engine.decisions
@@ -309,7 +311,7 @@ class AccelPlugin(Precision):
             self.scaler.forget()
         if self._engine is not None:
             self._engine.undo()
-            self._memory_plan = self._engine.memory_plan
+            self._memory_plan = self._engine.memory_plan or self._memory_plan
             self._engine = None
 
     # -- parts -------------------------------------------------------------------------------------------------

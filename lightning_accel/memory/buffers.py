@@ -194,8 +194,14 @@ class SpillFile(Pool):
     def __init__(self, folder: str | None = None) -> None:
         super().__init__()
         self._folder = folder or tempfile.gettempdir()
-        # On Windows it has a name, and is deleted when it is closed.
-        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="lightning-accel-", dir=folder)  # noqa: SIM115
+        try:
+            # On Windows it has a name, and is deleted when it is closed.
+            self._file: IO[bytes] = tempfile.TemporaryFile(prefix="lightning-accel-", dir=folder)  # noqa: SIM115
+        except OSError as error:
+            raise OffloadingError(
+                f"activation_offloading='disk': no file can be made in {self._folder} ({error.strerror})."
+                " Name a folder that exists and can be written to: {'to': 'disk', 'folder': '/scratch'}."
+            ) from error
         weakref.finalize(self, self._file.close)  # for those who forget to
         self._failure = ""
         self._untrimmed_bytes = 0

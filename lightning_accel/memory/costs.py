@@ -74,12 +74,13 @@ class BlockCosts:
     argument_elements: int
     saved_by_operator: Mapping[str, int] = field(default_factory=dict)
 
-    def scaled(self, factor: float) -> BlockCosts:
-        return replace(
-            self,
-            ways={way: cost.scaled(factor) for way, cost in self.ways.items()},
-            argument_elements=round(factor * self.argument_elements),
-        )
+    def for_elements(self, elements: float) -> BlockCosts:
+        """The costs of a call whose arguments have so many elements, in proportion to the one that was measured."""
+        if not self.argument_elements or elements == self.argument_elements:
+            return self
+        factor = elements / self.argument_elements
+        ways = {way: cost.scaled(factor) for way, cost in self.ways.items()}
+        return replace(self, ways=ways, argument_elements=round(elements))
 
 
 def run_block(

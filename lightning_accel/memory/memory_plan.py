@@ -15,7 +15,7 @@ from lightning_accel.byte_size import format_bytes
 from lightning_accel.isolation import device_of
 from lightning_accel.memory.costs import OFFLOADING, Way, run_block
 from lightning_accel.memory.offload import Offloader, offloader_for
-from lightning_accel.memory.saved import unique_bytes
+from lightning_accel.memory.saved import saving, unique_bytes
 from lightning_accel.patch import MethodPatch, PatchSet
 from lightning_accel.plan import OffloadingPlan
 from lightning_accel.tree import tensors_in
@@ -127,13 +127,16 @@ class MemoryPlan:
         Raises:
             AttributeError: ``model`` has no module at one of the sites.
         """
-        offloads = any(way in OFFLOADING for way in self.ways.values())
+        offloads = self.offloads_rest or any(way in OFFLOADING for way in self.ways.values())
         offloader = offloader_for(self.offloading, device_of(model)) if offloads else None
         patches = PatchSet(
             _planned(site, model.get_submodule(site), way, offloader)
             for site, way in self.ways.items()
-            if way != "keep"
+            if way != "keep" or self.offloads_rest
         )
+        if offloader is not None and self.offloads_rest:
+            offloader.prefetch_depth = 0
+            patches.add(_rest_offloaded(model, offloader))
         patches.apply()
         return patches
 
@@ -214,6 +217,19 @@ def _planned(site: str, block: nn.Module, way: Way, offloader: Offloader | None)
         return forward
 
     return MethodPatch(site, way, block, "forward", wrap)
+
+
+def _rest_offloaded(model: nn.Module, offloader: Offloader) -> MethodPatch:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(self, *args, **kwargs)
+            with saving(offloader, self):
+                return original(self, *args, **kwargs)
+
+        return forward
+
+    return MethodPatch("", "what is saved outside blocks is offloaded", model, "forward", wrap)
 
 
 def _runs(blocks: Iterable[BlockPlan]) -> list[tuple[BlockPlan, BlockPlan, int]]:

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 from typing_extensions import override
 
 START, END = "start", "end"
+_PROFILERS: Any = torch.autograd.profiler  # where all others begin
 
 
 class MeterBusyError(RuntimeError):
@@ -64,7 +65,14 @@ class Meter(ABC):
 
         Args:
             alive: The same kinds of tensors as at the start, as they are now.
+
+        Raises:
+            MeterBusyError: Another profiler began in the meantime, and this one gave way (on a CPU).
         """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Ends, if need be, without a result."""
 
 
 def meter_for(device: torch.device) -> Meter:
@@ -99,6 +107,10 @@ class _CudaMeter(Meter):
         self._open = None
         return self._intervals
 
+    @override
+    def abort(self) -> None:
+        self._open = None
+
     def _begin(self, mark: Hashable) -> None:
         self._open = mark, torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -124,12 +136,14 @@ class _ProfilerMeter(Meter):
 
     It does not report that memory is freed which was allocated while nobody profiled (`ProfiledCPUMemoryReporter` in
     c10 knows no size for it): the gradients, which the step that is metered drops. These are watched here.
+
+    One profiler at a time is all there can be: when the user's begins, this one ends.
     """
 
     _PREFIX = "lightning_accel.mark."
 
     def __init__(self) -> None:
-        self._is_on = False
+        self._is_on = self._gave_way = False
         self._marks: list[Hashable] = []
         self._base_bytes = 0
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -152,12 +166,35 @@ class _ProfilerMeter(Meter):
             warnings.simplefilter("ignore")  # deprecated
             config = profiler_legacy.profile(profile_memory=True).config()  # type: ignore[no-untyped-call]
         _enable_profiler_legacy(config)
-        self._is_on = True
+        self._is_on, self._gave_way = True, False
+        self._watch_for_others()
         self.mark(START)
 
+    @override
+    def abort(self) -> None:
+        self._end()
+
     def __del__(self) -> None:
-        if self._is_on:  # or nobody could profile after it
-            _disable_profiler_legacy()
+        self._end()  # or nobody could profile after it
+
+    def _end(self) -> list[Any]:
+        if not self._is_on:
+            return []
+        self._is_on = False
+        _PROFILERS._enable_profiler = self._enable_others
+        return _disable_profiler_legacy()
+
+    def _watch_for_others(self) -> None:
+        meter, enable = weakref.ref(self), _PROFILERS._enable_profiler
+
+        def enable_profiler(*args: Any, **kwargs: Any) -> Any:
+            if (found := meter()) is not None and found._is_on:
+                found._end()
+                found._gave_way = True
+            return enable(*args, **kwargs)
+
+        self._enable_others = enable
+        _PROFILERS._enable_profiler = enable_profiler
 
     def _on_free(self, size: int) -> Callable[[Any], None]:
         meter = weakref.ref(self)
@@ -170,15 +207,18 @@ class _ProfilerMeter(Meter):
 
     @override
     def mark(self, mark: Hashable) -> None:
+        if not self._is_on:
+            return
         with record_function(f"{self._PREFIX}{len(self._marks)}"):
             self._marks.append(mark)
 
     @override
     def stop(self, alive: Iterable[Tensor] = ()) -> list[Interval]:
+        if self._gave_way:
+            raise MeterBusyError("another profiler began")
         assert self._is_on
-        self._is_on = False
         # By threads: this one, which began with our first mark, and where it computes (on a CPU also backward).
-        threads = _disable_profiler_legacy()
+        threads = self._end()
         events = next(t for t in threads if any(event.name() == f"{self._PREFIX}0" for event in t))
         self._remember(alive)
         intervals: list[Interval] = []

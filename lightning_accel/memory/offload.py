@@ -11,7 +11,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_accel.byte_size import parse_bytes
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region, SpillFile
 from lightning_accel.memory.movers import Flight, Mover, StreamMover, ThreadMover
-from lightning_accel.memory.saved import ByStorage, Packed
+from lightning_accel.memory.saved import ByStorage, Packed, counter_of, shares_counter
 from lightning_accel.plan import OffloadingPlan
 
 # Addresses that agree modulo this, agree in whatever a kernel asks about alignment.
@@ -83,7 +83,8 @@ class Offloader:
         self._done = OffloadStats()
         self._pool: Pool | None = None
         self._mover: Mover | None = None
-        self._known: ByStorage[weakref.WeakValueDictionary[tuple[int, int, int], _Entry]] = ByStorage()
+        # By what counts their changes: pieces of one storage may each have a counter, at the same number.
+        self._known: ByStorage[list[tuple[Tensor, _Entries]]] = ByStorage()
         self._live: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
         self._order: list[int] = []  # of those that live, as they were packed
         self._packed = 0
@@ -112,7 +113,8 @@ class Offloader:
         Raises:
             OffloadingError: The disk is full. Everything is released; a later step starts anew.
         """
-        assert not self._closed, "packing after close()"
+        if self._closed:  # a copy of the model outlives the run
+            return None
         nbytes = _extent(tensor) * tensor.element_size()
         if nbytes < max(self._min_bytes, 1) or not self._is_here(tensor) or tensor.is_conj() or tensor.is_neg():
             return None
@@ -153,10 +155,14 @@ class Offloader:
     def _entry(self, tensor: Tensor, nbytes: int) -> _Entry | None:
         """The one that holds this tensor's part of its storage as it is now; a new one if there is none."""
         storage = tensor.untyped_storage()
-        entries = self._known.get(tensor)
+        counted = self._known.get(tensor)
+        if counted is None:
+            counted = []
+            self._known.set(tensor, counted)
+        entries = next((found for counter, found in counted if shares_counter(counter, tensor)), None)
         if entries is None:
             entries = weakref.WeakValueDictionary()
-            self._known.set(tensor, entries)
+            counted.append((counter_of(tensor), entries))
         version, size = tensor._version, int(storage.nbytes())
         start = int(tensor.storage_offset()) * tensor.element_size()
         end, start = start + nbytes, start // _ALIGNMENT * _ALIGNMENT
@@ -221,21 +227,21 @@ class Offloader:
                 raise OffloadingError(_GONE)
             else:
                 try:
-                    self._bring_back(entry)
-                    assert entry.homeward is not None
-                    found = self._mover.land(entry.homeward), entry.start
+                    found = self._mover.land(self._bring_back(entry)), entry.start
                 except BaseException:
                     self._release()
                     raise
             self._prefetch(entry)
             return found
 
-    def _bring_back(self, entry: _Entry) -> None:
-        if entry.homeward is None:
+    def _bring_back(self, entry: _Entry) -> Flight:
+        flight = entry.homeward  # which the collector may take from the entry at any time
+        if flight is None:
             assert self._mover is not None
             assert entry.region is not None
-            entry.homeward = self._mover.back(entry.region, entry.nbytes, entry.device)
+            flight = entry.homeward = self._mover.back(entry.region, entry.nbytes, entry.device)
             self._done.bytes_in += entry.nbytes
+        return flight
 
     def _prefetch(self, entry: _Entry) -> None:
         if self._mover is None:
@@ -274,6 +280,9 @@ class Offloader:
             self._done.waited_s += mover.waited_s
         if pool is not None:
             pool.close()
+
+
+_Entries: TypeAlias = "weakref.WeakValueDictionary[tuple[int, int, int], _Entry]"
 
 
 class _Entry:

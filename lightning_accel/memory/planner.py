@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,8 +47,9 @@ from lightning_accel.tree import tensors_in
 
 CONFIRMING_STEPS = 3
 # A step without an optimizer step is the middle of an accumulation; the one that ends it holds all gradients.
-MAX_WAITING_STEPS = 16
+MAX_WAITING_STEPS = 64
 MAX_STEPS = 2 + MAX_WAITING_STEPS * MAX_ROUNDS + CONFIRMING_STEPS + 1  # after which a plan is there, if it can be
+LEARNING_STEPS = 16  # in which a first block has to be called
 HEADROOM = 1.125  # a batch that outgrows the plan makes one for that much more, or growing batches would plan each time
 AGREEING_STEPS = 16  # how often several ranks ask whether rank 0 outgrew its plan
 
@@ -112,10 +114,12 @@ class Planner:
         self._costs: dict[str, BlockCosts] = {}
         self._unlearned: set[str] = set()  # somebody else was measuring when their turn came
         self._rounds = Rounds(budget_bytes, may_offload=offloader is not None)
-        self._steps = self._waited = 0
+        self._steps = self._waited = self._most_calls = 0
         self._busy = ""
         # Of the step in progress:
         self._called: Counter[str] = Counter()
+        self._elements: dict[Call, int] = {}
+        self._last_ways: Ways = {}
         self._recorder: StepRecorder | None = None
         self._window_start: float | None = None
         self._holders: ByStorage[list[Call]] = ByStorage()
@@ -124,10 +128,11 @@ class Planner:
         # Of those before:
         self._base_ms = 0.0
         self._times: list[float] = []
-        self._last: tuple[Timeline, Ways] | None = None
-        self._outgrown = 1.0
+        self._last: Problem | None = None
+        self._planned: dict[Call, float] = {}  # elements of the arguments
+        self._grew = 0.0  # how much larger than planned a call was; 0 when none was
         self._optimizers: dict[int, Optimizer] = {}
-        self._hook = register_optimizer_step_post_hook(self._see_optimizer)
+        self._hook = register_optimizer_step_post_hook(_seen_by(weakref.ref(self)))
 
     # -- during a step -----------------------------------------------------------------------------------------
 
@@ -135,23 +140,37 @@ class Planner:
         self, site: str, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Calls a block the way that is planned for it."""
-        run = partial(run_block, self.state.ways.get(site, "full"), block, original, args, kwargs, self._offloader)
         # A copy of the block, a trial of another technique, a recomputation of the user's own: not the step's calls.
         is_elsewhere = torch._C._current_graph_task_id() != -1
         if self._blocks.get(site) is not block or is_trial() or is_elsewhere:
-            return run()
+            way = self._last_ways.get(site, "full")
+            return run_block(way, block, original, args, kwargs, self._offloader)
         if site in self._unlearned:
             self.learn(site, block, original, args, kwargs)
         call = Call(site, self._called[site])
         self._called[site] += 1
-        if site in self._costs and self.state.phase in ("confirming", "settled"):
-            self._outgrown = max(
-                self._outgrown, elements_in(args, kwargs) / max(1, self._costs[site].argument_elements)
-            )
+        self._elements[call] = elements_in(args, kwargs)
+        if self.state.phase in ("confirming", "settled"):
+            self._notice_growth(call, block, original, args, kwargs)
+        way = self._last_ways[site] = "full" if self._grew else self.state.ways.get(site, "full")
+        run = partial(run_block, way, block, original, args, kwargs, self._offloader)
         if self._recorder is None:
             return run()
         self._note_arguments(call, args, kwargs)
         return self._recorder.record(call, run)
+
+    def _notice_growth(
+        self, call: Call, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A call larger than any that was planned for, or one that was not: until a plan for it, all recomputes."""
+        planned = self._planned.get(call)
+        if planned is not None and self._elements[call] <= planned:
+            return
+        if call.site not in self._costs:
+            return
+        self._grew = max(self._grew, self._elements[call] / max(1, planned or self._elements[call]))
+        if self.agree is None:  # else the others would wait: a block may have to do with all ranks
+            self.learn(call.site, block, original, args, kwargs)
 
     def learn(
         self, site: str, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -181,10 +200,13 @@ class Planner:
         Raises:
             ValueError: The budget is less than any choice needs.
         """
+        if not is_training and self._recorder is not None and not self._has_stepped:
+            return  # in the midst of a step: its backward pass is still to come
         self._end_window()
         if not is_training or self.state.gave_up:
             return
         self._called.clear()
+        self._elements.clear()
         self._steps += 1
         if self._busy:
             self._wait_for_meter()
@@ -196,8 +218,9 @@ class Planner:
         """Stops watching."""
         self._hook.remove()
         if self._recorder is not None:
+            self._recorder.close()
             self._recorder = None
-            self._meter.stop()
+        self._meter.abort()
 
     def _advance(self) -> None:
         """Makes what rank 0 has come to hold here. On every rank it is called, or not called, at the same steps."""
@@ -205,6 +228,8 @@ class Planner:
         if state.phase == "learning" and self._costs and not self._unlearned:
             ways = {site: leanest(costs) for site, costs in self._costs.items()}
             state = replace(state, phase="timing", ways=ways)
+        elif state.phase == "learning" and not self._costs and not self._unlearned and self._steps > LEARNING_STEPS:
+            state = replace(state, gave_up="not planned: no block can be recomputed")
         elif state.phase == "confirming" and state.plan is not None and state.plan.measured_ms is not None:
             state = replace(state, phase="settled")
         elif state.phase == "settled":
@@ -247,27 +272,37 @@ class Planner:
                 self.state = replace(self.state, plan=plan)
         elif self._recorder is not None:
             recorder, self._recorder = self._recorder, None
-            calls = [call for call in recorder.calls if self._is_known(call.site)]
-            timeline = Timeline.of(calls, self._meter.stop(self._alive()))
+            recorder.close()
             self._waited += 1
-            if timeline.calls and (self._has_stepped or self._waited >= MAX_WAITING_STEPS):
+            try:
+                intervals = self._meter.stop(self._alive())
+            except MeterBusyError as error:
+                self._busy = str(error)
+                return
+            calls = [call for call in recorder.calls if self._is_known(call.site)]
+            self._most_calls = max(self._most_calls, len(calls))
+            # One without an optimizer step holds less than the one that ends an accumulation; one that leaves blocks
+            # out, as stochastic depth does, less than one that calls them all.
+            is_whole = self._has_stepped and len(calls) == self._most_calls
+            if calls and (is_whole or self._waited >= MAX_WAITING_STEPS):
                 self._waited = 0
-                self._take_up(timeline)
+                self._take_up(Timeline.of(calls, intervals))
 
     def _take_up(self, timeline: Timeline) -> None:
         """Decides by what a metered step showed."""
-        ways = {call.site: self.state.ways.get(call.site, "full") for call in timeline.calls}
-        self._last = timeline, ways
-        problem = self._problem(timeline, ways)
-        costs = {site: self._costs[site] for site in ways}
-        found = self._rounds.next(problem, ways, timeline.peak_bytes, costs)
+        ways = {site: self.state.ways.get(site, "full") for site in self._costs}
+        problem = self._last = self._problem(timeline, ways)
+        found = self._rounds.next(problem, ways, timeline.peak_bytes, self._costs)
         state = replace(self.state, ways={**self.state.ways, **found.ways}, offloads_rest=found.offloads_rest)
         if found.least_bytes is not None:
             state = replace(state, error=self._impossible(found.least_bytes))
         elif found.is_final:
             plan = self._described(problem, found.ways, found.offloads_rest)
-            plan = replace(plan, measured_peak_bytes=self._rounds.measured_bytes(found.ways))
+            predicted = self._rounds.predicted_bytes(found.ways) or plan.predicted_peak_bytes
+            measured = self._rounds.measured_bytes(found.ways)
+            plan = replace(plan, predicted_peak_bytes=predicted, measured_peak_bytes=measured)
             state, self._times = replace(state, phase="confirming", plan=plan), []
+            self._planned = {call: float(self._elements[call]) for call in timeline.calls}
         self.state = state
 
     def _impossible(self, least: int) -> str:
@@ -281,19 +316,20 @@ class Planner:
 
     def _grown(self, state: State) -> State:
         """With a batch that outgrew the plan, one for batches of that size and an eighth more."""
-        if self._outgrown <= 1.0 or self._last is None:
+        if not self._grew or self._last is None:
             return state
-        grown, self._outgrown = self._outgrown, 1.0
-        timeline, ways = self._last
-        timeline = timeline.scaled(grown * HEADROOM, self._fixed().total)
-        self._last = timeline, ways
-        self._costs = {site: costs.scaled(grown * HEADROOM) for site, costs in self._costs.items()}
-        problem = self._problem(timeline, ways)
+        grown, self._grew = max(1.0, self._grew) * HEADROOM, 0.0
+        costs: dict[Call, dict[Way, Cost]] = {}
+        for call in dict.fromkeys([*self._planned, *(c for c in self._elements if c.site in self._costs)]):
+            self._planned[call] = max(grown * self._planned.get(call, 0.0), HEADROOM * self._elements.get(call, 0))
+            costs[call] = self._own(call, self._costs[call.site].for_elements(self._planned[call]).ways)
+        problem = self._last = self._last.with_costs(costs, grown, self._fixed().total)
+        known = {stage.call.site for stage in problem.stages}
         found, remark = solve(problem, round(self._budget * (1 - SLACK))), ""
         if found is None:
-            found = {site: leanest(self._costs[site]) for site in ways}
+            found = {site: leanest(self._costs[site]) for site in known}
             remark = (
-                f"gradient_checkpointing: a batch {grown:.2f} times as large as any before may not fit into"
+                f"gradient_checkpointing: a batch larger than any before may not fit into"
                 f" {format_bytes(self._budget)}; every block now needs as little as it can."
             )
         plan = self._described(problem, found, state.offloads_rest)
@@ -314,20 +350,27 @@ class Planner:
                 holders.append(call)
 
     def _problem(self, timeline: Timeline, ways: Ways) -> Problem:
-        def own(call: Call, cost: Cost) -> Cost:
-            arguments = max(0, cost.argument_bytes - self._shared_bytes[call])
-            return replace(cost, kept_bytes=cost.kept_bytes + arguments)
-
         chosen = {call: ways[call.site] for call in timeline.calls}
-        costs = {c: {way: own(c, cost) for way, cost in self._costs[c.site].ways.items()} for c in timeline.calls}
-        return Problem.of(timeline, chosen, costs)
+        costs = {call: self._costs[call.site].for_elements(self._elements[call]) for call in timeline.calls}
+        return Problem.of(timeline, chosen, {call: self._own(call, cost.ways) for call, cost in costs.items()})
+
+    def _own(self, call: Call, ways: Mapping[Way, Cost]) -> dict[Way, Cost]:
+        """The costs of one call, with those arguments in what it keeps that no other call holds."""
+
+        def own(way: Way, cost: Cost) -> Cost:
+            arguments = max(0, cost.argument_bytes - self._shared_bytes[call])
+            kept = replace(cost, kept_bytes=cost.kept_bytes + arguments)
+            if not torch.are_deterministic_algorithms_enabled():
+                return kept
+            return _by_size(kept, way, ways.get("keep", cost))
+
+        return {way: own(way, cost) for way, cost in ways.items()}
 
     def _described(self, problem: Problem, ways: Ways, offloads_rest: bool) -> MemoryPlan:
         chosen = by_call(problem, ways)
         lean = problem.ms({stage.call: leanest(self._costs[stage.call.site]) for stage in problem.stages})
         is_plain_known = all("keep" in stage.ways for stage in problem.stages)
         kept: dict[Call, Way] = {stage.call: "keep" for stage in problem.stages}
-        predicted = self._rounds.predicted_bytes(ways)
         return MemoryPlan(
             budget_bytes=self._budget,
             blocks=tuple(self._block(stage, chosen[stage.call]) for stage in problem.stages),
@@ -336,7 +379,7 @@ class Planner:
             offloads_rest=offloads_rest,
             plain_peak_bytes=problem.peak(kept) if is_plain_known else None,
             plain_ms=max(0.0, self._base_ms + problem.ms(kept) - lean) if is_plain_known else None,
-            predicted_peak_bytes=problem.peak(chosen) if predicted is None else predicted,
+            predicted_peak_bytes=problem.peak(chosen),
             predicted_ms=max(0.0, self._base_ms + problem.ms(chosen) - lean),
         )
 
@@ -365,7 +408,8 @@ class Planner:
         gradients = [p.grad for p in parameters if p.grad is not None]
         return [*parameters, *self._model.buffers(), *gradients, *state_of(self._optimizers.values())]
 
-    def _see_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def see_optimizer(self, optimizer: Optimizer) -> None:
+        """Tells that ``optimizer`` made a step."""
         own = {id(parameter) for parameter in self._model.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             self._optimizers[id(optimizer)] = optimizer
@@ -381,3 +425,16 @@ class Planner:
         if self._waited > MAX_WAITING_STEPS:
             gave_up = f"not planned, every block recomputes: the memory could not be measured, {reason}"
             self.state = replace(self.state, gave_up=gave_up)
+
+
+def _seen_by(planner: weakref.ref[Planner]) -> Callable[[Optimizer, Any, Any], None]:
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (found := planner()) is not None:
+            found.see_optimizer(optimizer)
+
+    return hook
+
+
+def _by_size(cost: Cost, way: Way, plain: Cost) -> Cost:
+    """The cost with a time that no clock has a part in: the more a way does, and the more there is to do."""
+    return replace(cost, ms=WAYS.index(way) * plain.kept_bytes / 2**20)

@@ -63,15 +63,37 @@ def recomputed(
 
 def _context_fn(block: nn.Module, mode: str, has_statistics: bool) -> Callable[[], Contexts] | None:
     selective = functools.partial(create_selective_checkpoint_contexts, _policy) if mode == "selective" else None
-    # A compiled graph holds each update of the statistics once, and cannot trace a context of ours.
-    if not has_statistics or torch.compiler.is_compiling():
+    # A compiled graph is walked once, holds each update of the statistics once, and cannot trace a context of ours.
+    if torch.compiler.is_compiling() or (selective is None and not has_statistics):
         return selective
 
     def contexts() -> Contexts:
-        first, again = selective() if selective is not None else (nullcontext(), nullcontext())
-        return first, _FrozenStatistics(block, again)
+        first, cached = selective() if selective is not None else (nullcontext(), nullcontext())
+        again = _CachedOnce(cached)
+        return first, _FrozenStatistics(block, again) if has_statistics else again
 
     return contexts
+
+
+class _CachedOnce(AbstractContextManager[None]):
+    """What was kept is given back to the first recomputation, and then gone: a second one computes it all.
+
+    Torch's own context refuses a second backward pass through a retained graph, which plain training allows.
+    """
+
+    def __init__(self, cached: AbstractContextManager[Any]) -> None:
+        self._cached: AbstractContextManager[Any] | None = cached
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    @override
+    def __enter__(self) -> None:
+        context, self._cached = self._cached or nullcontext(), None
+        self._entered.append(context)
+        context.__enter__()
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

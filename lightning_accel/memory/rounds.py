@@ -53,14 +53,15 @@ class Rounds:
 
         Args:
             problem: As the metered step showed it.
-            ways: What the blocks did in it.
+            ways: What the blocks did in it, those included that were not called.
             peak_bytes: Its peak.
             costs: Site → what each way costs the block there.
         """
         self._measured[_key(ways)] = peak_bytes
         target = self._budget * (1 - SLACK)
         while True:
-            found = solve(problem, round(target))
+            answer = solve(problem, round(target))
+            found = None if answer is None else {**ways, **answer}
             rounds_left = MAX_ROUNDS - len(self._measured)
             if found is not None and _key(found) not in self._measured and rounds_left > 0:
                 self._predicted[_key(found)] = problem.peak(by_call(problem, found))
@@ -114,21 +115,32 @@ def _smallest(costs: BlockCosts) -> Way:
 
 
 def _variants(problem: Problem) -> list[Problem]:
-    """One problem for each way that sites called more than once a step may go: all calls of a site go the same."""
-    shared = {stage.call.site for stage in problem.stages if stage.call.index}
+    """The problem, once for each way that sites called more than once a step may go, for all calls of a site go alike.
+
+    Of those sites the first few go one way and the rest another, which is what the best choice comes to for equal
+    blocks; all there is to choose would be too many.
+    """
+    shared = list(dict.fromkeys(stage.call.site for stage in problem.stages if stage.call.index))
     if not shared:
         return [problem]
     common = [w for w in WAYS if all(w in stage.ways for stage in problem.stages if stage.call.site in shared)]
-    return [
-        replace(
-            problem,
-            stages=[
-                replace(stage, ways={way: stage.ways[way]}) if stage.call.site in shared else stage
-                for stage in problem.stages
-            ],
-        )
-        for way in common
+    choices = {
+        tuple([first] * count + [rest] * (len(shared) - count))
+        for first in common
+        for rest in common
+        for count in range(len(shared) + 1)
+    }
+    return [_restricted(problem, dict(zip(shared, choice, strict=True))) for choice in sorted(choices)]
+
+
+def _restricted(problem: Problem, ways: Ways) -> Problem:
+    stages = [
+        replace(stage, ways={ways[stage.call.site]: stage.ways[ways[stage.call.site]]})
+        if stage.call.site in ways
+        else stage
+        for stage in problem.stages
     ]
+    return replace(problem, stages=stages)
 
 
 def _least(problem: Problem) -> int:

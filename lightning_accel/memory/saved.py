@@ -17,6 +17,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_accel.memory.functorch import standing_aside_for_functorch
 
 V = TypeVar("V")
 
@@ -73,24 +76,36 @@ def sparing(saver: Saver) -> Iterator[None]:
 def _asking(savers: tuple[Saver, ...], own: OwnTensors) -> Iterator[None]:
     def pack(tensor: Tensor) -> _Guarded:
         packed: Packed | None = None
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor not in own:
+        if _is_ordinary(tensor) and tensor not in own:
             packed = next((p for p in (s.pack(tensor) for s in savers) if p is not None), None)
         if packed is None:
             kept = tensor.detach()
             return _Guarded(_Kept(kept), kept, tensor._version)
-        return _Guarded(packed, _counter_of(tensor), tensor._version)
+        return _Guarded(packed, counter_of(tensor), tensor._version)
 
     hooks: tuple[Any, Any] = pack, _Guarded.unpack
     if "torch._dynamo" in sys.modules:
         # Where compiled code falls back to eager, Dynamo looks at every function that is called, hooks included.
         hooks = tuple(map(torch.compiler.disable, hooks))
+    hooks[0].stands_aside = True
     tokens = _savers.set(savers), _own.set(own)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        with standing_aside_for_functorch(), torch.autograd.graph.saved_tensors_hooks(*hooks):
             yield
     finally:
         _savers.reset(tokens[0])
         _own.reset(tokens[1])
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Whether it has memory of its own to look at: no subclass, none of functorch's, nor a zero that is only meant."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +133,7 @@ class _Guarded:
         return self.packed.unpack()
 
 
-def _counter_of(tensor: Tensor) -> Tensor:
+def counter_of(tensor: Tensor) -> Tensor:
     """A tensor that shares the version counter of ``tensor``, and none of its memory."""
     counter = tensor.detach()
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -131,7 +146,7 @@ class OwnTensors:
     _SEE_THROUGH = ("TBackward0", "ToCopyBackward0", "ViewBackward0", "TransposeBackward0", "PermuteBackward0")
 
     def __init__(self, model: nn.Module) -> None:
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = [t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)]
         self._storages = {t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided}
         self._shapes = {t.shape for t in tensors} | {t.shape[::-1] for t in tensors}
 
@@ -176,4 +191,27 @@ class ByStorage(Generic[V]):
 
 def unique_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of the storages behind ``tensors``, each counted once."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = (tensor.untyped_storage() for tensor in tensors if has_storage(tensor))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether there is one storage behind it: not while it is lazy, nor where it is sparse."""
+    return not is_lazy(tensor) and tensor.layout == torch.strided
+
+
+def shares_counter(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors count changes together, as views of one another do.
+
+    Not all that share a storage do: ``unsafe_chunk``, which recurrent layers use, gives each piece its own counter.
+    """
+    before = one._version
+    _set_version(one, before + 1)
+    try:
+        return other._version == before + 1
+    finally:
+        _set_version(one, before)
+
+
+def _set_version(tensor: Tensor, version: int) -> None:
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

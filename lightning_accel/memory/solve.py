@@ -9,7 +9,7 @@ al., "Optimal checkpointing for heterogeneous chains" (2019), https://arxiv.org/
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_accel.memory.costs import Cost, Way
 from lightning_accel.memory.timeline import Call, Timeline
@@ -77,6 +77,32 @@ class Problem:
             afresh = index > 0 and not peaks.held_at_forward
             stages.append(Stage(call, costs[call], forward, backward, after.get(index), afresh))
         return cls(stages, floor)
+
+    def with_costs(self, costs: Mapping[Call, Mapping[Way, Cost]], factor: float, fixed_bytes: int) -> Problem:
+        """The problem of a step with a batch ``factor`` times as large.
+
+        Args:
+            costs: What its calls cost, of which some may be new: they are taken to come last.
+            factor: By how much grows what is there beside the calls' own needs.
+            fixed_bytes: What does not grow with the batch.
+        """
+
+        def scale(base: int | None) -> int | None:
+            return base if base is None or base < fixed_bytes else round(fixed_bytes + factor * (base - fixed_bytes))
+
+        known = [
+            replace(
+                stage,
+                ways=costs[stage.call],
+                forward_base=scale(stage.forward_base) or 0,
+                backward_base=scale(stage.backward_base),
+                after=scale(stage.after),
+            )
+            for stage in self.stages
+        ]
+        last = known[-1]
+        new = [replace(last, call=call, ways=costs[call]) for call in costs if call not in {s.call for s in known}]
+        return Problem([*known, *new], scale(self.floor) or 0)
 
     def peak(self, choice: Mapping[Call, Way]) -> int:
         """The predicted peak of the step with these choices, in bytes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -40,28 +40,36 @@ class StepRecorder:
     """
 
     def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+        self._meter: Meter | None = meter
         self.calls: list[Call] = []
+
+    def close(self) -> None:
+        """Marks no more, though graphs that it watches may still be walked."""
+        self._meter = None
 
     def record(self, call: Call, run: Callable[[], Any]) -> Any:
         """Runs a block's forward, and watches it and its backward pass."""
         first = _next_sequence_number()
-        self._meter.mark(Mark("forward", call))
+        self._mark(Mark("forward", call))
         outputs = run()
-        self._meter.mark(Mark("forward ended", call))
+        self._mark(Mark("forward ended", call))
         self.calls.append(call)
         ends = {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}
         nodes = _nodes_since(first, ends)
         if nodes:
             for node in ends.intersection(nodes):
-                node.register_prehook(self._marks(Mark("backward", call), None))
+                node.register_prehook(self._marking(Mark("backward", call)))
             last = min(nodes, key=lambda node: node._sequence_nr())
-            last.register_hook(self._marks(Mark("backward ended", call), None))
+            last.register_hook(self._marking(Mark("backward ended", call)))
         return outputs
 
-    def _marks(self, mark: Mark, result: None) -> Callable[..., None]:
-        def hook(*gradients: Any) -> None:
+    def _mark(self, mark: Mark) -> None:
+        if self._meter is not None:
             self._meter.mark(mark)
+
+    def _marking(self, mark: Mark) -> Callable[..., None]:
+        def hook(*gradients: Any) -> None:
+            self._mark(mark)
 
         return hook
 
@@ -134,27 +142,6 @@ class Timeline:
                     held.discard(mark.call)
             timeline._count(interval.peak_bytes, forward, backward, frozenset(held))
         return timeline
-
-    def scaled(self, factor: float, fixed_bytes: int) -> Timeline:
-        """The timeline of a step whose batch is ``factor`` times as large, of which ``fixed_bytes`` do not grow."""
-
-        def scale(peak: int) -> int:
-            return round(fixed_bytes + factor * max(0, peak - fixed_bytes))
-
-        def scale_peaks(peaks: CallPeaks) -> CallPeaks:
-            return replace(
-                peaks,
-                forward=None if peaks.forward is None else scale(peaks.forward),
-                backward=None if peaks.backward is None else scale(peaks.backward),
-            )
-
-        return Timeline(
-            self.calls,
-            self.start_bytes,
-            scale(self.peak_bytes),
-            {call: scale_peaks(peaks) for call, peaks in self.peaks.items()},
-            {held: scale(peak) for held, peak in self.outside.items()},
-        )
 
     def _count(self, peak: int, forward: Call | None, backward: set[Call], held: frozenset[Call]) -> None:
         if forward is not None:

@@ -105,6 +105,6 @@ def test_equal_blocks_with_equal_arguments_are_of_one_kind() -> None:
 
 def test_a_larger_call_costs_more() -> None:
     costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep",))
-    twice = costs.scaled(2.0)
+    twice = costs.for_elements(2 * costs.argument_elements)
     assert twice.ways["keep"].kept_bytes == 2 * costs.ways["keep"].kept_bytes
     assert twice.argument_elements == 2 * costs.argument_elements

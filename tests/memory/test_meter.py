@@ -88,6 +88,26 @@ def test_somebody_elses_profiler_is_left_in_peace(meter: Meter, others_profiler:
         meter.start()
 
 
+def test_somebody_elses_profiler_may_begin_in_the_midst(meter: Meter) -> None:
+    meter.start()
+    with profile() as users:
+        torch.ones(3).exp()
+    with pytest.raises(MeterBusyError, match="another profiler began"):
+        meter.stop()
+    assert any(event.name == "aten::exp" for event in users.events())
+    meter.start()
+    meter.stop()
+
+
+def test_an_aborted_metering_leaves_nothing(meter: Meter) -> None:
+    meter.start()
+    meter.abort()
+    meter.abort()
+    meter.mark("late")
+    with profile():
+        pass
+
+
 def test_a_machine_has_some_memory() -> None:
     assert device_memory_bytes(torch.device("cpu")) > 2**28
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accel.memory.saved import ByStorage, OwnTensors, saving, sparing, unique_bytes
+from lightning_accel.memory.saved import ByStorage, OwnTensors, saving, shares_counter, sparing, unique_bytes
 
 
 class Doubled:
@@ -188,3 +188,50 @@ def test_values_by_storage_are_forgotten_with_it() -> None:
 def test_bytes_are_counted_once_a_storage() -> None:
     tensor = torch.zeros(10)
     assert unique_bytes([tensor, tensor[:2], tensor.view(2, 5), torch.zeros(1)]) == 44
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev"])
+def test_transforms_of_torch_func_work_inside(transform: str) -> None:
+    """Left alone, they refuse to run where saved tensors are caught; what they save for themselves is not caught."""
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def energy(x: Tensor) -> Tensor:
+        return (x @ weight).sin().sum()
+
+    def forward(x: Tensor) -> Tensor:
+        if transform == "vmap":
+            return torch.func.vmap(energy)(x).sum()
+        if transform == "vjp":
+            return torch.func.vjp(energy, x)[1](torch.ones(()))[0].square().sum()
+        return getattr(torch.func, transform)(energy)(x).square().sum()
+
+    x = torch.randn(3, 4)
+    (expected,) = torch.autograd.grad(forward(x), weight)
+    saver = Halving()
+    with saving(saver, nn.Identity()):
+        inside = forward(x * 2.0)
+        found = forward(x)
+        weight.exp()
+    assert torch.equal(torch.autograd.grad(found, weight)[0], expected)
+    assert (4, 4) in saver.offered
+    assert inside.requires_grad
+
+
+def test_a_user_who_forbids_hooks_is_heeded() -> None:
+    forbidden = torch.autograd.graph.disable_saved_tensors_hooks("not here")
+    with forbidden, pytest.raises(RuntimeError, match="not here"), saving(Halving(), nn.Identity()):
+        pass
+
+
+def test_lazy_parameters_are_nobodys_yet() -> None:
+    assert torch.randn(3) not in OwnTensors(nn.LazyLinear(4))
+    assert unique_bytes(nn.LazyLinear(4).parameters()) == 0
+
+
+def test_views_share_a_counter_and_cut_pieces_do_not() -> None:
+    whole = torch.zeros(6)
+    first, second = whole.unsafe_chunk(2)
+    assert shares_counter(whole, whole.view(2, 3))
+    assert shares_counter(whole, whole.detach())
+    assert not shares_counter(first, second)
+    assert whole._version == 0

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.profiler import profile
+from torch.profiler import profile, schedule
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accel import AccelWarning, MemoryPlan, Plan, accelerate, plan_memory
+from lightning_accel import AccelWarning, MemoryPlan, OffloadingPlan, Plan, accelerate, plan_memory
 from lightning_accel.engine import Engine
 from lightning_accel.memory.costs import Way
 from lightning_accel.memory.memory_plan import FixedMemory, state_of
@@ -394,6 +394,66 @@ def test_a_batch_that_cannot_fit_is_said_and_runs_as_lean_as_it_can(plain: tuple
     assert set(loop.plan.ways.values()) == {"full"}
 
 
+def test_attention_by_hand_is_planned_by_the_square_of_its_length() -> None:
+    """A longer batch is measured when it comes, not scaled by its length."""
+
+    class Attending(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward((x @ x.transpose(-1, -2)).softmax(-1) @ x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Attending() for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    loop = Loop(Model(), "12MiB", rows=64)
+    loop.run(SETTLED)
+    assert set(loop.plan.ways.values()) == {"keep"}
+    loop.rows = 512
+    loop.run(3)
+    assert set(loop.plan.ways.values()) > {"keep"}
+    assert loop.peak_bytes() <= loop.plan.predicted_peak_bytes <= 12 * 2**20
+
+
+def test_two_sizes_in_one_step_are_no_growth(plain: tuple[int, int]) -> None:
+    class Crops(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([super().forward(x[:32]), super().forward(x)])
+
+    loop = Loop(Crops(blocks=3), "8MiB")
+    loop.run(SETTLED)
+    before = loop.plan
+    loop.run(3)
+    assert loop.plan is before
+    assert set(before.ways.values()) == {"keep"}
+
+
+@pytest.mark.parametrize("share", [1.1, 0.7])
+def test_blocks_that_are_left_out_at_random_are_planned_for_all(plain: tuple[int, int], share: float) -> None:
+    """Stochastic depth: a step that called fewer blocks is no measure of one that calls all."""
+
+    class Skipping(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                if torch.rand(()) > 0.3:
+                    x = block(x)
+            return x
+
+    torch.manual_seed(1)
+    model = Skipping()
+    twin = copy.deepcopy(model)
+    runs = []
+    for loop in (Loop(model, budget(plain, share)), Loop(twin)):
+        torch.manual_seed(2)
+        runs.append(loop.run(4 * SETTLED))
+    assert runs[0] == runs[1]
+
+
 # -- what gets in the way --------------------------------------------------------------------------------------------
 
 
@@ -403,6 +463,87 @@ def test_beside_another_profiler_every_block_recomputes_and_a_warning_says_why()
         loop.run(MAX_WAITING_STEPS + 2)
     assert loop.handle.memory_plan is None
     assert "every block recomputes" in loop.handle.report.of("gradient_checkpointing").status
+
+
+def test_a_profiler_that_begins_in_the_midst_of_planning_gets_its_way() -> None:
+    loop = Loop(Stack(), "1GiB")
+    with profile(schedule=schedule(wait=2, warmup=1, active=2, repeat=1)) as users:
+        for _ in range(SETTLED):
+            loop.step()
+            users.step()
+    loop.run(SETTLED)
+    assert loop.plan.measured_peak_bytes is not None
+    loop.handle.undo()
+
+
+def test_a_budget_that_no_block_can_help_is_said() -> None:
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(Counting(), Counting())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks(x)
+
+    loop = Loop(Model(), "1GiB")
+    with pytest.warns(AccelWarning, match="no block can be recomputed: its forward changes 'calls'"):
+        loop.run(2 * SETTLED)
+    assert "its forward changes" in loop.handle.report.of("gradient_checkpointing").status
+
+
+def test_a_validation_between_forward_and_backward_does_not_end_the_step() -> None:
+    loop = Loop(Stack(), "1GiB")
+    for _ in range(SETTLED):
+        with loop.handle.step():
+            loss = loop.model(loop.data[:64]).square().mean()
+        with torch.no_grad(), loop.handle.step("validate"):
+            loop.model(loop.data[:64])
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    assert loop.plan.measured_peak_bytes is not None
+
+
+def test_a_graph_that_outlives_its_step_marks_nothing() -> None:
+    loop = Loop(Stack(), "1GiB")
+    losses = []
+    for _ in range(SETTLED):
+        with loop.handle.step():
+            losses.append(loop.model(loop.data[:64]).square().mean())
+        losses[-1].backward(retain_graph=True)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.handle.undo()
+    for parameter in loop.model.parameters():
+        parameter.grad = None
+
+
+def test_a_copy_made_in_the_run_trains_after_it(plain: tuple[int, int]) -> None:
+    loop = Loop(Stack(), budget(plain, 0.22), activation_offloading={"to": "disk", "min_bytes": 1024})
+    loop.run(SETTLED)
+    twin = copy.deepcopy(loop.model)
+    loop.handle.undo()
+    twin(torch.randn(256, 32)).sum().backward()
+    assert twin.blocks[0].up.weight.grad is not None
+
+
+def test_deterministic_runs_plan_alike(plain: tuple[int, int], determinism_restored: None) -> None:
+    torch.use_deterministic_algorithms(True)
+    found = []
+    for _ in range(3):
+        loop = Loop(Stack(), budget(plain, 0.6))
+        loop.run(SETTLED)
+        found.append(loop.plan.ways)
+    assert found[0] == found[1] == found[2]
 
 
 def test_undone_in_the_middle_of_planning_nothing_is_left() -> None:
@@ -483,6 +624,40 @@ def test_a_plan_is_applied_and_taken_back(plain: tuple[int, int], trained: Any) 
     assert max(interval.peak_bytes for interval in meter.stop()) <= budget(plain, 0.6)
     patches.undo()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_applied_plan_that_offloads_the_rest_does_so() -> None:
+    class Wide(nn.Module):
+        """Most of what it saves is saved outside its blocks."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(12):
+                x = (x * self.scale).sigmoid()
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(1)
+    model, batch = Wide(), torch.randn(1024, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, batch: Tensor) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain = peak_of(lambda: step(model, batch), model, optimizer)
+    plan = plan_memory(model, batch, plain // 2, step, offloading=OffloadingPlan(to="disk", min_bytes=1024))
+    assert plan.offloads_rest
+    patches = plan.apply(model)
+    step(model, batch)
+    assert peak_of(lambda: step(model, batch), model, optimizer) <= 1.02 * (plain // 2)
+    patches.undo()
 
 
 def test_plan_memory_says_when_the_step_calls_no_block() -> None:

@@ -56,6 +56,8 @@ class MemoryBudget(GradientCheckpointing):
         self._model: nn.Module = nn.Identity()
         self._planner: Planner | None = None
         self._told: State | None = None
+        self._is_closed = False
+        self._refusals: Counter[str] = Counter()
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
@@ -94,14 +96,16 @@ class MemoryBudget(GradientCheckpointing):
         return MethodPatch(site, "what it does is planned", block, "forward", wrap)
 
     def _run(self, site: str, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._planner is None:  # closed: a copy of the model outlives the run
+        if self._planner is None or self._is_closed:  # a copy of the model outlives the run
             return original(block, *args, **kwargs)
         return self._planner.run(site, block, original, args, kwargs)
 
     @override
     def _judge(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
         verdict = super()._judge(patch, args, kwargs) if self._verify else Verdict(keep=True)
-        if verdict.keep and self._planner is not None:
+        if not verdict.keep:
+            self._refusals[verdict.reason] += 1
+        elif self._planner is not None:
             self._planner.learn(patch.site, self._blocks[patch.site], patch.original, args, kwargs)
         return verdict
 
@@ -128,6 +132,7 @@ class MemoryBudget(GradientCheckpointing):
 
     @override
     def close(self) -> None:
+        self._is_closed = True
         if self._planner is not None:
             self._planner.close()
         if self._offloader is not None:
@@ -146,10 +151,11 @@ class MemoryBudget(GradientCheckpointing):
         if state.remark:
             self.complaints += (state.remark,)
         if state.gave_up:
-            self.status = state.gave_up
-            self.complaints += (f"gradient_checkpointing: {state.gave_up}",)
+            why = next((f": {reason}" for reason, _ in self._refusals.most_common(1)), "")
+            self.status = f"{state.gave_up}{why}"
+            self.complaints += (f"gradient_checkpointing: {self.status}",)
         elif state.plan is None:
-            self.status = "planning: the first steps recompute every block"
+            self.status = "planning: the first training steps recompute every block"
         else:
             self._report(state.plan)
 

@@ -86,7 +86,11 @@ def measure(make: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]])
     for share in BUDGETS:
         budget = round(fixed + share * peaks["plain"])
         name = f"budget {share:.0%}"
-        sides[name] = Side(make, gradient_checkpointing={"budget": budget}, activation_offloading=DISK)
+        try:
+            sides[name] = Side(make, gradient_checkpointing={"budget": budget}, activation_offloading=DISK)
+        except ValueError as error:
+            print(f"{name}: {error}")
+            continue
         peaks[name] = sides[name].activation_bytes()
     spent = interleaved_ms({name: side.step for name, side in sides.items()}, rounds=9, warm_up=1)
     return {

@@ -277,9 +277,9 @@ def _read_checkpointing(value: Any) -> CheckpointingMode | CheckpointingPlan:
         return value
     if isinstance(value, Mapping):
         check_names(value, allowed=["mode", "blocks", "budget"], owner="gradient_checkpointing")
-        if "budget" in value and value["budget"] is None:
+        if dict(value) == {"budget": None}:
             parse_bytes("gradient_checkpointing.budget", None, fractions=True)
-        if "mode" in value and "budget" in value:
+        if value.get("mode", "full") != "full" and value.get("budget") is not None:
             raise ValueError(
                 f"gradient_checkpointing={dict(value)!r}: a budget plans the mode of each block itself."
                 " Give one of the two: {'budget': '12GiB'} or {'mode': 'full'}."

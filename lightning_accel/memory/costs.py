@@ -95,7 +95,10 @@ def run_block(
     if offloader is not None:
         offloader.settle()  # of the blocks before
         with saving(offloader, block) if way in OFFLOADING else sparing(offloader):
-            return run_block(_ON_DEVICE.get(way, way), block, original, args, kwargs)
+            outputs = run_block(_ON_DEVICE.get(way, way), block, original, args, kwargs)
+        if way in OFFLOADING and offloader.is_exact:
+            offloader.drain()
+        return outputs
     if way == "keep":
         return original(block, *args, **kwargs)
     assert way == "selective" or way == "full"

@@ -129,6 +129,14 @@ class Offloader:
                 raise
         return None if entry is None else _Handle(entry, tensor)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether what a block needs is not to depend on how far copies have come when the next one begins.
+
+        On a CPU that is by chance; on a GPU streams keep the order, but where nothing may be ahead of time.
+        """
+        return self._device.type == "cpu" or self.prefetch_depth == 0
+
     def settle(self) -> None:
         """Lets go of tensors whose copies have ended, without waiting for any; :meth:`pack` does so too."""
         with self._lock:

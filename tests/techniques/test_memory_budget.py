@@ -343,7 +343,7 @@ def test_with_a_disk_smaller_budgets_fit(plain: tuple[int, int]) -> None:
     loop = Loop(model, budget(plain, 0.22), activation_offloading=disk)
     assert loop.run(2 * SETTLED) == Loop(twin).run(2 * SETTLED)
     assert loop.peak_bytes() <= budget(plain, 0.22)
-    assert {"offload", "full+offload"} & set(loop.plan.ways.values())
+    assert loop.plan.offloads_rest or {"offload", "full+offload"} & set(loop.plan.ways.values())
     loop.handle.undo()
 
 

@@ -130,7 +130,7 @@ class Planner:
         self._times: list[float] = []
         self._last: Problem | None = None
         self._planned: dict[Call, float] = {}  # elements of the arguments
-        self._grew = 0.0  # how much larger than planned a call was; 0 when none was
+        self._outgrown: dict[Call, int] = {}  # those that were larger than planned, or not planned for
         self._optimizers: dict[int, Optimizer] = {}
         self._hook = register_optimizer_step_post_hook(_seen_by(weakref.ref(self)))
 
@@ -152,7 +152,9 @@ class Planner:
         self._elements[call] = elements_in(args, kwargs)
         if self.state.phase in ("confirming", "settled"):
             self._notice_growth(call, block, original, args, kwargs)
-        way = self._last_ways[site] = "full" if self._grew else self.state.ways.get(site, "full")
+        # Several ranks go the same way always: a block may wait for its like on the others.
+        is_lean = self._outgrown and self.agree is None
+        way = self._last_ways[site] = "full" if is_lean else self.state.ways.get(site, "full")
         run = partial(run_block, way, block, original, args, kwargs, self._offloader)
         if self._recorder is None:
             return run()
@@ -163,13 +165,10 @@ class Planner:
         self, call: Call, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """A call larger than any that was planned for, or one that was not: until a plan for it, all recomputes."""
-        planned = self._planned.get(call)
-        if planned is not None and self._elements[call] <= planned:
+        if call.site not in self._costs or self._elements[call] <= self._planned.get(call, 0.0):
             return
-        if call.site not in self._costs:
-            return
-        self._grew = max(self._grew, self._elements[call] / max(1, planned or self._elements[call]))
-        if self.agree is None:  # else the others would wait: a block may have to do with all ranks
+        self._outgrown[call] = max(self._elements[call], self._outgrown.get(call, 0))
+        if self.agree is None:
             self.learn(call.site, block, original, args, kwargs)
 
     def learn(
@@ -205,12 +204,12 @@ class Planner:
         self._end_window()
         if not is_training or self.state.gave_up:
             return
-        self._called.clear()
-        self._elements.clear()
         self._steps += 1
         if self._busy:
             self._wait_for_meter()
         self._advance()
+        self._called.clear()
+        self._elements.clear()
         if self.state.phase in ("timing", "planning", "confirming") and not self.state.gave_up:
             self._begin_window()
 
@@ -316,14 +315,19 @@ class Planner:
 
     def _grown(self, state: State) -> State:
         """With a batch that outgrew the plan, one for batches of that size and an eighth more."""
-        if not self._grew or self._last is None:
+        if not self._outgrown or self._last is None:
             return state
-        grown, self._grew = max(1.0, self._grew) * HEADROOM, 0.0
-        costs: dict[Call, dict[Way, Cost]] = {}
-        for call in dict.fromkeys([*self._planned, *(c for c in self._elements if c.site in self._costs)]):
-            self._planned[call] = max(grown * self._planned.get(call, 0.0), HEADROOM * self._elements.get(call, 0))
-            costs[call] = self._own(call, self._costs[call.site].for_elements(self._planned[call]).ways)
-        problem = self._last = self._last.with_costs(costs, grown, self._fixed().total)
+        ratios = [size / self._planned[call] for call, size in self._outgrown.items() if self._planned.get(call)]
+        factor = HEADROOM * max(ratios) if ratios else 1.0  # a call that was never planned for is no larger batch
+        self._planned = {call: size * factor for call, size in self._planned.items()}
+        for call, size in self._outgrown.items():
+            self._planned[call] = max(self._planned.get(call, 0.0), size * (HEADROOM if ratios else 1.0))
+        self._outgrown = {}
+        costs = {
+            call: self._own(call, self._costs[call.site].for_elements(size).ways)
+            for call, size in self._planned.items()
+        }
+        problem = self._last = self._last.with_costs(costs, factor, self._fixed().total)
         known = {stage.call.site for stage in problem.stages}
         found, remark = solve(problem, round(self._budget * (1 - SLACK))), ""
         if found is None:

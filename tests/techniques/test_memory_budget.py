@@ -433,25 +433,36 @@ def test_two_sizes_in_one_step_are_no_growth(plain: tuple[int, int]) -> None:
     assert set(before.ways.values()) == {"keep"}
 
 
+class Skipping(Stack):
+    """Stochastic depth: every block is left out three times in ten."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if torch.rand(()) > 0.3:
+                x = block(x)
+        return x
+
+
 @pytest.mark.parametrize("share", [1.1, 0.7])
 def test_blocks_that_are_left_out_at_random_are_planned_for_all(plain: tuple[int, int], share: float) -> None:
     """Stochastic depth: a step that called fewer blocks is no measure of one that calls all."""
-
-    class Skipping(Stack):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                if torch.rand(()) > 0.3:
-                    x = block(x)
-            return x
-
     torch.manual_seed(1)
     model = Skipping()
     twin = copy.deepcopy(model)
     runs = []
     for loop in (Loop(model, budget(plain, share)), Loop(twin)):
         torch.manual_seed(2)
-        runs.append(loop.run(4 * SETTLED))
+        runs.append(loop.run(6 * SETTLED))
     assert runs[0] == runs[1]
+
+
+def test_blocks_that_are_left_out_at_random_do_not_make_a_plan_a_step() -> None:
+    torch.manual_seed(2)
+    loop = Loop(Skipping(), "1GiB")
+    loop.run(6 * SETTLED)
+    before = loop.plan
+    loop.run(SETTLED)
+    assert loop.plan is before
 
 
 # -- what gets in the way --------------------------------------------------------------------------------------------

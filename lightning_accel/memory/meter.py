@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -143,7 +144,7 @@ class _ProfilerMeter(Meter):
     _PREFIX = "lightning_accel.mark."
 
     def __init__(self) -> None:
-        self._is_on = self._gave_way = False
+        self._is_on = self._gave_way = self._has_frozen = False
         self._marks: list[Hashable] = []
         self._base_bytes = 0
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -165,6 +166,10 @@ class _ProfilerMeter(Meter):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated
             config = profiler_legacy.profile(profile_memory=True).config()  # type: ignore[no-untyped-call]
+        # What is garbage already must not be freed in the midst of what is metered, and does not count before either.
+        self._has_frozen = gc.get_freeze_count() == 0
+        if self._has_frozen:
+            gc.freeze()
         _enable_profiler_legacy(config)
         self._is_on, self._gave_way = True, False
         self._watch_for_others()
@@ -181,6 +186,8 @@ class _ProfilerMeter(Meter):
         if not self._is_on:
             return []
         self._is_on = False
+        if self._has_frozen:
+            gc.unfreeze()
         _PROFILERS._enable_profiler = self._enable_others
         return _disable_profiler_legacy()
 

@@ -7,7 +7,6 @@ the problem (:mod:`~lightning_accel.memory.solve`), its answer runs, and is mend
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 import weakref
@@ -246,7 +245,6 @@ class Planner:
     def _begin_window(self) -> None:
         self._has_stepped = False
         if self.state.phase == "planning":
-            gc.collect()  # what it would free in the midst of the step is not the step's
             try:
                 self._meter.start(self._alive())
             except MeterBusyError as error:

@@ -188,7 +188,8 @@ def exhaustive(share: float) -> tuple[list[str], dict[str, Any]]:
         _words(ways for ways in best.strip("()").replace("'", "").split(", ")),
         f"{100 * (ratio - 1):+.1f}%",
     ]
-    return row, {"share": share, "budget": budget, "planned": plan.ways, "best": best, "step_ms": spent}
+    medians = {name: statistics.median(times) for name, times in spent.items()}
+    return row, {"share": share, "budget": budget, "planned": plan.ways, "best": best, "median_step_ms": medians}
 
 
 def _words(ways: Any) -> str:

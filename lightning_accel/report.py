@@ -30,8 +30,8 @@ class TechniqueReport:
 class Report:
     """Names every site touched, every site refused and the reason.
 
-    Techniques go by their names in the plan: ``"precision"``, ``"memory_format"``, ``"inplace_activations"``,
-    ``"gradient_checkpointing"``, ``"compile"``. The model itself is site ``""``, written ``(model)``.
+    Techniques go by their names in the plan: ``"precision"``, ``"flash_attention"``, ``"gradient_checkpointing"``. The
+    model itself is site ``""``, written ``(model)``.
     """
 
     def __init__(self, device: str = "") -> None:

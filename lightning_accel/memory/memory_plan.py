@@ -20,6 +20,8 @@ from lightning_accel.patch import MethodPatch, PatchSet
 from lightning_accel.plan import OffloadingPlan
 from lightning_accel.tree import tensors_in
 
+_OTHER = "other activations, transients"
+
 
 @dataclass(frozen=True, kw_only=True)
 class FixedMemory:
@@ -155,6 +157,7 @@ class MemoryPlan:
         lines += [
             f"fixed: parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)},"
             f" optimizer {format_bytes(fixed.optimizer)}, buffers {format_bytes(fixed.buffers)}",
+            f"beside these and the blocks, at the peak: {format_bytes(self._stack(planned=True)[_OTHER])} ({_OTHER})",
             *(["what is saved outside these blocks is offloaded too"] if self.offloads_rest else []),
             f"peak of a step: budget {format_bytes(self.budget_bytes)}, predicted"
             f" {format_bytes(self.predicted_peak_bytes)}, measured {_maybe(self.measured_peak_bytes, format_bytes)};"
@@ -203,7 +206,7 @@ class MemoryPlan:
         peak = self.predicted_peak_bytes if planned else (self.plain_peak_bytes or 0)
         for block in self.blocks:
             parts[block.call] = block.kept_bytes if planned else (block.plain_bytes or 0)
-        parts["other activations, transients"] = max(0, peak - sum(parts.values()))
+        parts[_OTHER] = max(0, peak - sum(parts.values()))
         return parts
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,8 +17,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_accel.byte_size import format_bytes
 from lightning_accel.isolation import is_trial
@@ -37,10 +34,10 @@ from lightning_accel.memory.costs import (
 from lightning_accel.memory.memory_plan import BlockPlan, FixedMemory, MemoryPlan, state_of
 from lightning_accel.memory.meter import MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader
+from lightning_accel.memory.optimizers import OptimizerWatch
 from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Rounds, Ways, by_call, leanest, solve
-from lightning_accel.memory.saved import ByStorage
 from lightning_accel.memory.solve import Problem, Stage
-from lightning_accel.memory.timeline import Call, StepRecorder, Timeline
+from lightning_accel.memory.timeline import Call, SharedArguments, StepRecorder, Timeline
 from lightning_accel.plan import OffloadingPlan
 from lightning_accel.tree import tensors_in
 
@@ -121,17 +118,14 @@ class Planner:
         self._last_ways: Ways = {}
         self._recorder: StepRecorder | None = None
         self._window_start: float | None = None
-        self._holders: ByStorage[list[Call]] = ByStorage()
-        self._shared_bytes: Counter[Call] = Counter()
-        self._has_stepped = False
+        self._arguments = SharedArguments()
         # Of those before:
         self._base_ms = 0.0
         self._times: list[float] = []
         self._last: Problem | None = None
         self._planned: dict[Call, float] = {}  # elements of the arguments
         self._outgrown: dict[Call, int] = {}  # those that were larger than planned, or not planned for
-        self._optimizers: dict[int, Optimizer] = {}
-        self._hook = register_optimizer_step_post_hook(_seen_by(weakref.ref(self)))
+        self._optimizers = OptimizerWatch(model)
 
     # -- during a step -----------------------------------------------------------------------------------------
 
@@ -157,7 +151,7 @@ class Planner:
         run = partial(run_block, way, block, original, args, kwargs, self._offloader)
         if self._recorder is None:
             return run()
-        self._note_arguments(call, args, kwargs)
+        self._arguments.note(call, tensors_in((args, kwargs)))
         return self._recorder.record(call, run)
 
     def _notice_growth(
@@ -198,7 +192,7 @@ class Planner:
         Raises:
             ValueError: The budget is less than any choice needs.
         """
-        if not is_training and self._recorder is not None and not self._has_stepped:
+        if not is_training and self._recorder is not None and not self._optimizers.has_stepped:
             return  # in the midst of a step: its backward pass is still to come
         self._end_window()
         if not is_training or self.state.gave_up:
@@ -214,7 +208,7 @@ class Planner:
 
     def close(self) -> None:
         """Stops watching."""
-        self._hook.remove()
+        self._optimizers.stop()
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
@@ -238,12 +232,12 @@ class Planner:
         if self.state.error:
             raise ValueError(self.state.error)
         if self.state.phase in ("confirming", "settled"):
-            self._hook.remove()
+            self._optimizers.stop()
         if self.state.offloads_rest and self._offloader is not None:
             self._offloader.prefetch_depth = 0
 
     def _begin_window(self) -> None:
-        self._has_stepped = False
+        self._optimizers.has_stepped = False
         if self.state.phase == "planning":
             try:
                 self._meter.start(self._alive())
@@ -251,7 +245,7 @@ class Planner:
                 self._busy = str(error)
                 return
             self._recorder = StepRecorder(self._meter)
-            self._holders, self._shared_bytes = ByStorage(), Counter()
+            self._arguments = SharedArguments()
         self._synchronize()
         self._window_start = time.perf_counter()
 
@@ -280,7 +274,7 @@ class Planner:
             self._most_calls = max(self._most_calls, len(calls))
             # One without an optimizer step holds less than the one that ends an accumulation; one that leaves blocks
             # out, as stochastic depth does, less than one that calls them all.
-            is_whole = self._has_stepped and len(calls) == self._most_calls
+            is_whole = self._optimizers.has_stepped and len(calls) == self._most_calls
             if calls and (is_whole or self._waited >= MAX_WAITING_STEPS):
                 self._waited = 0
                 self._take_up(Timeline.of(calls, intervals))
@@ -340,17 +334,6 @@ class Planner:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _note_arguments(self, call: Call, args: Any, kwargs: Any) -> None:
-        """A mask that all blocks are given is not freed when one of them lets go of it."""
-        for tensor in tensors_in((args, kwargs)):
-            holders = self._holders.get(tensor)
-            if holders is None:
-                self._holders.set(tensor, [call])
-            elif call not in holders:
-                for holder in (*holders[:1], call) if len(holders) == 1 else (call,):
-                    self._shared_bytes[holder] += tensor.untyped_storage().nbytes()
-                holders.append(call)
-
     def _problem(self, timeline: Timeline, ways: Ways) -> Problem:
         chosen = {call: ways[call.site] for call in timeline.calls}
         costs = {call: self._costs[call.site].for_elements(self._elements[call]) for call in timeline.calls}
@@ -360,19 +343,27 @@ class Planner:
         """The costs of one call, with those arguments in what it keeps that no other call holds."""
 
         def own(way: Way, cost: Cost) -> Cost:
-            arguments = max(0, cost.argument_bytes - self._shared_bytes[call])
+            arguments = max(0, cost.argument_bytes - self._arguments.shared_bytes[call])
             kept = replace(cost, kept_bytes=cost.kept_bytes + arguments)
             if not torch.are_deterministic_algorithms_enabled():
                 return kept
-            return _by_size(kept, way, ways.get("keep", cost))
+            # A time that no clock has a part in: the more a way does, and the more there is to do.
+            return replace(kept, ms=WAYS.index(way) * ways.get("keep", cost).kept_bytes / 2**20)
 
         return {way: own(way, cost) for way, cost in ways.items()}
 
     def _described(self, problem: Problem, ways: Ways, offloads_rest: bool) -> MemoryPlan:
+        calls = [stage.call for stage in problem.stages]
+
+        def ms(chosen: Mapping[Call, Way]) -> float:
+            # By the clock, though in a deterministic run it decides nothing.
+            leanest_ways = {call: leanest(self._costs[call.site]) for call in calls}
+            spent = [sum(self._costs[c.site].ways[w].ms for c, w in each.items()) for each in (chosen, leanest_ways)]
+            return max(0.0, self._base_ms + spent[0] - spent[1])
+
         chosen = by_call(problem, ways)
-        lean = problem.ms({stage.call: leanest(self._costs[stage.call.site]) for stage in problem.stages})
+        kept: dict[Call, Way] = dict.fromkeys(calls, "keep")
         is_plain_known = all("keep" in stage.ways for stage in problem.stages)
-        kept: dict[Call, Way] = {stage.call: "keep" for stage in problem.stages}
         return MemoryPlan(
             budget_bytes=self._budget,
             blocks=tuple(self._block(stage, chosen[stage.call]) for stage in problem.stages),
@@ -380,13 +371,14 @@ class Planner:
             offloading=self._offloading,
             offloads_rest=offloads_rest,
             plain_peak_bytes=problem.peak(kept) if is_plain_known else None,
-            plain_ms=max(0.0, self._base_ms + problem.ms(kept) - lean) if is_plain_known else None,
+            plain_ms=ms(kept) if is_plain_known else None,
             predicted_peak_bytes=problem.peak(chosen),
-            predicted_ms=max(0.0, self._base_ms + problem.ms(chosen) - lean),
+            predicted_ms=ms(chosen),
         )
 
     def _block(self, stage: Stage, way: Way) -> BlockPlan:
         site, plain = stage.call.site, stage.ways.get("keep")
+        measured = self._costs[site].ways
         return BlockPlan(
             site=site,
             call=str(stage.call),
@@ -394,7 +386,7 @@ class Planner:
             way=way,
             kept_bytes=stage.ways[way].kept_bytes,
             plain_bytes=None if plain is None else plain.kept_bytes,
-            extra_ms=None if plain is None else stage.ways[way].ms - plain.ms,
+            extra_ms=None if plain is None else measured[way].ms - measured["keep"].ms,
             saved_by_operator=self._costs[site].saved_by_operator,
         )
 
@@ -403,19 +395,12 @@ class Planner:
         return site in self._costs and self.state.ways.get(site, "full") in self._costs[site].ways
 
     def _fixed(self) -> FixedMemory:
-        return FixedMemory.of(self._model, self._optimizers.values())
+        return FixedMemory.of(self._model, self._optimizers.seen)
 
     def _alive(self) -> list[Tensor]:
         parameters = list(self._model.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        return [*parameters, *self._model.buffers(), *gradients, *state_of(self._optimizers.values())]
-
-    def see_optimizer(self, optimizer: Optimizer) -> None:
-        """Tells that ``optimizer`` made a step."""
-        own = {id(parameter) for parameter in self._model.parameters()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            self._optimizers[id(optimizer)] = optimizer
-            self._has_stepped = True
+        return [*parameters, *self._model.buffers(), *gradients, *state_of(self._optimizers.seen)]
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -427,16 +412,3 @@ class Planner:
         if self._waited > MAX_WAITING_STEPS:
             gave_up = f"not planned, every block recomputes: the memory could not be measured, {reason}"
             self.state = replace(self.state, gave_up=gave_up)
-
-
-def _seen_by(planner: weakref.ref[Planner]) -> Callable[[Optimizer, Any, Any], None]:
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (found := planner()) is not None:
-            found.see_optimizer(optimizer)
-
-    return hook
-
-
-def _by_size(cost: Cost, way: Way, plain: Cost) -> Cost:
-    """The cost with a time that no clock has a part in: the more a way does, and the more there is to do."""
-    return replace(cost, ms=WAYS.index(way) * plain.kept_bytes / 2**20)

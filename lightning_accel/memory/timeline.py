@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_accel.memory.meter import Interval, Meter
+from lightning_accel.memory.saved import ByStorage
 from lightning_accel.tree import tensors_in
 
 Event = Literal["forward", "forward ended", "backward", "backward ended"]
@@ -30,6 +33,29 @@ class Call:
 class Mark:
     event: Event
     call: Call
+
+
+class SharedArguments:
+    """Arguments that several calls are given: a mask that all blocks get is not freed when one of them lets go of it.
+
+    Attributes:
+        shared_bytes: Call → bytes of its arguments that another call has too.
+    """
+
+    def __init__(self) -> None:
+        self.shared_bytes: Counter[Call] = Counter()
+        self._holders: ByStorage[list[Call]] = ByStorage()
+
+    def note(self, call: Call, arguments: Iterable[Tensor]) -> None:
+        """Tells that ``call`` is given ``arguments``."""
+        for tensor in arguments:
+            holders = self._holders.get(tensor)
+            if holders is None:
+                self._holders.set(tensor, [call])
+            elif call not in holders:
+                for holder in (*holders, call) if len(holders) == 1 else (call,):
+                    self.shared_bytes[holder] += tensor.untyped_storage().nbytes()
+                holders.append(call)
 
 
 class StepRecorder:

@@ -20,7 +20,7 @@ from lightning_accel.memory.meter import END, START, Meter, MeterBusyError
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.pieces import recomputed_block
 from lightning_accel.memory.recompute import keeps_statistics
-from lightning_accel.memory.saved import saving, sparing, unique_bytes
+from lightning_accel.memory.saved import has_storage, saving, sparing, unique_bytes
 from lightning_accel.tree import map_tensors, tensors_in
 
 Way = Literal["keep", "selective", "full", "offload", "full+offload"]
@@ -109,7 +109,8 @@ def kind_of(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Calls of the same kind cost the same: the same class, the same shapes of parameters and arguments."""
 
     def described(tensor: Tensor) -> tuple[Any, ...]:
-        return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride()
+        strides = tensor.stride() if has_storage(tensor) else tensor.layout
+        return tensor.shape, tensor.dtype, tensor.requires_grad, strides
 
     return (
         type(block),
@@ -216,7 +217,7 @@ class _Pass:
     def __init__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._wanted: list[Tensor] = [p for p in block.parameters() if p.requires_grad]
         self._given: tuple[Any, Any] | None = map_tensors(self._copied, (args, kwargs))
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self.arguments()}
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self.arguments() if has_storage(t)}
         self._storages = {key: (weakref.ref(storage), storage.nbytes()) for key, storage in storages.items()}
         self._results: list[Tensor] = []
         self._gradients: list[Tensor] = []

@@ -19,6 +19,8 @@ from torch.autograd import profiler_legacy
 from torch.profiler import record_function
 from typing_extensions import override
 
+from lightning_accel.memory.saved import has_storage
+
 START, END = "start", "end"
 _PROFILERS: Any = torch.autograd.profiler  # where all others begin
 
@@ -155,7 +157,7 @@ class _ProfilerMeter(Meter):
         if _profiler_enabled():
             raise MeterBusyError("another profiler is at work")
         self._marks = []
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in alive}
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in filter(has_storage, alive)}
         self._base_bytes = sum(storage.nbytes() for storage in storages.values())
         self._watched = {
             key: weakref.ref(storage, self._on_free(storage.nbytes()))
@@ -251,7 +253,7 @@ class _ProfilerMeter(Meter):
     def _remember(self, alive: Iterable[Tensor]) -> None:
         """What was allocated under the profiler's eyes it reports when it is freed, then or in a later metering."""
         self._known = {key: reference for key, reference in self._known.items() if reference() is not None}
-        for storage in (tensor.untyped_storage() for tensor in alive):
+        for storage in (tensor.untyped_storage() for tensor in filter(has_storage, alive)):
             if not _is(self._watched.get(storage._cdata), storage):
                 self._known[storage._cdata] = weakref.ref(storage)
         self._watched = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_accel.memory.meter import Interval, Meter
-from lightning_accel.memory.saved import ByStorage
+from lightning_accel.memory.saved import ByStorage, has_storage
 from lightning_accel.tree import tensors_in
 
 Event = Literal["forward", "forward ended", "backward", "backward ended"]
@@ -48,7 +48,7 @@ class SharedArguments:
 
     def note(self, call: Call, arguments: Iterable[Tensor]) -> None:
         """Tells that ``call`` is given ``arguments``."""
-        for tensor in arguments:
+        for tensor in filter(has_storage, arguments):
             holders = self._holders.get(tensor)
             if holders is None:
                 self._holders.set(tensor, [call])

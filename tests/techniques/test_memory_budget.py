@@ -511,6 +511,30 @@ def test_a_budget_that_no_block_can_help_is_said() -> None:
     assert "its forward changes" in loop.handle.report.of("gradient_checkpointing").status
 
 
+def test_sparse_arguments_do_no_harm() -> None:
+    """A graph's adjacency has neither strides nor one storage."""
+
+    class Convolving(Block):
+        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+            return super().forward(torch.sparse.mm(adjacency, x))
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Convolving() for _ in range(3))
+            self.adjacency = torch.eye(256).to_sparse()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, self.adjacency)
+            return x
+
+    torch.manual_seed(1)
+    model = Network()
+    twin = copy.deepcopy(model)
+    assert Loop(model, "1GiB", verify=False).run(SETTLED) == Loop(twin).run(SETTLED)
+
+
 def test_a_validation_between_forward_and_backward_does_not_end_the_step() -> None:
     loop = Loop(Stack(), "1GiB")
     for _ in range(SETTLED):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_accel.plan import nearest
+from lightning_accel.checks import nearest
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

@@ -13,7 +13,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.imports import RequirementCache
 from typing_extensions import override
 
-from lightning_accel.plan import Plan, nearest
+from lightning_accel.checks import nearest
+from lightning_accel.plan import Plan
 from lightning_accel.plugin import AccelPlugin
 
 _JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35,<5")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal, cast, get_args
 import yaml
 
 from lightning_accel.byte_size import parse_bytes
+from lightning_accel.checks import check_bool, check_choice, check_names, names_given
 
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
 MemoryFormatSetting = Literal["auto", "preserve", "channels_last", "channels_last_3d"]
@@ -43,10 +43,10 @@ class CheckpointingPlan:
     budget: int | float | str | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("gradient_checkpointing.mode", self.mode, get_args(CheckpointingMode))
+        check_choice("gradient_checkpointing.mode", self.mode, get_args(CheckpointingMode))
         if self.budget is not None:
             parse_bytes("gradient_checkpointing.budget", self.budget, fractions=True)
-        object.__setattr__(self, "blocks", _names("gradient_checkpointing.blocks", self.blocks))
+        object.__setattr__(self, "blocks", names_given("gradient_checkpointing.blocks", self.blocks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class OffloadingPlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "to", _switch(self.to))
-        _check_choice("activation_offloading.to", self.to, get_args(OffloadingSetting))
+        check_choice("activation_offloading.to", self.to, get_args(OffloadingSetting))
         parse_bytes("activation_offloading.min_bytes", self.min_bytes)
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ValueError(
@@ -90,7 +90,7 @@ class FlashAttentionPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "backend", _read_backend("flash_attention.backend", self.backend))
         for name in ("skip", "force"):
-            object.__setattr__(self, name, _names(f"flash_attention.{name}", getattr(self, name)))
+            object.__setattr__(self, name, names_given(f"flash_attention.{name}", getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,16 +146,16 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("inplace_activations", "log", "strict", "verify"):
-            _check_bool(name, getattr(self, name))
-        _check_choice("precision", self.precision, get_args(PrecisionSetting))
-        _check_choice("memory_format", self.memory_format, get_args(MemoryFormatSetting))
+            check_bool(name, getattr(self, name))
+        check_choice("precision", self.precision, get_args(PrecisionSetting))
+        check_choice("memory_format", self.memory_format, get_args(MemoryFormatSetting))
         self._replace("gradient_checkpointing", _read_checkpointing(self.gradient_checkpointing))
         self._replace("compile", _switch(self.compile))
-        _check_choice("compile", self.compile, get_args(CompileSetting))
+        check_choice("compile", self.compile, get_args(CompileSetting))
         self._replace("flash_attention", _read_attention(self.flash_attention))
         self._replace("activation_offloading", _read_offloading(self.activation_offloading))
         self._replace("sparse_activations", _named_switch(self.sparse_activations, on="auto"))
-        _check_choice("sparse_activations", self.sparse_activations, get_args(SparseSetting))
+        check_choice("sparse_activations", self.sparse_activations, get_args(SparseSetting))
         if isinstance(self.preprocess, str) or not isinstance(self.preprocess, Sequence | None):
             raise TypeError(
                 f"preprocess={self.preprocess!r} is of type {type(self.preprocess).__name__}. Allowed: a list."
@@ -249,21 +249,6 @@ class Plan:
         object.__setattr__(self, name, value)
 
 
-def check_names(given: Mapping[str, Any], *, allowed: Sequence[str], owner: str) -> None:
-    """Raises a ``ValueError`` that names the nearest of ``allowed`` when ``given`` has a key beyond them."""
-    for name in given:
-        if name not in allowed:
-            raise ValueError(
-                f"{owner} has no setting {name!r}{nearest(str(name), allowed) or '.'} Allowed: {', '.join(allowed)}."
-            )
-
-
-def nearest(name: str, allowed: Sequence[str]) -> str:
-    """``"; did you mean 'x'?"`` for the closest of ``allowed``, or nothing when none is close."""
-    matches = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
-
-
 def _switch(value: Any) -> Any:
     return _named_switch(value, on="on")
 
@@ -287,7 +272,7 @@ def _read_checkpointing(value: Any) -> CheckpointingMode | CheckpointingPlan:
         return CheckpointingPlan(**value)
     value = "off" if value is False else value
     more = "a mapping of mode and blocks, or of a budget as in {'budget': '12GiB'}"
-    _check_choice("gradient_checkpointing", value, get_args(CheckpointingMode), more=more)
+    check_choice("gradient_checkpointing", value, get_args(CheckpointingMode), more=more)
     return cast(CheckpointingMode, value)
 
 
@@ -299,7 +284,7 @@ def _read_offloading(value: Any) -> OffloadingSetting | OffloadingPlan:
         return OffloadingPlan(**value)
     value = _named_switch(value, on="host")
     more = "a mapping of to, min_bytes and folder"
-    _check_choice("activation_offloading", value, get_args(OffloadingSetting), more=more)
+    check_choice("activation_offloading", value, get_args(OffloadingSetting), more=more)
     return cast(OffloadingSetting, value)
 
 
@@ -315,25 +300,5 @@ def _read_attention(value: Any) -> FlashAttentionSetting | FlashAttentionPlan:
 def _read_backend(name: str, value: Any) -> FlashAttentionSetting:
     value = {True: "auto", False: "off"}[value] if isinstance(value, bool) else value
     more = "a mapping of backend, skip and force" if name == "flash_attention" else ""
-    _check_choice(name, value, get_args(FlashAttentionSetting), more=more)
+    check_choice(name, value, get_args(FlashAttentionSetting), more=more)
     return cast(FlashAttentionSetting, value)
-
-
-def _names(setting: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-        raise TypeError(
-            f"{setting}={value!r}: give a list of class names or module paths,"
-            " such as ['TransformerBlock', 'encoder.layers.0']."
-        )
-    return tuple(value)
-
-
-def _check_choice(name: str, value: Any, allowed: Sequence[str], more: str = "") -> None:
-    if not isinstance(value, str) or value not in allowed:
-        choices = ", ".join(repr(choice) for choice in allowed) + (f", {more}" if more else "")
-        raise ValueError(f"{name}={value!r}{nearest(str(value), allowed) or '.'} Allowed: {choices}.")
-
-
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}. Allowed: True, False.")

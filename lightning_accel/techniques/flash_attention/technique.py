@@ -13,9 +13,10 @@ from torch import nn
 from torch.fx import GraphModule
 from typing_extensions import override
 
+from lightning_accel.checks import nearest
 from lightning_accel.host import Host
 from lightning_accel.patch import Patch, PatchSet
-from lightning_accel.plan import FlashAttentionPlan, nearest
+from lightning_accel.plan import FlashAttentionPlan
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
 from lightning_accel.techniques.flash_attention.call import sdpa

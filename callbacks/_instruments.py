@@ -15,7 +15,11 @@ from lightning_accel.callbacks._epoch import EpochSpeed, RankEpoch, put_together
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib, memory_meter_for
 from lightning_accel.callbacks._samples import SampleCounter
+from lightning_accel.data.advice import waiting_advice
+from lightning_accel.host import usable_cores
 from lightning_accel.patch import MethodPatch, PatchSet
+from lightning_accel.report import Report
+from lightning_accel.tree import leaves
 
 
 class FitInstruments:
@@ -33,6 +37,7 @@ class FitInstruments:
         self._device = trainer.strategy.root_device
         self._steps = 0
         self._has_unknown_samples = False
+        self._has_advised = False
         self._skipped_before = self._skipped_steps()
         self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
         self._memory = memory_meter_for(self._device)
@@ -105,6 +110,27 @@ class FitInstruments:
             world_size=self._trainer.world_size,
             peak_memory_source=self._memory.source,
         )
+
+    def advise(self, speed: EpochSpeed) -> None:
+        """Says what to change in a run that waits for its data, the first time that an epoch does so."""
+        if self._has_advised or speed.data_wait_frac is None:
+            return
+        plugin = self._trainer.precision_plugin
+        lines = waiting_advice(
+            leaves(self._trainer.train_dataloader),
+            speed.data_wait_frac,
+            self._device,
+            preprocesses=bool(getattr(getattr(plugin, "plan", None), "preprocess", ())),
+            cores=usable_cores(),
+        )
+        if not lines:
+            return
+        self._has_advised = True
+        report = getattr(plugin, "report", None)
+        if isinstance(report, Report):
+            for line in lines:
+                report.note(line)
+        rank_zero_info("\n  ".join(["lightning-accel:", *lines]))
 
     def close(self) -> None:
         self.flops.close()

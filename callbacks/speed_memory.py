@@ -31,7 +31,8 @@ class SpeedMemoryLogger(Callback):
     there to the end of the step, the transfer to the device included. On CUDA all of it is measured on the device's
     own timeline by events that are read when they have passed: data that arrives while the device is still busy
     costs no wait, and nothing is synchronised before the epoch's end. Other asynchronous devices are timed from the
-    host.
+    host. Where an epoch waits for more than a tenth of its time, what to change is said once, and noted in
+    AccelPlugin's report.
 
     **FLOPs** are counted once in a fit, in the third step (AccelPlugin tries its changes in the first two) or the last
     one of a shorter run. Being slowed by the counting, that step is left out of times and rates unless the epoch has
@@ -114,6 +115,7 @@ class SpeedMemoryLogger(Callback):
         if speed is None:
             return
         self.history.append(speed)
+        self._fit.advise(speed)
         if trainer.barebones:
             return
         # Through the module, because a callback that joined late has no log of its own. Every rank has the same

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from packaging.requirements import Requirement
 
-from lightning_accel.host import Host
+from lightning_accel.host import Host, usable_cores
 from lightning_accel.techniques.flash_attention.backends import installed_backends
 from lightning_accel.techniques.mixed_precision import resolve_precision
 
@@ -164,9 +164,7 @@ def _memory(host: Host) -> str:
 
 
 def _cores() -> str:
-    total = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
-    return f"{usable} usable of {total}, torch computes on {torch.get_num_threads()}"
+    return f"{usable_cores()} usable of {os.cpu_count() or 1}, torch computes on {torch.get_num_threads()}"
 
 
 def _version(package: str) -> str | None:

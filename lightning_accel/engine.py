@@ -29,14 +29,16 @@ from lightning_accel.techniques.flash_attention import FlashAttention
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing, MemoryBudget, blocks_for
 from lightning_accel.techniques.inplace_activations import InplaceActivations
 from lightning_accel.techniques.memory_format import MemoryFormat
-from lightning_accel.techniques.mixed_precision import MixedPrecision
+from lightning_accel.techniques.mixed_precision import DTYPES, MixedPrecision
+from lightning_accel.techniques.preprocessing import Preprocessing
 from lightning_accel.techniques.sparse_activations import SparseActivations
 
 Decisions = dict[str, Verdicts]
 T = TypeVar("T", bound=Technique)
 
 
-_MODULE_TECHNIQUES = (
+_TECHNIQUES = (
+    "preprocess",
     "precision",
     "flash_attention",
     "inplace_activations",
@@ -88,8 +90,9 @@ class Engine:
             technique.agree = agree
         self._patches: dict[str, PatchSet] = {}
         self._trial_step: int | None = 0
+        self._stage: str | None = None  # of the step under way
         self._budget = next((technique for technique in techniques if isinstance(technique, MemoryBudget)), None)
-        for name in _MODULE_TECHNIQUES:
+        for name in _TECHNIQUES:
             self.report.of(name).status = "off"
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
         if plan.inplace_activations and not plan.verify:
@@ -119,20 +122,30 @@ class Engine:
         """
         if may_try is None:
             may_try = stage == "train" and torch.is_grad_enabled()
-        if not (may_try and self._trial_step is not None):
-            with ExitStack() as stack:
-                for technique in self._techniques:
-                    stack.enter_context(technique.step(stage))
-                yield
-        else:
-            yield from self._step_with_trials(stage)
+        self._stage = stage
+        try:
+            if not (may_try and self._trial_step is not None):
+                with ExitStack() as stack:
+                    for technique in self._techniques:
+                        stack.enter_context(technique.step(stage))
+                    yield
+            else:
+                yield from self._step_with_trials(stage)
+        finally:
+            self._stage = None
         for technique in self._techniques:
             self._hear(technique)
 
-    def batch(self, batch: Any) -> Any:
-        """What the techniques make of a batch that is on the device."""
+    def batch(self, batch: Any, stage: str | None = None) -> Any:
+        """What the techniques make of a batch that is on the device.
+
+        Args:
+            batch: Any structure of tensors.
+            stage: As in :meth:`step`; None: that of the step that is under way, else ``"train"``.
+        """
+        stage = stage or self._stage or "train"
         for technique in self._techniques:
-            batch = technique.batch(batch)
+            batch = technique.batch(batch, stage)
         return batch
 
     def predictions(self, outputs: Any) -> Any:
@@ -203,6 +216,7 @@ class Engine:
             reason = "; ".join(record.refusals.values()) or "this model has nothing for it"
             self.degrade(f"{technique.name} was asked for and found no site: {reason}")
         record.status = technique.status or ("waiting for the first step" if len(patches) else "no site in this model")
+        self._hear(technique)
 
     def _apply_early(self, technique: Technique) -> None:
         for patch in list(self._patches[technique.name]):
@@ -377,4 +391,15 @@ def accelerate(model: nn.Module, plan: Plan | None = None, *, host: Host | None 
     """
     plan = plan or Plan()
     host = host or Host.detect(next((parameter.device for parameter in model.parameters()), None))
-    return Engine(model, plan, host, [MixedPrecision(plan.precision, host), *module_techniques(plan, model)])
+    precision, of_module = MixedPrecision(plan.precision, host), module_techniques(plan, model)
+    techniques: list[Technique] = [precision, *of_module]
+    if plan.preprocess:
+        dtype = DTYPES.get(precision.precision, torch.float32)
+        techniques.insert(0, Preprocessing(plan.preprocess, device_of(model), dtype, wants_channels_last(of_module)))
+    return Engine(model, plan, host, techniques)
+
+
+def wants_channels_last(techniques: Sequence[Technique]) -> Callable[[], bool]:
+    """Tells, whenever it is asked, whether the model is in channels_last just then."""
+    memory_format = next((technique for technique in techniques if isinstance(technique, MemoryFormat)), None)
+    return lambda: memory_format is not None and memory_format.wants(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import shutil
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ class Host:
     def device_type(self) -> str:
         """The device type as torch spells it (``"cuda"`` for AMD cards too)."""
         return "cuda" if self.kind == "rocm" else self.kind
+
+
+def usable_cores() -> int:
+    """How many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _default_device_type() -> str:

@@ -11,6 +11,7 @@ import yaml
 
 from lightning_accel.byte_size import parse_bytes
 from lightning_accel.checks import check_bool, check_choice, check_names, names_given
+from lightning_accel.data.settings import read_transforms, written
 
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
 MemoryFormatSetting = Literal["auto", "preserve", "channels_last", "channels_last_3d"]
@@ -120,7 +121,8 @@ class Plan:
             ``min_bytes`` and ``folder``). With a memory budget the planner decides which blocks do so.
         sparse_activations: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where that
             is worth its time; ``"off"``.
-        preprocess: Its place; only an empty list in this version.
+        preprocess: Transforms of :mod:`lightning_accel.data` that batches go through on the device, each prepared
+            while the one before it is trained on (in YAML mappings of ``class_path`` and ``init_args``).
         log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
         strict: Raise where the default is to warn and go on.
         verify: Try every change on the first batch and keep only those that agree with the original. Switched off,
@@ -156,13 +158,7 @@ class Plan:
         self._replace("activation_offloading", _read_offloading(self.activation_offloading))
         self._replace("sparse_activations", _named_switch(self.sparse_activations, on="auto"))
         check_choice("sparse_activations", self.sparse_activations, get_args(SparseSetting))
-        if isinstance(self.preprocess, str) or not isinstance(self.preprocess, Sequence | None):
-            raise TypeError(
-                f"preprocess={self.preprocess!r} is of type {type(self.preprocess).__name__}. Allowed: a list."
-            )
-        self._replace("preprocess", tuple(self.preprocess) if self.preprocess else ())
-        if self.preprocess:
-            raise ValueError(f"preprocess={list(self.preprocess)!r}: not in this version yet; allowed: an empty list.")
+        self._replace("preprocess", read_transforms(self.preprocess))
         if self.compile == "auto" and not self.verify:
             raise ValueError(
                 "compile='auto' keeps what a trial showed to be faster, and verify=False forbids trials:"
@@ -208,7 +204,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values: valid keyword arguments of ``Plan`` and of ``AccelPlugin``."""
         values = asdict(self)
-        values["preprocess"] = list(self.preprocess)
+        values["preprocess"] = [written(transform) for transform in self.preprocess]
         if isinstance(self.gradient_checkpointing, CheckpointingPlan):
             given = values["gradient_checkpointing"]
             given["blocks"] = list(self.gradient_checkpointing.blocks)

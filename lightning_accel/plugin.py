@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from typing import Any, ClassVar, Literal, cast
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -21,7 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accel.engine import Decisions, Engine, module_techniques
+from lightning_accel.data import Preprocess
+from lightning_accel.engine import Decisions, Engine, module_techniques, wants_channels_last
 from lightning_accel.host import Host
 from lightning_accel.layout import restore_layouts
 from lightning_accel.memory.memory_plan import MemoryPlan
@@ -40,9 +42,11 @@ from lightning_accel.plan import (
     SparseSetting,
 )
 from lightning_accel.report import Report
+from lightning_accel.strategies.feeding import Feeding
 from lightning_accel.techniques.base import Verdict
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import (
+    DTYPES,
     CountingGradScaler,
     check_optimizer,
     resolve_precision,
@@ -107,6 +111,7 @@ class AccelPlugin(Precision):
         self._report = Report()
         self._memory_plan: MemoryPlan | None = None
         self._hooks = PatchSet()
+        self._feeding: Feeding | None = None
         self._decided_for: weakref.ref[nn.Module] | None = None
         self._decisions: Decisions = {}
         self._decisions_without_gradients: Decisions = {}
@@ -115,7 +120,7 @@ class AccelPlugin(Precision):
     @classmethod
     def from_plan(cls, plan: Plan) -> AccelPlugin:
         """The plugin for a plan made elsewhere."""
-        return cls(**plan.to_dict())
+        return cls(**{setting.name: getattr(plan, setting.name) for setting in fields(plan)})
 
     @property
     def report(self) -> Report:
@@ -143,16 +148,14 @@ class AccelPlugin(Precision):
         if self._decided_for is None or self._decided_for() is not module:
             self._decisions, self._decisions_without_gradients = {}, {}
             self._decided_for = weakref.ref(module)
+        techniques = module_techniques(
+            self.plan, module, device=trainer.strategy.root_device, during_trial=lambda: _logging_nothing(module)
+        )
         self._engine = Engine(
             module,
             self.plan,
             host,
-            module_techniques(
-                self.plan,
-                module,
-                device=trainer.strategy.root_device,
-                during_trial=lambda: _logging_nothing(module),
-            ),
+            techniques,
             agree=trainer.strategy.broadcast if trainer.world_size > 1 else None,
             # What was tried without gradients does not hold with them: fitting decides for evaluating, not the reverse.
             decisions=self._decisions if self._is_fitting else self._decisions_without_gradients | self._decisions,
@@ -166,6 +169,8 @@ class AccelPlugin(Precision):
         self._report.of("precision").is_on = precision != "32-true"
         self._report.of("precision").status = f"{precision}: {reason}"
         self._hook_strategy(trainer.strategy)
+        if self.plan.preprocess:
+            self._feed(trainer, wants_channels_last(techniques))
         if self._is_fitting:
             if self.plan.log:
                 _add_logger(trainer, module)
@@ -307,6 +312,9 @@ class AccelPlugin(Precision):
     def teardown(self) -> None:
         self._hooks.undo()
         self._hooks = PatchSet()
+        if self._feeding is not None:
+            self._feeding.close()
+            self._feeding = None
         if self.scaler is not None:
             self.scaler.forget()
         if self._engine is not None:
@@ -364,6 +372,25 @@ class AccelPlugin(Precision):
             self._hooks.add(MethodPatch(name, "in the run's layouts", strategy, name, wrap))
         self._hooks.apply()
 
+    def _feed(self, trainer: Trainer, channels_last: Callable[[], bool]) -> None:
+        assert self._engine is not None
+        strategy = trainer.strategy
+        preprocess = Preprocess(
+            self.plan.preprocess,
+            device=strategy.root_device,
+            dtype=DTYPES.get(self.precision, torch.float32),
+            channels_last=channels_last,
+            rank=trainer.global_rank,
+        )
+        self._feeding = Feeding(trainer, preprocess)
+        record = self._report.of("preprocess")
+        record.is_on, record.status = True, self._feeding.status()
+        if preprocess.complaint:
+            self._engine.degrade(f"preprocess: {preprocess.complaint}. Until then NumPy does it on the host.")
+        for patch in self._feeding.patches():
+            self._hooks.add(patch)
+        self._hooks.apply()
+
     def _restore_layouts(self, checkpoint: dict[str, Any]) -> None:
         memory_format = None if self._engine is None else self._engine.technique(MemoryFormat)
         if self._engine is not None and memory_format is not None:
@@ -373,7 +400,7 @@ class AccelPlugin(Precision):
     @override
     def __reduce__(self) -> Any:
         # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
-        left_here = {"_engine": None, "_hooks": PatchSet(), "_decided_for": None}
+        left_here = {"_engine": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
         return _copied, (self._plain_class or type(self), {**vars(self), **left_here})
 
     def __repr__(self) -> str:

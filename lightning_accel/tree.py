@@ -12,7 +12,12 @@ from torch import Tensor
 
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
     """``data`` with every tensor replaced by ``function(tensor)``; frozen dataclasses and unknown objects stay."""
-    return apply_to_collection(data, dtype=Tensor, function=function, allow_frozen=True)
+    return map_leaves(function, data, Tensor)
+
+
+def map_leaves(function: Callable[[Any], Any], data: Any, kind: type) -> Any:
+    """``data`` with every object of class ``kind`` replaced by ``function(object)``, as :func:`map_tensors` does."""
+    return apply_to_collection(data, dtype=kind, function=function, allow_frozen=True)
 
 
 def leaves(data: Any) -> list[Any]:

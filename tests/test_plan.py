@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_accel.checks import nearest
 from lightning_accel.plan import (
     CheckpointingMode,
     CheckpointingPlan,
@@ -19,7 +20,6 @@ from lightning_accel.plan import (
     MemoryFormatSetting,
     Plan,
     PrecisionSetting,
-    nearest,
 )
 
 plans = st.builds(
@@ -115,7 +115,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("activation_offloading", {"to": "host", "pinned": 1}, "to, min_bytes, folder"),
     ("sparse_activations", "on", "'off', 'auto'"),
     ("sparse_activations", 0.5, "'off', 'auto'"),
-    ("preprocess", ["normalize"], "an empty list"),
+    ("preprocess", ["normalize"], "the transforms of lightning_accel.data"),
     ("preprocess", "normalize", "a list"),
     ("preprocess", 3, "a list"),
     ("log", "false", "True, False"),
@@ -130,6 +130,7 @@ def test_a_bad_value_is_named_with_its_argument_and_what_is_allowed(name: str, v
         Plan(**{name: value})
     assert name in str(error.value)
     shown = [repr(part) for item in value.items() for part in item] if isinstance(value, dict) else [repr(value)]
+    shown += [repr(part) for part in value] if isinstance(value, list) else []
     assert any(text in str(error.value) for text in shown)
     assert allowed in str(error.value)
 

@@ -100,8 +100,8 @@ class Technique:
         """Around forward and loss of every step of a stage: ``"train"``, ``"validate"``, ``"test"``, ``"predict"``."""
         return nullcontext()
 
-    def batch(self, batch: Any) -> Any:
-        """Applied to every batch once it is on the device."""
+    def batch(self, batch: Any, stage: str) -> Any:
+        """Applied to every batch of a stage once it is on the device."""
         return batch
 
     def predictions(self, outputs: Any) -> Any:

@@ -152,7 +152,7 @@ class MemoryFormat(Technique):
         return claims
 
     @override
-    def batch(self, batch: Any) -> Any:
+    def batch(self, batch: Any, stage: str) -> Any:
         if not self._is_in_force():
             return batch
         return map_tensors(lambda tensor: to_channels_last(tensor, self._dims), batch)
@@ -318,6 +318,10 @@ class MemoryFormat(Technique):
 
     def _is_in_force(self) -> bool:
         return any(weight.is_applied for weight in self._weights)
+
+    def wants(self, dim: int) -> bool:
+        """Whether batches of tensors of ``dim`` dimensions are to be in channels_last."""
+        return dim in self._dims and self._is_in_force()
 
     def strides(self) -> dict[nn.Parameter, tuple[int, ...]]:
         """For every weight in another layout than the user's: the strides that the user's has."""

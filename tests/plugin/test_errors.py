@@ -39,7 +39,6 @@ def test_two_plugins_are_refused(make_trainer: MakeTrainer) -> None:
         ("flash_attention", "spda", "did you mean 'sdpa'?"),
         ("activation_offloading", "ram", "'off'"),
         ("sparse_activations", "on", "'off'"),
-        ("preprocess", ["resize"], "an empty list"),
     ],
 )
 def test_an_unknown_value_names_argument_value_and_what_is_allowed(argument: str, value: Any, allowed: str) -> None:

@@ -21,6 +21,7 @@ from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_accel import AccelPlugin
+from lightning_accel.data import Normalize
 from lightning_models import Supervised, Transformer, images, tokens
 from models import TinyTransformer
 
@@ -104,6 +105,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "selective": {"precision": "32-true", "gradient_checkpointing": "selective", "net": "transformer"},
     "budget": {"precision": "32-true", "gradient_checkpointing": {"budget": "120KiB"}, "net": "transformer"},
     "offloading": {"precision": "32-true", "activation_offloading": {"to": "host", "min_bytes": 64}},
+    "preprocess": {"precision": "32-true", "preprocess": [Normalize(0.2, 0.7)]},
     "packing": {"precision": "32-true", "sparse_activations": "auto"},
     "attention": {"precision": "32-true", "flash_attention": "sdpa", "net": "by hand"},
     "attention, checkpointed": {

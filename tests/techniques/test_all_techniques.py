@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import trial
+from lightning_accel.data import Map
 from lightning_accel.engine import Engine, accelerate
 from lightning_accel.host import Host
 from lightning_accel.plan import Plan
@@ -36,12 +37,18 @@ ALL: dict[str, Any] = {
     "gradient_checkpointing": "full",
 }
 
+
+def _unchanged(xp: Any, batch: Any) -> Any:
+    return batch
+
+
 HOST_MEMORY = {"to": "host", "min_bytes": 64}
 DISK = {"to": "disk", "min_bytes": 64}
 
 # Settings, the technique that they are about, and how far its losses may be from the plain ones (relative).
 SETTINGS: dict[str, tuple[dict[str, Any], str, float]] = {
     "nothing": ({}, "precision", 0.0),
+    "preprocessing": ({"preprocess": [Map(_unchanged)]}, "preprocess", 0.0),
     "bf16-mixed": ({"precision": "bf16-mixed"}, "precision", 0.05),
     "16-mixed": ({"precision": "16-mixed"}, "precision", 0.01),
     "flash attention": ({"flash_attention": "sdpa"}, "flash_attention", 1e-5),

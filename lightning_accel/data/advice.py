@@ -1,0 +1,52 @@
+"""What to change in a run whose steps wait for data, each with the line to write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+WORTH_ADVICE = 0.1  # of the training time spent waiting
+
+
+def waiting_advice(
+    loaders: Sequence[Any], data_wait_frac: float, device: torch.device, *, preprocesses: bool, cores: int
+) -> list[str]:
+    """Lines of advice for a training that waits for its loaders; empty where it hardly does.
+
+    Args:
+        loaders: Those of the training.
+        data_wait_frac: The part of the training time that was spent waiting for them, from 0 to 1.
+        device: Of the model.
+        preprocesses: Whether the run has ``preprocess`` transforms, which bring pinned memory of their own.
+        cores: How many this process may use.
+    """
+    if data_wait_frac <= WORTH_ADVICE:
+        return []
+    known = [loader for loader in loaders if isinstance(loader, DataLoader)]
+    lines = [f"{data_wait_frac:.0%} of the training time was spent waiting for the train dataloader."]
+    # A core is left to the training, which on a CPU takes what it can get.
+    workers = max(1, min(cores - 1, 8))
+    if any(loader.num_workers == 0 for loader in known):
+        lines.append(
+            "Load in other processes, while the model computes:"
+            f" DataLoader(..., num_workers={workers}, persistent_workers=True) instead of num_workers=0."
+        )
+    short = [loader.num_workers for loader in known if 0 < loader.num_workers < workers]
+    if short:
+        lines.append(f"Load in more processes: DataLoader(..., num_workers={workers}) instead of {min(short)}.")
+    if any(loader.num_workers > 0 and not loader.persistent_workers for loader in known):
+        lines.append(
+            "Keep the processes from epoch to epoch: DataLoader(..., persistent_workers=True); without it they are"
+            " started anew, and their first batches waited for, in each."
+        )
+    if device.type == "cuda" and not preprocesses and any(not loader.pin_memory for loader in known):
+        lines.append("Let the GPU fetch batches by itself, while it computes: DataLoader(..., pin_memory=True).")
+    if not preprocesses:
+        lines.append(
+            "Leave images as uint8 in the dataset, and transform whole batches on the device:"
+            " AccelPlugin(preprocess=[Normalize(mean, std), ...]), from lightning_accel.data."
+        )
+    return lines

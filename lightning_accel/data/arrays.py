@@ -1,0 +1,226 @@
+"""Tensors as arrays of NumPy or CuPy and back, nothing copied; CuPy as a guest in torch's memory and on its stream."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+from typing_extensions import override
+
+Array = Any  # of NumPy or CuPy
+
+
+class Arrays(ABC):
+    """One array library at work on the tensors of one batch.
+
+    Attributes:
+        xp: The library: ``numpy`` or ``cupy``.
+        name: As users know it.
+        device: Of the tensors.
+    """
+
+    xp: Any
+    name: str
+    device: torch.device
+
+    @abstractmethod
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Entered around everything that computes with the arrays."""
+
+    @abstractmethod
+    def array(self, tensor: Tensor) -> Array:
+        """The tensor's memory as an array; of float32 where the library lacks the dtype (bfloat16)."""
+
+    @abstractmethod
+    def tensor(self, array: Array) -> Tensor:
+        """The array as a tensor: the same memory where torch can have it so, else a copy."""
+
+    @abstractmethod
+    def upload(self, values: np.ndarray[Any, Any]) -> Array:
+        """Small values that were drawn on the host, as an array beside the batch."""
+
+    def writable(self, tensor: Tensor) -> Array:
+        """A new tensor's memory, to be written by a kernel; bfloat16 as uint16 bits."""
+        if tensor.dtype == torch.bfloat16:
+            return self.array(tensor.view(torch.int16)).view(self.xp.uint16)
+        return self.array(tensor)
+
+
+class NumpyArrays(Arrays):
+    """NumPy, on tensors in the host's memory."""
+
+    name = "NumPy"
+    xp = np
+    device = torch.device("cpu")
+
+    @override
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        yield
+
+    @override
+    def array(self, tensor: Tensor) -> Array:
+        tensor = _plain(tensor)
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+    @override
+    def tensor(self, array: Array) -> Tensor:
+        # Torch has no negative strides, and warns of memory that must not be written to.
+        is_shareable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+        return torch.from_numpy(np.asarray(array) if is_shareable else np.array(array))
+
+    @override
+    def upload(self, values: np.ndarray[Any, Any]) -> Array:
+        return values
+
+
+class CupyArrays(Arrays):
+    """CuPy, on tensors of one CUDA device.
+
+    What is handed out as a tensor is always memory that torch allocated as a tensor. Torch knows only of those which
+    streams use them: :meth:`torch.Tensor.record_stream` silently passes over memory that came in through DLPack.
+
+    Args:
+        device: The device of the tensors.
+    """
+
+    name = "CuPy"
+
+    def __init__(self, device: torch.device) -> None:
+        self.xp = _cupy()
+        # Without an index, torch means the current device.
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._origins: list[Tensor] = []
+
+    @override
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        cupy = self.xp
+        # Asked for at each use: the current stream is another one inside the pipeline, and in a user's own context.
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        allocator = cupy.cuda.PythonFunctionAllocator(_allocate, _free)
+        try:
+            with (
+                torch.cuda.device(self.device),
+                cupy.cuda.Device(self.device.index),
+                cupy.cuda.using_allocator(allocator.malloc),
+                cupy.cuda.ExternalStream(stream, self.device.index),
+            ):
+                yield
+        finally:
+            self._origins.clear()
+
+    @override
+    def array(self, tensor: Tensor) -> Array:
+        tensor = _plain(tensor)
+        tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        self._origins.append(tensor)
+        return self.xp.from_dlpack(tensor)
+
+    @override
+    def tensor(self, array: Array) -> Tensor:
+        view = self._as_view_of_origin(array)
+        if view is not None:
+            return view
+        dtype = from_dlpack(array[:0] if array.ndim else array).dtype
+        tensor = torch.empty(array.shape, dtype=dtype, device=self.device)
+        self.xp.from_dlpack(tensor)[...] = array
+        return tensor
+
+    @override
+    def upload(self, values: np.ndarray[Any, Any]) -> Array:
+        # A copy from pageable memory would wait for the device.
+        return self.array(
+            torch.from_numpy(np.ascontiguousarray(values)).pin_memory().to(self.device, non_blocking=True)
+        )
+
+    def _as_view_of_origin(self, array: Array) -> Tensor | None:
+        """The array as a view of the tensor whose memory it lies in."""
+        if not array.size or any(stride < 0 or stride % array.itemsize for stride in array.strides):
+            return None
+        for origin in self._origins:
+            storage = origin.untyped_storage()
+            offset = array.data.ptr - storage.data_ptr()
+            if 0 <= offset < storage.nbytes() and offset % array.itemsize == 0:
+                dtype = from_dlpack(array[:0] if array.ndim else array).dtype
+                strides = [stride // array.itemsize for stride in array.strides]
+                empty = torch.empty(0, dtype=dtype, device=self.device)
+                return empty.set_(storage, offset // array.itemsize, array.shape, strides)
+        return None
+
+
+def why_no_cupy(device: torch.device) -> str | None:
+    """Why CuPy cannot compute on ``device``, with the mend; None when it can. Tried once, on a few numbers."""
+    if device.type != "cuda":
+        return f"CuPy computes on CUDA devices, and this is {device.type}"
+    return _why_no_cupy(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _why_no_cupy(index: int) -> str | None:
+    wanted = (torch.version.cuda or "").partition(".")[0]
+    package = f"cupy-cuda{wanted}x" if wanted else "cupy"
+    mend = f"pip install 'lightning-accel[cuda{wanted}]'" if wanted else "install CuPy for ROCm"
+    try:
+        cupy = _cupy()
+    except ModuleNotFoundError as error:
+        if error.name != "cupy":
+            raise
+        return f"CuPy is not installed: {mend}"
+    except ImportError as error:
+        return f"CuPy cannot be imported ({_first_line(error)}): {mend}"
+    try:
+        arrays = CupyArrays(torch.device("cuda", index))
+        with arrays.running():
+            numbers = torch.arange(4, device=f"cuda:{index}")
+            # Compiled by CuPy, which needs the libraries of the CUDA that it was built for.
+            works = arrays.tensor(arrays.array(numbers) * 2 + 1).tolist() == [1, 3, 5, 7]
+    except Exception as error:
+        built = _cuda_of(cupy)
+        if wanted and built and built != wanted:
+            return (
+                f"this CuPy was built for CUDA {built} and torch for CUDA {wanted} ({_first_line(error)}):"
+                f" pip uninstall cupy-cuda{built}x, then {mend}"
+            )
+        return f"CuPy does not work on this device ({type(error).__name__}: {_first_line(error)}): reinstall {package}"
+    return None if works else f"CuPy computes wrong numbers on this device: reinstall {package}"
+
+
+def _cuda_of(cupy: Any) -> str:
+    """The major version of the CUDA that CuPy was built for; empty where it does not say."""
+    try:
+        return str(cupy.cuda.runtime.runtimeGetVersion() // 1000)
+    except Exception:
+        return ""
+
+
+def _cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Without what array libraries do not know: gradients, and conjugations that torch has put off."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _allocate(size: int, device: int) -> int:
+    return int(torch.cuda.caching_allocator_alloc(size, device)) if size else 0
+
+
+def _free(pointer: int, device: int) -> None:
+    if pointer:
+        torch.cuda.caching_allocator_delete(pointer)  # type: ignore[no-untyped-call]

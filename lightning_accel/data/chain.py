@@ -1,0 +1,222 @@
+"""`Preprocess`: a list of transforms at work on the batches of one device, as few passes over memory as it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_accel.data import parts
+from lightning_accel.data.arrays import CupyArrays, NumpyArrays, why_no_cupy
+from lightning_accel.data.color import ColorJitter, Normalize
+from lightning_accel.data.geometry import RandomCrop
+from lightning_accel.data.parts import Path
+from lightning_accel.data.position import Position
+from lightning_accel.data.single_pass import Kind, PassBuilder, run_on_host
+from lightning_accel.data.transform import ArrayBatch, ImageTransform, Shape, Transform
+
+
+class Preprocess:
+    """Transforms, applied one after another to batches of tensors on a device.
+
+    Crops, flips and a normalisation that stand together run as one pass over memory, from uint8 to the step's dtype
+    and layout, with the same random numbers and the same result.
+
+    On a CUDA device with CuPy the batches are transformed there, by kernels on torch's current stream and in memory of
+    torch's allocator. On a CPU NumPy works on the tensors' own memory. Elsewhere, NumPy works on the host before the
+    transfer (:attr:`on_host`), and :attr:`complaint` says why.
+
+    Args:
+        transforms: In the order in which they act.
+        device: Of the model.
+        dtype: What the step computes in: normalised images are given it.
+        channels_last: Whether normalised images are laid out so; or a function that tells, asked at each batch.
+        seed: Random numbers are derived from it and a batch's position; None: that of ``torch.manual_seed``.
+        rank: Of this process: each has other random numbers.
+        fuse: Whether to join transforms into single passes.
+
+    Attributes:
+        on_host: Whether batches are to be given to it before their transfer to the device.
+        complaint: Why CuPy is not used on a CUDA device, with the mend; empty where nothing is missing.
+
+    Raises:
+        TypeError: One of ``transforms`` is no transform.
+        ValueError: Their order makes no sense.
+    """
+
+    def __init__(
+        self,
+        transforms: Sequence[Transform],
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool | Callable[[], bool] = False,
+        seed: int | None = None,
+        rank: int = 0,
+        fuse: bool = True,
+    ) -> None:
+        self.transforms = checked(transforms)
+        self.device = torch.device(device)
+        self.complaint = (why_no_cupy(self.device) or "") if self.device.type == "cuda" else ""
+        self.on_host = self.device.type != "cpu" and (self.device.type != "cuda" or bool(self.complaint))
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"Preprocess(dtype={dtype}): allowed: torch.float32, torch.float16, torch.bfloat16.")
+        self._dtype = dtype
+        self._channels_last = channels_last if callable(channels_last) else lambda: channels_last
+        self._channels = {one.key: one.channels for one in reversed(self.transforms) if isinstance(one, Normalize)}
+        self._seed = torch.initial_seed() if seed is None else seed
+        self._rank = rank
+        self._fuse = fuse
+        self._steps = _joined(self.transforms) if fuse else [(transform,) for transform in self.transforms]
+
+    def __call__(self, batch: Any, position: Position | None = None) -> Any:
+        """The batch transformed; the one that was passed in is left as it was, but for what a ``Map`` writes into it.
+
+        Args:
+            batch: Tensors in any structure, on the device (or on the host, where :attr:`on_host`).
+            position: Where it stands in the run; None: the first batch of training.
+
+        Raises:
+            ValueError: A transform cannot find its part of the batch, or take its shape.
+            TypeError: A transform cannot take the dtype of its part.
+        """
+        position = position or Position()
+        rng = position.generator(self._seed, self._rank) if position.training else None
+        arrays = NumpyArrays() if self.on_host or self.device.type == "cpu" else CupyArrays(self.device)
+        with torch.no_grad(), arrays.running():
+            work = ArrayBatch(batch, arrays, rng, self._channels)
+            normalized: dict[Path, _Finish] = {}
+            for step in self._steps:
+                self._run(step, work, normalized)
+            result = work.tensors()
+            for path, finish in normalized.items():
+                with suppress(LookupError):  # a Map may have taken it out of the batch
+                    result = parts.put(result, path, finish.of(parts.get(result, path)))
+        return result
+
+    def describe(self) -> str:
+        """In a line: the transforms, those in brackets in one pass, and who computes them."""
+        names = [" + ".join(type(transform).__name__ for transform in step) for step in self._steps]
+        shown = [f"[{name}]" if len(step) > 1 else name for step, name in zip(self._steps, names, strict=True)]
+        library = "NumPy" if self.on_host or self.device.type == "cpu" else "CuPy"
+        place = "on the host, before the transfer" if self.on_host else f"on {self.device}"
+        return f"{', '.join(shown)} with {library} {place}"
+
+    def _run(self, step: Sequence[Transform], work: ArrayBatch, normalized: dict[Path, _Finish]) -> None:
+        normalize = next((transform for transform in step if isinstance(transform, Normalize)), None)
+        if normalize is None:
+            step[0](work)
+            return
+        path = normalize.find(work)
+        finish = _Finish(
+            dtype=torch.float32 if normalize.dtype == "float32" else self._dtype,
+            channels_last=self._channels_last(),
+            is_nhwc=normalize.images(work, path)[1],
+        )
+        if self._fuse:
+            # What is to come works in float32.
+            is_last = step is self._steps[-1]
+            _in_one_pass(step, work, path, finish if is_last else replace(finish, dtype=torch.float32))
+        else:
+            normalize(work)
+        normalized[path] = finish
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """How normalised images leave the chain."""
+
+    dtype: torch.dtype
+    channels_last: bool
+    is_nhwc: bool
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """Of the images as ``(N, C, H, W)``."""
+        return torch.channels_last if self.channels_last or self.is_nhwc else torch.contiguous_format
+
+    def of(self, images: Tensor) -> Tensor:
+        memory_format = torch.contiguous_format if self.is_nhwc else self.memory_format
+        # With the dtype as it is, `to` alone would leave some layouts that are none of the two.
+        return images.to(self.dtype, memory_format=memory_format).contiguous(memory_format=memory_format)
+
+
+def checked(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
+    """``transforms``, in an order that makes sense.
+
+    Raises:
+        TypeError: One is no transform.
+        ValueError: One comes after what it cannot follow.
+    """
+    normalized: set[Any] = set()
+    for transform in transforms:
+        if not isinstance(transform, Transform):
+            raise TypeError(
+                f"preprocess: {transform!r} is of type {type(transform).__name__}. Allowed: the transforms of"
+                " lightning_accel.data; a function of your own goes into Map(fn)."
+            )
+        if isinstance(transform, Normalize):
+            normalized.add(transform.key)
+        if isinstance(transform, ColorJitter) and transform.key in normalized:
+            raise ValueError(
+                "preprocess: ColorJitter after Normalize: it works on colours from 0 to 1. Put it before Normalize."
+            )
+    return tuple(transforms)
+
+
+def _joined(transforms: Sequence[Transform]) -> list[tuple[Transform, ...]]:
+    """The chain in steps: those of several transforms, and those of a lone Normalize, run in one pass over memory."""
+    runs: list[list[Transform]] = []
+    for transform in transforms:
+        if runs and _can_join(runs[-1], transform):
+            runs[-1].append(transform)
+        else:
+            runs.append([transform])
+    steps: list[tuple[Transform, ...]] = []
+    for run in runs:
+        is_pass = any(isinstance(transform, Normalize) for transform in run)
+        steps += [tuple(run)] if is_pass else [(transform,) for transform in run]
+    return steps
+
+
+def _can_join(run: Sequence[Transform], transform: Transform) -> bool:
+    if not all(isinstance(member, ImageTransform) and member.fusible for member in (*run, transform)):
+        return False
+    if cast(ImageTransform, transform).key != cast(ImageTransform, run[0]).key:
+        return False
+    # One pass has one kind of padding, and one scale and bias.
+    return not isinstance(transform, Normalize | RandomCrop) or all(type(transform) is not type(one) for one in run)
+
+
+def _in_one_pass(step: Sequence[Transform], work: ArrayBatch, path: Path, finish: _Finish) -> None:
+    transforms = cast(Sequence[ImageTransform], step)
+    images, is_nhwc = transforms[0].images(work, path)
+    if images.dtype not in (np.uint8, np.float32):
+        images = images.astype(np.float32)
+    samples, channels, *_ = images.shape
+    onto = PassBuilder(*images.shape, is_uint8=images.dtype == np.uint8)
+    for transform in transforms:
+        drawn = transform.draw(Shape(samples, channels, onto.height, onto.width), work.rng)
+        if drawn is not None:
+            transform.compose(onto, drawn)
+    single_pass = onto.build()
+    out = torch.empty(
+        (samples, channels, onto.height, onto.width),
+        dtype=finish.dtype,
+        device=work.arrays.device,
+        memory_format=finish.memory_format,
+    )
+    kind = cast(Kind, parts.kind_of(out))
+    if isinstance(work.arrays, NumpyArrays):
+        run_on_host(images, single_pass, work.arrays.writable(out), kind=kind)
+    elif samples:
+        from lightning_accel.data import kernels
+
+        channels_last = finish.memory_format == torch.channels_last
+        kernels.run(images, single_pass, work.arrays.writable(out), kind=kind, channels_last=channels_last)
+    work.write(path, out.permute(0, 2, 3, 1) if is_nhwc else out)

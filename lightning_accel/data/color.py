@@ -1,0 +1,191 @@
+"""Transforms that change each pixel by itself: normalisation and jitter of colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_accel.checks import check_choice
+from lightning_accel.data.arrays import Array, Arrays
+from lightning_accel.data.single_pass import NumpyArray, PassBuilder
+from lightning_accel.data.transform import ImageTransform, Shape, in_float32, per_channel, per_sample, uniform
+
+_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
+
+
+@dataclass(frozen=True, repr=False)
+class Normalize(ImageTransform):
+    """``(image - mean) / std``, channel by channel; uint8 images are first brought from 0…255 to 0…1.
+
+    Computed in float32. At the end of its chain, the images are given the dtype that the step computes in and, where
+    the model is in channels_last, that layout.
+
+    Attributes:
+        mean: A number per channel, or one for all.
+        std: Likewise, above 0.
+        dtype: ``"auto"``: the dtype that the step computes in (bfloat16 with ``precision="bf16-mixed"``);
+            ``"float32"`` where the images are compared with something, as an autoencoder does.
+    """
+
+    mean: float | Sequence[float]
+    std: float | Sequence[float]
+    dtype: Literal["auto", "float32"] = "auto"
+
+    fusible: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_choice("Normalize(dtype)", self.dtype, ("auto", "float32"))
+        for name in ("mean", "std"):
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        lengths = {len(numbers) for numbers in (self._mean, self._std)} - {1}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"Normalize: {len(self._mean)} means and {len(self._std)} stds."
+                " Give as many of each as the images have channels, or one for all."
+            )
+        if min(self._std) <= 0:
+            raise ValueError(f"Normalize(std={self.std!r}): every std has to be above 0.")
+
+    @property
+    def channels(self) -> int | None:
+        """How many channels it is for; None: any."""
+        count = max(len(self._mean), len(self._std))
+        return None if count == 1 else count
+
+    @override
+    def draw(self, shape: Shape, rng: np.random.Generator | None) -> Shape:
+        if self.channels not in (None, shape.channels):
+            raise ValueError(
+                f"Normalize: {self.channels} means and stds for images of {shape.channels} channels,"
+                f" {tuple(shape)}. Give as many as there are channels, or one for all."
+            )
+        return shape
+
+    @override
+    def apply(self, images: Array, drawn: Shape, arrays: Arrays) -> Array:
+        scale, bias = self._affine(is_uint8=images.dtype == np.uint8)
+        normalized = arrays.xp.multiply(images, per_channel(scale, arrays), dtype=np.float32, casting="same_kind")
+        normalized += per_channel(bias, arrays)
+        return normalized
+
+    @override
+    def compose(self, onto: PassBuilder, drawn: Shape) -> None:
+        onto.normalize(*self._affine(onto.is_uint8))
+
+    def _affine(self, is_uint8: bool) -> tuple[NumpyArray, NumpyArray]:
+        """``scale`` and ``bias``, ``(C,)``, so that ``image * scale + bias`` is normalised."""
+        std = np.array(self._std, np.float64)
+        scale = 1 / (255 * std) if is_uint8 else 1 / std
+        return scale.astype(np.float32), (-np.array(self._mean, np.float64) / std).astype(np.float32)
+
+    @cached_property
+    def _mean(self) -> tuple[float, ...]:
+        return self.mean if isinstance(self.mean, tuple) else (float(self.mean),)  # type: ignore[arg-type]
+
+    @cached_property
+    def _std(self) -> tuple[float, ...]:
+        return self.std if isinstance(self.std, tuple) else (float(self.std),)  # type: ignore[arg-type]
+
+
+class Factors(NamedTuple):
+    """How much of each there is to be in each sample, ``(N,)``; ``hue`` in turns of the colour circle."""
+
+    brightness: NumpyArray
+    contrast: NumpyArray
+    saturation: NumpyArray
+    hue: NumpyArray
+
+
+@dataclass(frozen=True, repr=False)
+class ColorJitter(ImageTransform):
+    """Changes brightness, contrast, saturation and hue, in this order, by other factors in each image.
+
+    Takes uint8, or floating point in [0, 1], and gives the same: put it before ``Normalize``. A setting ``s`` stands
+    for factors from ``max(0, 1 - s)`` to ``1 + s``. Nothing happens where not training.
+
+    Attributes:
+        brightness: 0 or more; 0 leaves it alone.
+        contrast: Likewise; blends with the mean of the image's grey values.
+        saturation: Likewise; blends with the image in grey. Needs 3 channels.
+        hue: From 0 to 0.5, in turns of the colour circle, added or taken away. Needs 3 channels.
+    """
+
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("brightness", "contrast", "saturation", "hue"):
+            value, most = getattr(self, name), 0.5 if name == "hue" else np.inf
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+                allowed = "from 0 to 0.5" if name == "hue" else "0 or more"
+                raise ValueError(f"ColorJitter({name}={value!r}): give a number, {allowed}.")
+
+    @override
+    def draw(self, shape: Shape, rng: np.random.Generator | None) -> Factors | None:
+        if (self.saturation or self.hue) and shape.channels != 3:
+            raise ValueError(
+                f"ColorJitter(saturation={self.saturation}, hue={self.hue}): images of {shape.channels} channels have"
+                " no colours to change. Give saturation=0 and hue=0, or images of 3 channels."
+            )
+        if rng is None:
+            return None
+        strengths = (self.brightness, self.contrast, self.saturation)
+        limits = [*((max(0.0, 1 - s), 1 + s) for s in strengths), (-self.hue, self.hue)]
+        return Factors(*(uniform(rng, pair, shape.samples).astype(np.float32) for pair in limits))
+
+    @override
+    def apply(self, images: Array, drawn: Factors, arrays: Arrays) -> Array:
+        xp = arrays.xp
+        brightness, contrast, saturation, hue = (per_sample(factors, arrays) for factors in drawn)
+
+        def jitter(values: Array) -> Array:
+            if self.brightness:
+                values = (values * brightness).clip(0, 1)
+            if self.contrast:
+                mean = _grey(values).mean(axis=(1, 2, 3), keepdims=True)
+                values = (mean + (values - mean) * contrast).clip(0, 1)
+            if self.saturation:
+                grey = _grey(values)
+                values = (grey + (values - grey) * saturation).clip(0, 1)
+            return _turned(xp, values, hue) if self.hue else values
+
+        return in_float32(images, jitter)
+
+
+def _grey(values: Array) -> Array:
+    """The brightness of each pixel, ``(N, 1, H, W)``."""
+    if values.shape[1] != 3:
+        return values.mean(axis=1, keepdims=True)
+    red, green, blue = (values[:, i : i + 1] * np.float32(_LUMA[i]) for i in range(3))
+    return red + green + blue
+
+
+def _turned(xp: Any, values: Array, turns: Array) -> Array:
+    """Colours ``(N, 3, H, W)`` turned on the circle, their lightness kept: to HSV and back (Smith, SIGGRAPH 1978)."""
+    most, least = values.max(axis=1, keepdims=True), values.min(axis=1, keepdims=True)
+    spread = most - least
+    red, green, blue = (values[:, i : i + 1] for i in range(3))
+    safe = xp.where(spread == 0, np.float32(1), spread)
+    sixths = xp.where(
+        most == red,
+        (green - blue) / safe,
+        xp.where(most == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
+    )
+    sixths = sixths + 6 * turns
+    # Each channel of a pure colour is a trapezium over the circle, and the channels stand two sixths apart.
+    places = (sixths + (5 - 2 * xp.arange(3, dtype=np.float32)).reshape(1, 3, 1, 1)) % 6
+    return most - spread * xp.minimum(places, 4 - places).clip(0, 1)
+
+
+def _numbers(name: str, value: Any) -> float | tuple[float, ...]:
+    try:
+        return float(value) if not isinstance(value, Sequence) else tuple(float(number) for number in value)
+    except (TypeError, ValueError):
+        raise TypeError(f"Normalize({name}={value!r}): give a number, or a list of one per channel.") from None

@@ -1,0 +1,332 @@
+"""Transforms of any numbers, not of images alone: noise, whitening, windows, and the user's own function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from typing_extensions import Self, override
+
+from lightning_accel.data import parts
+from lightning_accel.data.arrays import Array
+from lightning_accel.data.noise import normal
+from lightning_accel.data.parts import Key, Path
+from lightning_accel.data.single_pass import NumpyArray
+from lightning_accel.data.transform import ArrayBatch, Transform, has_channels_last
+
+
+@dataclass(frozen=True, repr=False)
+class FeatureTransform(Transform):
+    """A transform of floating-point numbers ``(N, …)``.
+
+    Attributes:
+        key: The part of the batch: a key of a dict, an index of a tuple, a path of both; None: the one image of
+            floating point, or else the one part of floating point with two dimensions or more.
+    """
+
+    key: Key | None = field(default=None, kw_only=True)
+
+    def find(self, batch: ArrayBatch) -> Path:
+        """Where its part is in the batch.
+
+        Raises:
+            TypeError: It does not hold floating-point numbers.
+        """
+        name = type(self).__name__
+        if self.key is None:
+            return parts.evident_features(batch.structure, name)
+        path = parts.named(batch.structure, self.key, name)
+        kind = parts.kind_of(parts.get(batch.structure, path))
+        if "float" not in kind:
+            raise TypeError(f"{name}: the numbers are {kind}; it takes floating point. Put Normalize before it.")
+        return path
+
+
+@dataclass(frozen=True, repr=False)
+class GaussianNoise(FeatureTransform):
+    """Adds normal noise, other numbers in each sample; none where not training.
+
+    Attributes:
+        std: Of independent noise, in the units of the data at this place of the chain.
+        cov: Or the noise's covariance, ``(D, D)``: over the last axis, for images over the channels.
+    """
+
+    std: float | None = None
+    cov: Sequence[Sequence[float]] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.std is None) == (self.cov is None):
+            raise ValueError(f"GaussianNoise(std={self.std!r}, cov={self.cov!r}): give one of the two.")
+        if self.std is not None and (isinstance(self.std, bool) or not self.std >= 0):
+            raise ValueError(f"GaussianNoise(std={self.std!r}): give a number, 0 or more.")
+        if self.cov is not None:
+            object.__setattr__(self, "cov", _nested(self.cov))
+            _ = self._factor
+
+    @override
+    def __call__(self, batch: ArrayBatch) -> None:
+        if batch.rng is None:
+            return
+        path = self.find(batch)
+        data = batch.read(path)
+        noise = normal(batch.xp, int(batch.rng.integers(2**64, dtype=np.uint64)), data.shape)
+        if self.std is not None:
+            noise *= np.float32(self.std)
+        else:
+            factor = batch.arrays.upload(self._factor.astype(np.float32))
+            noise = _over_features(noise, len(self._factor), "GaussianNoise(cov)", lambda rows: rows @ factor.T)
+        batch.write(path, data + noise.astype(data.dtype))
+
+    @cached_property
+    def _factor(self) -> NumpyArray:
+        return cholesky(np.array(self.cov, np.float64), "GaussianNoise(cov)")
+
+
+@dataclass(frozen=True, repr=False)
+class Whiten(FeatureTransform):
+    """Takes the mean away and the correlation out: afterwards, the features have covariance 1 over the data.
+
+    ``L⁻¹ (x - mean)`` with ``L Lᵀ`` the covariance (Cholesky). The features are the last axis of ``(N, D)``; of
+    ``(N, T, D)`` too, with a mean and a covariance for each of the ``T``; for images, the channels. Made with
+    :meth:`fit`::
+
+        Whiten.fit(loader, key="features")
+
+    Attributes:
+        mean: ``(D,)`` or ``(T, D)``.
+        cov: ``(D, D)`` or ``(T, D, D)``.
+    """
+
+    mean: Any = field(repr=False)
+    cov: Any = field(repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "cov"):
+            object.__setattr__(self, name, _nested(getattr(self, name)))
+        mean, cov = np.array(self.mean).shape, np.array(self.cov).shape
+        if len(mean) not in (1, 2) or cov != (*mean, mean[-1]):
+            raise ValueError(
+                f"Whiten(mean of shape {mean}, cov of shape {cov}): give (D,) and (D, D), or (T, D) and (T, D, D)."
+            )
+        _ = self._matrix
+
+    @classmethod
+    def fit(cls, loader: Iterable[Any], *, key: Key | None = None, eps: float = 1e-5) -> Self:
+        """Measures mean and covariance over one pass through ``loader``.
+
+        Args:
+            loader: Batches of tensors, as the Trainer gets them.
+            key: The part of each batch, as for the transform itself.
+            eps: Added to the variances, as a part of the largest: without it, features that are constant or a
+                combination of others have no inverse.
+
+        Raises:
+            ValueError: There are no batches, or they do not have one shape.
+        """
+        moments: _Moments | None = None
+        finder = cls(mean=(0.0,), cov=((1.0,),), key=key)
+        for batch in loader:
+            path = finder._find_in(batch)
+            moments = (moments or _Moments()).add(_rows(parts.get(batch, path)))
+        if moments is None:
+            raise ValueError("Whiten.fit: the loader gave no batch.")
+        cov = moments.covariance()
+        largest = np.einsum("...ii->...i", cov).max(axis=-1)[..., None, None]
+        return cls(
+            mean=moments.mean, cov=cov + eps * np.where(largest > 0, largest, 1) * np.eye(cov.shape[-1]), key=key
+        )
+
+    @override
+    def __call__(self, batch: ArrayBatch) -> None:
+        path = self.find(batch)
+        data = batch.read(path)
+        mean, matrix = (batch.arrays.upload(values.astype(np.float32)) for values in (self._mean, self._matrix))
+        if mean.ndim == 2:
+            if data.shape[1:] != mean.shape:
+                raise ValueError(f"Whiten: fitted on (N, {mean.shape[0]}, {mean.shape[1]}), given {data.shape}.")
+            # (T, N, D) @ (T, D, D): one product for all T.
+            white = ((data - mean).swapaxes(0, 1) @ matrix.swapaxes(1, 2)).swapaxes(0, 1)
+        else:
+            white = _over_features(data, len(mean), "Whiten", lambda rows: (rows - mean) @ matrix.T)
+        batch.write(path, white.astype(data.dtype))
+
+    def _find_in(self, batch: Any) -> Path:
+        return (
+            parts.evident_features(batch, "Whiten.fit")
+            if self.key is None
+            else parts.named(batch, self.key, "Whiten.fit")
+        )
+
+    @cached_property
+    def _mean(self) -> NumpyArray:
+        return np.array(self.mean, np.float64)
+
+    @cached_property
+    def _matrix(self) -> NumpyArray:
+        """The inverse of the covariance's Cholesky factor."""
+        return np.linalg.inv(cholesky(np.array(self.cov, np.float64), "Whiten(cov)"))
+
+
+class _Moments:
+    """Mean and covariance of rows that come in batches; batches are joined as Chan, Golub and LeVeque (1979) do."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: NumpyArray = np.zeros(1)
+        self._scatter: NumpyArray = np.zeros(1)
+
+    def add(self, rows: NumpyArray) -> _Moments:
+        """``rows``: ``(…, N, D)``."""
+        if self.count and rows.shape[-1:] + rows.shape[:-2] != self.mean.shape[-1:] + self.mean.shape[:-1]:
+            raise ValueError(f"Whiten.fit: batches of different shapes: {self.mean.shape} features, then {rows.shape}.")
+        count, mean = rows.shape[-2], rows.mean(axis=-2)
+        centred = rows - mean[..., None, :]
+        scatter = centred.swapaxes(-1, -2) @ centred
+        total = self.count + count
+        shift = mean - self.mean
+        outer = shift[..., :, None] * shift[..., None, :]
+        self._scatter = self._scatter + scatter + outer * (self.count * count / total)
+        self.mean = self.mean + shift * (count / total)
+        self.count = total
+        return self
+
+    def covariance(self) -> NumpyArray:
+        return self._scatter / max(self.count - 1, 1)
+
+
+@dataclass(frozen=True, repr=False)
+class SlidingWindow(FeatureTransform):
+    """Cuts sequences ``(N, T, …)`` into windows ``(N, windows, size, …)``: a view, nothing is copied.
+
+    Windows overlap where ``step`` is smaller than ``size``: what is written into one is then seen in others.
+
+    Attributes:
+        size: Of a window, in time steps.
+        step: From the beginning of a window to that of the next.
+    """
+
+    size: int
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("size", "step"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"SlidingWindow({name}={value!r}): give a number of time steps, 1 or more.")
+
+    @override
+    def __call__(self, batch: ArrayBatch) -> None:
+        path = self.find(batch)
+        data = batch.read(path)
+        if data.shape[1] < self.size:
+            raise ValueError(
+                f"SlidingWindow(size={self.size}) is longer than the sequences, {data.shape}: {data.shape[1]} steps."
+            )
+        windows = (data.shape[1] - self.size) // self.step + 1
+        batch.write(
+            path,
+            batch.xp.lib.stride_tricks.as_strided(
+                data,
+                (data.shape[0], windows, self.size, *data.shape[2:]),
+                (data.strides[0], data.strides[1] * self.step, *data.strides[1:]),
+            ),
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Map(Transform):
+    """The user's own function of the whole batch, or of one part of it, with arrays for tensors.
+
+    Attributes:
+        fn: ``fn(xp, batch)`` with ``xp`` ``numpy`` or ``cupy``: returns the batch, of as many samples. In YAML, where
+            it can be imported from: ``package.module.function``.
+        key: The one part that it is given, and whose place what it returns takes.
+        training_only: Whether it is left out of validation, test and prediction.
+    """
+
+    fn: Callable[[Any, Any], Any]
+    key: Key | None = field(default=None, kw_only=True)
+    training_only: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(f"Map(fn={self.fn!r}): give a function of (xp, batch).")
+
+    @override
+    def __call__(self, batch: ArrayBatch) -> None:
+        if self.training_only and batch.rng is None:
+            return
+        path = () if self.key is None else parts.named(batch.structure, self.key, "Map")
+        given = batch.all_arrays() if self.key is None else batch.read(path)
+        before = _samples(given)
+        returned = self.fn(batch.xp, given)
+        after = _samples(returned)
+        name = getattr(self.fn, "__qualname__", repr(self.fn))
+        if returned is None:
+            raise TypeError(f"Map({name}) returned None: it has to return the batch.")
+        if before != after:
+            raise ValueError(
+                f"Map({name}) was given {before} samples and returned {after}: {parts.described(returned)}."
+                " It has to return as many samples as it is given."
+            )
+        batch.write(path, returned)
+
+
+def cholesky(cov: NumpyArray, owner: str) -> NumpyArray:
+    """The lower triangular factor of each covariance ``(…, D, D)``.
+
+    Raises:
+        ValueError: A matrix is not square, not symmetric or not positive definite.
+    """
+    if cov.ndim < 2 or cov.shape[-1] != cov.shape[-2]:
+        raise ValueError(f"{owner}: has shape {cov.shape}; a covariance is square, (D, D).")
+    if not np.allclose(cov, cov.swapaxes(-1, -2)):
+        raise ValueError(f"{owner}: is not symmetric, and so no covariance.")
+    try:
+        return np.linalg.cholesky(cov)
+    except np.linalg.LinAlgError:
+        smallest = np.linalg.eigvalsh(cov).min()
+        raise ValueError(
+            f"{owner}: is not positive definite (smallest eigenvalue {smallest:.3g}): features that are constant or a"
+            " combination of others. Leave them out, or add a little to the diagonal."
+        ) from None
+
+
+def _over_features(data: Array, features: int, owner: str, change: Callable[[Array], Array]) -> Array:
+    """``change`` applied to rows of features ``(…, D)``: the last axis, or the channels of images."""
+    axis = 1 if data.ndim == 4 and not has_channels_last(data.shape, features) else -1
+    if data.shape[axis] != features:
+        raise ValueError(f"{owner} is for {features} features, and the data has {data.shape[axis]}: {data.shape}.")
+    moved = data.swapaxes(axis, -1)
+    return change(moved).swapaxes(axis, -1)
+
+
+def _rows(part: Tensor) -> NumpyArray:
+    """A part of a batch as rows of features ``(…, N, D)``, float64."""
+    data = part.detach().double().cpu().numpy()
+    if data.ndim == 4:
+        data = data if has_channels_last(data.shape) else data.transpose(0, 2, 3, 1)
+        return data.reshape(-1, data.shape[-1])
+    if data.ndim not in (2, 3):
+        raise ValueError(f"Whiten: takes (N, D), (N, T, D) or images of four dimensions, given {data.shape}.")
+    return data.swapaxes(0, 1) if data.ndim == 3 else data
+
+
+def _samples(batch: Any) -> int | None:
+    """The first dimension of the first part that has one."""
+    found = (part for _, part in parts.parts_of(batch) if parts.is_array(part) and part.ndim)
+    return next((int(part.shape[0]) for part in found), None)
+
+
+def _nested(values: Any) -> Any:
+    """Arrays and lists as tuples of numbers: to be compared, written and read."""
+    values = np.asarray(values, np.float64).tolist()
+    return _tuples(values)
+
+
+def _tuples(values: Any) -> Any:
+    return tuple(_tuples(value) for value in values) if isinstance(values, list) else values

@@ -1,0 +1,215 @@
+"""Transforms that move pixels: crops and flips."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_accel.data.arrays import Array, Arrays
+from lightning_accel.data.single_pass import NumpyArray, PassBuilder
+from lightning_accel.data.transform import ImageTransform, Shape, check_probability, check_range, per_sample, uniform
+
+_CHUNK_BYTES = 64 << 20  # so much of what is interpolated at a time
+_ATTEMPTS = 10  # at a box that fits into the image, as in torchvision
+
+
+class Corners(NamedTuple):
+    """The upper left corner of each sample's crop, ``(N,)`` each; negative in the padding."""
+
+    top: NumpyArray
+    left: NumpyArray
+
+
+class Boxes(NamedTuple):
+    """The part of each sample that is kept, in pixels, ``(N,)`` each."""
+
+    top: NumpyArray
+    left: NumpyArray
+    height: NumpyArray
+    width: NumpyArray
+
+
+@dataclass(frozen=True, repr=False)
+class RandomCrop(ImageTransform):
+    """Cuts a window out of each image, elsewhere in each; the one in the middle where not training.
+
+    Attributes:
+        size: Of the window in pixels: one number, or ``(height, width)``.
+        padding: How many rows and columns of zeros are put around the image before.
+
+    Raises:
+        ValueError: A number is out of range; or, on a batch, the window is larger than the padded images.
+    """
+
+    size: int | Sequence[int]
+    padding: int = 0
+
+    fusible: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", _size("RandomCrop", self.size))
+        if isinstance(self.padding, bool) or not isinstance(self.padding, int) or self.padding < 0:
+            raise ValueError(f"RandomCrop(padding={self.padding!r}): give a number of pixels, 0 or more.")
+
+    @override
+    def draw(self, shape: Shape, rng: np.random.Generator | None) -> Corners:
+        height, width = _height_and_width(self.size)
+        room = shape.height + 2 * self.padding - height, shape.width + 2 * self.padding - width
+        if min(room) < 0:
+            padded = f" with {self.padding} pixels of padding on each side" if self.padding else ""
+            raise ValueError(
+                f"RandomCrop(size={(height, width)}) is larger than the images, {shape.height}x{shape.width}{padded}:"
+                " give a smaller size or more padding=, or enlarge the images first."
+            )
+        if rng is None:
+            corners = (np.full(shape.samples, space // 2) for space in room)
+        else:
+            corners = (rng.integers(0, space + 1, shape.samples) for space in room)
+        return Corners(*((corner - self.padding).astype(np.int32) for corner in corners))
+
+    @override
+    def apply(self, images: Array, drawn: Corners, arrays: Arrays) -> Array:
+        xp, pad = arrays.xp, self.padding
+        height, width = _height_and_width(self.size)
+        if pad:
+            images = xp.pad(images, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
+        samples, channels, rows, columns = images.shape
+        n, c, y, x = images.strides
+        # Every place where the window could be, as a view; of which one for each sample is copied.
+        windows = xp.lib.stride_tricks.as_strided(
+            images,
+            (samples, rows - height + 1, columns - width + 1, channels, height, width),
+            (n, y, x, c, y, x),
+        )
+        top, left = arrays.upload(drawn.top + pad), arrays.upload(drawn.left + pad)
+        return windows[xp.arange(samples), top, left]
+
+    @override
+    def compose(self, onto: PassBuilder, drawn: Corners) -> None:
+        onto.crop(drawn.top, drawn.left, *_height_and_width(self.size))
+
+
+@dataclass(frozen=True, repr=False)
+class RandomHorizontalFlip(ImageTransform):
+    """Mirrors images left to right, each with probability ``p``; none where not training.
+
+    Attributes:
+        p: From 0 to 1.
+    """
+
+    p: float = 0.5
+
+    fusible: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_probability("RandomHorizontalFlip", "p", self.p)
+
+    @override
+    def draw(self, shape: Shape, rng: np.random.Generator | None) -> NumpyArray | None:
+        return None if rng is None else rng.random(shape.samples) < self.p
+
+    @override
+    def apply(self, images: Array, drawn: NumpyArray, arrays: Arrays) -> Array:
+        flipped: Array = arrays.xp.where(per_sample(drawn, arrays), images[..., ::-1], images)
+        return flipped
+
+    @override
+    def compose(self, onto: PassBuilder, drawn: NumpyArray) -> None:
+        onto.flip(drawn)
+
+
+@dataclass(frozen=True, repr=False)
+class RandomResizedCrop(ImageTransform):
+    """Cuts a box of random area and shape out of each image and resizes it to one size.
+
+    Where not training, the box is the largest one of the result's shape in the middle.
+
+    Bilinear, with antialiasing where the box shrinks: each output pixel is the mean of the box's pixels under a
+    triangle as wide as two output pixels. As a product with one matrix for the rows and one for the columns, that is
+    the same for every sample's own box. The boxes are those of Szegedy et al., "Going deeper with convolutions",
+    CVPR 2015. Uint8 stays uint8, rounded.
+
+    Attributes:
+        size: Of the result in pixels: one number, or ``(height, width)``.
+        scale: The box's area as a part of the image's, ``(smallest, largest)``.
+        ratio: Its width by its height, ``(smallest, largest)``.
+    """
+
+    size: int | Sequence[int]
+    scale: Sequence[float] = (0.08, 1.0)
+    ratio: Sequence[float] = (3 / 4, 4 / 3)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", _size("RandomResizedCrop", self.size))
+        for name in ("scale", "ratio"):
+            object.__setattr__(self, name, check_range("RandomResizedCrop", name, getattr(self, name)))
+
+    @override
+    def draw(self, shape: Shape, rng: np.random.Generator | None) -> Boxes:
+        if rng is None:
+            height, width = _height_and_width(self.size)
+            return self._central(shape, np.full(shape.samples, width / height))
+        tries = (_ATTEMPTS, shape.samples)
+        area = shape.height * shape.width * uniform(rng, self.scale, tries)
+        ratio = np.exp(uniform(rng, np.log(self.ratio), tries))
+        heights, widths = np.sqrt(area / ratio).round(), np.sqrt(area * ratio).round()
+        fits = (heights >= 1) & (heights <= shape.height) & (widths >= 1) & (widths <= shape.width)
+        first = fits.argmax(axis=0), np.arange(shape.samples)
+        narrowest, widest = self.ratio
+        fallback = self._central(shape, np.full(shape.samples, shape.width / shape.height).clip(narrowest, widest))
+        heights = np.where(fits.any(axis=0), heights[first], fallback.height).astype(int)
+        widths = np.where(fits.any(axis=0), widths[first], fallback.width).astype(int)
+        return Boxes(
+            top=rng.integers(0, shape.height - heights + 1),
+            left=rng.integers(0, shape.width - widths + 1),
+            height=heights,
+            width=widths,
+        )
+
+    @override
+    def apply(self, images: Array, drawn: Boxes, arrays: Arrays) -> Array:
+        xp = arrays.xp
+        samples, channels, rows, columns = images.shape
+        height, width = _height_and_width(self.size)
+        down = _interpolation(xp, arrays.upload(drawn.top), arrays.upload(drawn.height), height, rows)
+        across = _interpolation(xp, arrays.upload(drawn.left), arrays.upload(drawn.width), width, columns)
+        resized = xp.empty((samples, channels, height, width), images.dtype)
+        at_a_time = max(1, _CHUNK_BYTES // (4 * channels * columns * (rows + height)))
+        for begin in range(0, samples, at_a_time):
+            some = slice(begin, begin + at_a_time)
+            values = down[some, None] @ images[some].astype(np.float32) @ across[some, None].swapaxes(2, 3)
+            resized[some] = values.round().clip(0, 255) if images.dtype == np.uint8 else values
+        return resized
+
+    def _central(self, shape: Shape, ratio: NumpyArray) -> Boxes:
+        """The largest box of this ``ratio`` of width to height in the middle."""
+        height = np.minimum(shape.height, (shape.width / ratio).round().clip(1))
+        width = np.minimum(shape.width, (shape.height * ratio).round().clip(1))
+        return Boxes((shape.height - height) // 2, (shape.width - width) // 2, height, width)
+
+
+def _interpolation(xp: Any, start: Array, extent: Array, count: int, size: int) -> Array:
+    """The weights ``(N, count, size)`` that make ``count`` pixels of the ``extent`` pixels from ``start`` on."""
+    start, extent = start.reshape(-1, 1, 1), extent.reshape(-1, 1, 1)
+    stride = extent / count
+    centres = start + (xp.arange(count).reshape(1, -1, 1) + 0.5) * stride - 0.5
+    pixels = xp.arange(size).reshape(1, 1, -1)
+    weights = (1 - abs(pixels - centres) / xp.maximum(stride, 1)).clip(0)
+    weights = xp.where((pixels >= start) & (pixels < start + extent), weights, 0)
+    return (weights / weights.sum(axis=2, keepdims=True)).astype(np.float32)
+
+
+def _size(owner: str, size: Any) -> tuple[int, int]:
+    sizes = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, list | tuple) else ()
+    if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
+        raise ValueError(f"{owner}(size={size!r}): give a number of pixels, or (height, width), each above 0.")
+    return sizes
+
+
+def _height_and_width(size: int | Sequence[int]) -> tuple[int, int]:
+    assert isinstance(size, tuple)  # since the constructor
+    return size

@@ -1,0 +1,220 @@
+"""A single pass on a GPU: which kernel is compiled, how it is launched, and the launch through CuPy.
+
+The kernel is ``single_pass.cu``. It multiplies and adds with one rounding (``fmaf``) where NumPy rounds the product
+too: before the sum is rounded they differ by at most half a unit in the last place of the product.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_accel.data.arrays import Array
+from lightning_accel.data.single_pass import Kind, NumpyArray, SinglePass
+
+SOURCE = Path(__file__).with_name("single_pass.cu")
+
+# As single_pass.cu has them.
+PIXELS, TURNS, MAX_THREADS = 4, 2, 128
+INPUTS = {"uint8": "UInt8", "float32": "Float32"}
+OUTPUTS: dict[Kind, str] = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}
+CHANNEL_COUNTS = (1, 3, 4)  # these have kernels of their own; any other number shares one
+
+WARP = 32
+MAX_GRID_Y = 65535
+MAX_PIXELS = 2**30  # of a sample's output: row and column are found in 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Specialisation:
+    """What a kernel is compiled for.
+
+    Attributes:
+        channels: 0 for any number.
+        source: Dtype of the images.
+        kind: Dtype of the output.
+        channels_last: Whether the channels of a pixel lie together in the output.
+        wide: Whether offsets within a sample need 64 bits or may be negative.
+    """
+
+    channels: int
+    source: str
+    kind: Kind
+    channels_last: bool
+    wide: bool
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """For the compiler."""
+        return (
+            f"-DINPUT={INPUTS[self.source]}",
+            f"-DOUTPUT={OUTPUTS[self.kind]}",
+            f"-DCHANNELS={self.channels}",
+            f"-DCHANNELS_LAST={str(self.channels_last).lower()}",
+            f"-DOFFSET={'long long' if self.wide else 'unsigned int'}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a kernel is launched.
+
+    Attributes:
+        specialisation: Which kernel.
+        tiles: Blocks that make a sample, the grid's first dimension.
+        threads: Of a block.
+        shared_bytes: Of a block.
+        strides: Of the images, in elements: the kernel's arguments after the pointers.
+        numbers: The kernel's arguments after the first sample's number.
+        samples: First sample and number of samples of every launch; more than one where the grid cannot hold all.
+    """
+
+    specialisation: Specialisation
+    tiles: int
+    threads: int
+    shared_bytes: int
+    strides: tuple[int, int, int, int]
+    numbers: tuple[int, ...]
+    samples: tuple[tuple[int, int], ...]
+
+
+def plan_launch(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    source: str,
+    single_pass: SinglePass,
+    *,
+    kind: Kind,
+    channels_last: bool,
+    max_grid_y: int = MAX_GRID_Y,
+) -> Launch:
+    """How to make ``single_pass`` of images of this shape ``(N, C, H, W)``, with these strides in elements."""
+    count, channels, in_height, in_width = shape
+    height, width = single_pass.height, single_pass.width
+    assert min(*shape, height, width) > 0, "nothing to make, or nothing to make it of"
+    _check_lengths(single_pass, count, channels)
+    if source not in INPUTS:
+        raise TypeError(f"the fused kernel takes images of {' or '.join(INPUTS)}, these are {source}")
+    if max(height * width, in_height, in_width) > MAX_PIXELS:
+        raise ValueError(f"the fused kernel makes at most {MAX_PIXELS} pixels of a sample, asked was {height}x{width}")
+    # A size of one may have any stride.
+    reach = [(size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True)]
+    specialisation = Specialisation(
+        channels=channels if channels in CHANNEL_COUNTS else 0,
+        source=source,
+        kind=kind,
+        channels_last=channels_last and channels > 1,  # a single channel lies the same way in both
+        wide=min(reach) < 0 or sum(reach) >= 2**32,
+    )
+    pixels = height * width
+    quads = -(-pixels // (PIXELS * TURNS))
+    threads = min(MAX_THREADS, -(-quads // WARP) * WARP)  # small images are not to leave most of a block idle
+    staged = specialisation.channels if specialisation.channels_last else 0
+    turn = threads * PIXELS
+    itemsize = 4 if kind == "float32" else 2
+    n, c, h, w = strides
+    return Launch(
+        specialisation=specialisation,
+        tiles=-(-pixels // (turn * TURNS)),
+        threads=threads,
+        shared_bytes=turn * TURNS * staged * itemsize,
+        strides=(n, c, h, w),
+        numbers=(channels, in_height, in_width, height, width, turn // width, turn % width),
+        samples=tuple((first, min(max_grid_y, count - first)) for first in range(0, count, max_grid_y)),
+    )
+
+
+def pack(single_pass: SinglePass) -> NumpyArray:
+    """As bytes, for a single copy: top, left, step as ``(N, 3)`` int32; scale, bias, fill as ``(3, C)`` float32."""
+    samples = np.stack([single_pass.top, single_pass.left, single_pass.step], axis=1).astype(np.int32, copy=False)
+    levels = np.stack([single_pass.scale, single_pass.bias, single_pass.fill]).astype(np.float32, copy=False)
+    return np.concatenate([samples.reshape(-1).view(np.uint8), levels.reshape(-1).view(np.uint8)])
+
+
+def prepare(
+    images: Array, single_pass: SinglePass, out: Array, *, kind: Kind, channels_last: bool
+) -> Callable[[], None]:
+    """Sends the parameters to the device; what is returned launches the kernel, as often as it is called.
+
+    Arguments are as for ``run``.
+    """
+    import cupy
+
+    device = torch.device("cuda", images.device.id)
+    # Torch sends the parameters and may reuse their memory once this stream is past the kernel.
+    assert cupy.cuda.get_current_stream().ptr == torch.cuda.current_stream(device).cuda_stream, "two streams"
+    itemsize = images.itemsize
+    assert all(stride % itemsize == 0 for stride in images.strides)
+    strides = [stride // itemsize for stride in images.strides]
+    launch = plan_launch(images.shape, strides, images.dtype.name, single_pass, kind=kind, channels_last=channels_last)
+    _check_out(out, (*images.shape[:2], single_pass.height, single_pass.width), kind, channels_last)
+
+    # From pageable memory a copy waits for the device, from pinned memory it does not. Torch gives the pinned block to
+    # nobody else until the copy is over, and the kernel runs on the same stream.
+    parameters = torch.from_numpy(pack(single_pass)).pin_memory().to(device, non_blocking=True)
+    samples_at = parameters.data_ptr()
+    pointers = (images, np.uint64(samples_at), np.uint64(samples_at + 12 * images.shape[0]), out)
+    strides_given = tuple(np.int64(stride) for stride in launch.strides)
+    numbers = tuple(np.int32(number) for number in launch.numbers)
+    kernel = _kernel(launch.specialisation)
+
+    def start(parameters: torch.Tensor = parameters) -> None:  # holds the memory that `pointers` point to
+        for first, samples in launch.samples:
+            kernel(
+                (launch.tiles, samples),
+                (launch.threads,),
+                (*pointers, *strides_given, np.int32(first), *numbers),
+                shared_mem=launch.shared_bytes,
+            )
+
+    return start
+
+
+def run(images: Array, single_pass: SinglePass, out: Array, *, kind: Kind, channels_last: bool) -> None:
+    """Makes ``single_pass`` of ``images`` into ``out``, on CuPy's current stream, which has to be torch's.
+
+    Waits for nothing: the host goes on at once.
+
+    Args:
+        images: ``(N, C, H, W)`` of CuPy, uint8 or float32, with any strides.
+        single_pass: What to make.
+        out: ``(N, C, height, width)`` of CuPy, float32, float16, or uint16 for the bits of bfloat16. Contiguous
+            with the channels last or not, as ``channels_last`` says.
+        kind: Of the output.
+        channels_last: Whether the channels of a pixel lie together in ``out``.
+    """
+    if out.size:
+        prepare(images, single_pass, out, kind=kind, channels_last=channels_last)()
+
+
+@functools.cache
+def _source() -> str:
+    return SOURCE.read_text(encoding="utf-8")
+
+
+@functools.cache
+def _kernel(specialisation: Specialisation) -> Any:
+    """CuPy compiles it at its first launch on a device, and keeps the binary on disk."""
+    import cupy
+
+    return cupy.RawKernel(_source(), "single_pass", options=specialisation.options)
+
+
+def _check_lengths(single_pass: SinglePass, samples: int, channels: int) -> None:
+    for name, length in [("top", samples), ("left", samples), ("step", samples)]:
+        assert getattr(single_pass, name).shape == (length,), f"{name} is not of one sample each"
+    for name, length in [("scale", channels), ("bias", channels), ("fill", channels)]:
+        assert getattr(single_pass, name).shape == (length,), f"{name} is not of one channel each"
+
+
+def _check_out(out: Array, shape: Sequence[int], kind: Kind, channels_last: bool) -> None:
+    assert tuple(out.shape) == tuple(shape), f"the output is {out.shape}, not {tuple(shape)}"
+    assert out.dtype.name == ("uint16" if kind == "bfloat16" else kind), f"the output is of {out.dtype}, not {kind}"
+    laid_out = out.transpose(0, 2, 3, 1) if channels_last else out
+    assert laid_out.flags.c_contiguous, "the output's memory is not laid out as asked"

@@ -1,0 +1,221 @@
+"""Transforms that cover parts of images, or blend each image with another of its batch, and their labels alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_accel.data import parts
+from lightning_accel.data.arrays import Array, Arrays
+from lightning_accel.data.parts import Key, Path
+from lightning_accel.data.single_pass import NumpyArray
+from lightning_accel.data.transform import (
+    ArrayBatch,
+    ImageTransform,
+    Shape,
+    check_probability,
+    check_range,
+    per_sample,
+    uniform,
+)
+
+
+class Rectangles(NamedTuple):
+    """A rectangle in each sample, in pixels, ``(N,)`` each; the ends are the first row and column beyond."""
+
+    top: NumpyArray
+    bottom: NumpyArray
+    left: NumpyArray
+    right: NumpyArray
+
+    def mask(self, shape: Shape, arrays: Arrays) -> Array:
+        """Which pixels lie inside, ``(N, 1, H, W)``, bool."""
+        xp = arrays.xp
+        top, bottom, left, right = (per_sample(edge.astype(np.int32), arrays) for edge in self)
+        rows = xp.arange(shape.height).reshape(1, 1, -1, 1)
+        columns = xp.arange(shape.width).reshape(1, 1, 1, -1)
+        return (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
+
+
+@dataclass(frozen=True, repr=False)
+class RandomErasing(ImageTransform):
+    """Covers a rectangle in each image, with probability ``p``; nothing where not training.
+
+    Zhong et al., "Random erasing data augmentation", AAAI 2020.
+
+    Attributes:
+        p: From 0 to 1.
+        scale: The rectangle's area as a part of the image's, ``(smallest, largest)``.
+        ratio: Its height by its width, ``(smallest, largest)``.
+        value: What covers it, in the units of the images at this place of the chain.
+    """
+
+    p: float = 0.5
+    scale: Sequence[float] = (0.02, 0.33)
+    ratio: Sequence[float] = (0.3, 3.3)
+    value: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_probability("RandomErasing", "p", self.p)
+        for name in ("scale", "ratio"):
+            object.__setattr__(self, name, check_range("RandomErasing", name, getattr(self, name)))
+
+    @override
+    def draw(self, shape: Shape, rng: np.random.Generator | None) -> Rectangles | None:
+        if rng is None:
+            return None
+        area = shape.height * shape.width * uniform(rng, self.scale, shape.samples)
+        ratio = np.exp(uniform(rng, np.log(self.ratio), shape.samples))
+        is_erased = rng.random(shape.samples) < self.p
+        height = np.sqrt(area * ratio).round().clip(1, shape.height) * is_erased
+        width = np.sqrt(area / ratio).round().clip(1, shape.width) * is_erased
+        top = rng.integers(0, shape.height - height.astype(int) + 1)
+        left = rng.integers(0, shape.width - width.astype(int) + 1)
+        return Rectangles(top, top + height, left, left + width)
+
+    @override
+    def apply(self, images: Array, drawn: Rectangles, arrays: Arrays) -> Array:
+        covered = arrays.xp.where(drawn.mask(Shape(*images.shape), arrays), images.dtype.type(self.value), images)
+        return covered
+
+
+class Blend(NamedTuple):
+    """Which sample each one is blended with, and how much of itself it keeps, ``(N,)`` each."""
+
+    partner: NumpyArray
+    kept: NumpyArray
+    rectangles: Rectangles | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class _Blending(ImageTransform):
+    """What MixUp and CutMix share: the labels, blended as the images were."""
+
+    alpha: float = 1.0
+    num_classes: int | None = None
+    label_key: Key | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not self.alpha > 0:
+            raise ValueError(f"{name}(alpha={self.alpha!r}): give a number above 0.")
+        if self.num_classes is not None and (not isinstance(self.num_classes, int) or self.num_classes < 1):
+            raise ValueError(f"{name}(num_classes={self.num_classes!r}): give the number of classes, 1 or more.")
+
+    @override
+    def __call__(self, batch: ArrayBatch) -> None:
+        if batch.rng is None:
+            return
+        path = self.find(batch)
+        images, channels_last = self.images(batch, path)
+        label_path = self._find_label(batch, path)
+        labels = self._probabilities(batch, label_path)
+        drawn = self.draw(Shape(*images.shape), batch.rng)
+        images = self.apply(images, drawn, batch.arrays)
+        batch.write(path, images.transpose(0, 2, 3, 1) if channels_last else images)
+        kept = per_sample(drawn.kept.astype(np.float32), batch.arrays, dims=2)
+        batch.write(label_path, labels * kept + labels[batch.arrays.upload(drawn.partner)] * (1 - kept))
+
+    @override
+    def draw(self, shape: Shape, rng: np.random.Generator | None) -> Blend:
+        assert rng is not None
+        partner = rng.permutation(shape.samples)
+        return self._blend(shape, partner, rng.beta(self.alpha, self.alpha, shape.samples), rng)
+
+    def _blend(self, shape: Shape, partner: NumpyArray, kept: NumpyArray, rng: np.random.Generator) -> Blend:
+        return Blend(partner, kept)
+
+    def _find_label(self, batch: ArrayBatch, image: Path) -> Path:
+        if self.label_key is not None:
+            return parts.named(batch.structure, self.label_key, type(self).__name__)
+        return parts.evident_label(batch.structure, image, self.num_classes, type(self).__name__)
+
+    def _probabilities(self, batch: ArrayBatch, path: Path) -> Array:
+        """The labels as ``(N, num_classes)``, float32."""
+        name, labels = type(self).__name__, batch.read(path)
+        if labels.ndim == 2:
+            if self.num_classes not in (None, labels.shape[1]):
+                raise ValueError(
+                    f"{name}(num_classes={self.num_classes}): the labels have {labels.shape[1]} probabilities each."
+                )
+            return labels.astype(np.float32)
+        if labels.ndim != 1 or labels.dtype.kind not in "iu":
+            raise TypeError(
+                f"{name}: the labels are {labels.dtype} {labels.shape};"
+                " it takes (N,) of integers, or (N, num_classes) of probabilities."
+            )
+        if self.num_classes is None:
+            raise ValueError(
+                f"{name} turns the labels into probabilities, and has to know of how many classes:"
+                f" {name}({self.alpha}, num_classes=10), say."
+            )
+        # On a GPU, looking at them would wait for it; the loss looks at them there.
+        if batch.xp is np and labels.size and not 0 <= labels.min() <= labels.max() < self.num_classes:
+            raise ValueError(
+                f"{name}(num_classes={self.num_classes}): the labels reach from {labels.min()} to {labels.max()};"
+                f" allowed: 0 to {self.num_classes - 1}."
+            )
+        return (labels[:, None] == batch.xp.arange(self.num_classes)).astype(np.float32)
+
+
+@dataclass(frozen=True, repr=False)
+class MixUp(_Blending):
+    """Blends each image with another of the batch, and their labels alike; nothing where not training.
+
+    The labels become probabilities ``(N, num_classes)``, float32, as ``cross_entropy`` takes them. Takes floating
+    point: put it after ``Normalize``. Zhang et al., "mixup: beyond empirical risk minimization", ICLR 2018; with a
+    share of its own for each sample.
+
+    Attributes:
+        alpha: The shares are drawn from Beta(alpha, alpha): near 0 or 1 when it is small.
+        num_classes: How many classes the labels are of; None where they are probabilities already.
+        label_key: As ``key``, for the labels.
+    """
+
+    dtypes: ClassVar[tuple[str, ...]] = ("float16", "float32", "float64")
+
+    @override
+    def apply(self, images: Array, drawn: Blend, arrays: Arrays) -> Array:
+        kept = per_sample(drawn.kept.astype(images.dtype), arrays)
+        return images * kept + images[arrays.upload(drawn.partner)] * (1 - kept)
+
+    @override
+    def refusal(self, kind: str) -> str:
+        return f"{super().refusal(kind)} Put Normalize before it."
+
+
+@dataclass(frozen=True, repr=False)
+class CutMix(_Blending):
+    """Puts a rectangle of another image of the batch into each, and blends the labels by its area.
+
+    Nothing where not training. The labels become probabilities, as with :class:`MixUp`. Yun et al., "CutMix:
+    regularization strategy to train strong classifiers with localizable features", ICCV 2019; with a rectangle of
+    its own for each sample.
+
+    Attributes:
+        alpha: The share of the image that is kept is drawn from Beta(alpha, alpha).
+        num_classes: How many classes the labels are of; None where they are probabilities already.
+        label_key: As ``key``, for the labels.
+    """
+
+    @override
+    def _blend(self, shape: Shape, partner: NumpyArray, kept: NumpyArray, rng: np.random.Generator) -> Blend:
+        side = np.sqrt(1 - kept)
+        edges = []
+        for size in (shape.height, shape.width):
+            centre, extent = rng.integers(0, size, shape.samples), (side * size).astype(int)
+            edges += [(centre - extent // 2).clip(0), (centre - extent // 2 + extent).clip(0, size)]
+        top, bottom, left, right = edges
+        # What lies outside of the image is not put in: the labels go by what is.
+        kept = 1 - (bottom - top) * (right - left) / (shape.height * shape.width)
+        return Blend(partner, kept, Rectangles(top, bottom, left, right))
+
+    @override
+    def apply(self, images: Array, drawn: Blend, arrays: Arrays) -> Array:
+        assert drawn.rectangles is not None
+        mask = drawn.rectangles.mask(Shape(*images.shape), arrays)
+        return arrays.xp.where(mask, images[arrays.upload(drawn.partner)], images)

@@ -1,0 +1,157 @@
+"""Which part of a batch a transform acts on: named by a key, or evident from what the batch holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_accel.checks import nearest
+
+Path = tuple[Any, ...]  # the keys, indices and field names that lead from the batch to the part
+Key = str | int | tuple[str | int, ...]
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def parts_of(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Everything in ``batch`` that is no container, with the way there."""
+    if isinstance(batch, Mapping):
+        inner: Iterator[tuple[Any, Any]] = iter(batch.items())
+    elif isinstance(batch, list | tuple):
+        inner = enumerate(batch)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        inner = ((field.name, getattr(batch, field.name, None)) for field in fields(batch))
+    else:
+        yield path, batch
+        return
+    for key, value in inner:
+        yield from parts_of(value, (*path, key))
+
+
+def get(batch: Any, path: Path) -> Any:
+    """The part at ``path``.
+
+    Raises:
+        LookupError: There is none.
+    """
+    for key in path:
+        if isinstance(batch, Mapping) or not isinstance(key, str):
+            try:
+                batch = batch[key]
+            except TypeError as error:
+                raise LookupError(key) from error
+        elif hasattr(batch, key):
+            batch = getattr(batch, key)
+        else:
+            raise LookupError(key)
+    return batch
+
+
+def put(batch: Any, path: Path, value: Any) -> Any:
+    """A batch like ``batch`` with ``value`` at ``path``; the containers on the way there are copied, not changed."""
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    inner = put(get(batch, (key,)), rest, value)
+    if isinstance(batch, tuple):
+        parts = [*batch]
+        parts[key] = inner
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    batch = copy.copy(batch)
+    if isinstance(batch, Mapping) or not isinstance(key, str):
+        batch[key] = inner
+    else:
+        object.__setattr__(batch, key, inner)  # frozen dataclasses too: the copy is ours
+    return batch
+
+
+def named(batch: Any, key: Key, asker: str) -> Path:
+    """The path that ``key`` names.
+
+    Raises:
+        ValueError: The batch has no such part.
+        TypeError: The part is no tensor.
+    """
+    path = key if isinstance(key, tuple) else (key,)
+    try:
+        part = get(batch, path)
+    except LookupError:
+        keys = [str(place[0]) for place, _ in parts_of(batch) if place]
+        hint = nearest(key, keys) if isinstance(key, str) else ""
+        raise ValueError(f"{asker}: the batch has no {_name(path)}{hint or '.'} It has {described(batch)}.") from None
+    if not is_array(part):
+        raise TypeError(f"{asker}: {_name(path)} of the batch is of type {type(part).__name__}, not a tensor.")
+    return path
+
+
+def evident_image(batch: Any, asker: str) -> Path:
+    """The one part of four dimensions that holds uint8 or floating-point numbers."""
+    found = _where(batch, lambda part: part.ndim == 4 and kind_of(part) in ("uint8", *_FLOATS))
+    return _the_one(found, batch, asker, "image", "one part (N, C, H, W) or (N, H, W, C) of uint8 or floating point")
+
+
+def evident_features(batch: Any, asker: str) -> Path:
+    """The one image, or else the one part of two dimensions or more that holds floating-point numbers."""
+    floating = _where(batch, lambda part: part.ndim >= 2 and kind_of(part) in _FLOATS)
+    images = [path for path in floating if get(batch, path).ndim == 4]
+    found = images if len(images) == 1 else floating
+    return _the_one(found, batch, asker, "part to act on", "one part of floating point and two dimensions or more")
+
+
+def evident_label(batch: Any, image: Path, num_classes: int | None, asker: str) -> Path:
+    """The one part with an integer per sample, or else the one with a row of ``num_classes`` probabilities."""
+    samples = get(batch, image).shape[0]
+
+    def is_hard(part: Any) -> bool:
+        return part.ndim == 1 and part.shape[0] == samples and "int" in kind_of(part)
+
+    def is_soft(part: Any) -> bool:
+        shape = (samples, part.shape[-1] if num_classes is None else num_classes)
+        return part.ndim == 2 and tuple(part.shape) == shape and kind_of(part) in _FLOATS
+
+    hard = [path for path in _where(batch, is_hard) if path != image]
+    soft = [path for path in _where(batch, is_soft) if path != image]
+    expected = "one part (N,) of integers, or (N, num_classes) of probabilities"
+    return _the_one(hard or soft, batch, asker, "label", expected, key="label_key")
+
+
+def is_array(part: Any) -> bool:
+    """Whether it is a tensor, or an array of NumPy or CuPy."""
+    return isinstance(part, torch.Tensor | np.ndarray) or hasattr(part, "__cuda_array_interface__")
+
+
+def kind_of(part: Any) -> str:
+    """The name of its dtype, alike for tensors and arrays: ``"float32"``."""
+    return str(part.dtype).removeprefix("torch.")
+
+
+def described(batch: Any) -> str:
+    """What a batch holds, in words for an error: ``[0]: uint8 (8, 3, 32, 32), [1]: int64 (8,)``."""
+    found = [
+        (path, f"{kind_of(part)} {tuple(part.shape)}" if is_array(part) else type(part).__name__)
+        for path, part in parts_of(batch)
+    ]
+    return ", ".join(f"{_name(path)}: {what}" if path else what for path, what in found) or "nothing"
+
+
+def _where(batch: Any, is_it: Callable[[Any], bool]) -> list[Path]:
+    return [path for path, part in parts_of(batch) if is_array(part) and is_it(part)]
+
+
+def _the_one(found: list[Path], batch: Any, asker: str, what: str, expected: str, key: str = "key") -> Path:
+    if len(found) == 1:
+        return found[0]
+    held = f"{len(found)} parts could be it" if found else "none is"
+    raise ValueError(
+        f"{asker}: which part of the batch is the {what} is not evident: expected {expected}, and {held} among"
+        f" {described(batch)}. Name it with {key}= (a key of a dict, an index of a tuple, or a path of both)."
+    )
+
+
+def _name(path: Path) -> str:
+    return "".join(f"[{key!r}]" for key in path)

@@ -1,0 +1,267 @@
+"""The device pipeline: the next batches move to the device, and are preprocessed there, while this one computes."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from typing_extensions import override
+
+from lightning_accel.data.pipeline_iteration import Iteration, Progress, Run
+from lightning_accel.data.pipeline_lanes import BatchTransform, Lane, PlainLane, StreamLane
+from lightning_accel.data.position import Position
+
+__all__ = ["BatchTransform", "DevicePipeline"]
+
+
+@dataclass(eq=False, slots=True)
+class _Inner:
+    """All that a pipeline knows, under one name, as every other name is the loader's."""
+
+    loader: Any
+    device: torch.device
+    preprocess: BatchTransform | None
+    depth: int
+    position: Callable[[], Position]
+    is_closed: bool = False
+    side: torch.cuda.Stream | None = None
+    progress: Progress = field(default_factory=Progress)
+    under_way: weakref.WeakSet[Iteration] = field(default_factory=weakref.WeakSet)
+
+
+class DevicePipeline:
+    """A loader whose batches come out on ``device``, preprocessed, up to ``depth`` of them made ready ahead.
+
+    Each iteration has one thread, which moves and preprocesses batches in order. On CUDA they go through reused pinned
+    memory and a side stream; the stream that is current where a batch is handed out waits for that batch, and
+    nothing else waits. On a CPU the thread preprocesses, and nothing is copied.
+
+    **Who fetches.** Batches of a :class:`~torch.utils.data.DataLoader` with workers are fetched by that thread:
+    it only takes them from a queue, and waiting there for a later batch does not hold up the consumer, who has
+    an earlier one. ``next`` of any other loader is user code in this process, which may draw from
+    global random generators, or use what belongs to a thread (sqlite, h5py): it runs on the consumer's thread, in
+    order, ``depth`` batches early. So does a DataLoader with workers whose sampler is not one of torch's, which
+    draws when they are asked for their seed, before the first batch.
+
+    **Ends.** An error surfaces unchanged where its batch would have come, after the batches before it, and ends the
+    iteration. An iteration that is closed or dropped early drops the batches made ready, as a DataLoader drops those
+    of its workers.
+
+    Otherwise this stands for the loader: its length, its attributes (to read and to write) and, of a DataLoader, its
+    class are the loader's. Only ``loader``, ``close`` and, for a loader with state, ``state_dict`` and
+    ``load_state_dict`` are the pipeline's own.
+
+    Args:
+        loader: Any iterable of batches of any structure; of a pipeline, its loader.
+        device: Where batches go.
+        preprocess: What is done to every batch there, or before where it says so by ``on_host``.
+        depth: How many batches may be ready, or being made so, beyond the one handed out; at least 1. Each takes
+            memory of the device.
+        position: Asked for the place of each iteration's first batch in the run, when that is first asked for (a
+            Trainer may begin an iteration before it knows where it resumes). None: batches are trained on, and each
+            iteration is one more epoch.
+
+    Attributes:
+        loader: The loader itself.
+
+    Raises:
+        TypeError: ``loader`` is not iterable.
+        ValueError: ``depth`` is not an integer of at least 1.
+    """
+
+    _inner: _Inner
+
+    def __new__(cls, loader: Any, *_: Any, **__: Any) -> DevicePipeline:
+        """The subclass with ``state_dict`` for a loader that has it: isinstance() looks for it in classes."""
+        is_stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        return object.__new__(StatefulDevicePipeline if is_stateful and cls is DevicePipeline else cls)
+
+    def __init__(
+        self,
+        loader: Any,
+        device: torch.device | str,
+        preprocess: BatchTransform | None = None,
+        depth: int = 2,
+        *,
+        position: Callable[[], Position] | None = None,
+    ) -> None:
+        if isinstance(loader, DevicePipeline):
+            loader = loader.loader
+        if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
+            raise TypeError(f"a DevicePipeline takes an iterable of batches, such as a DataLoader, not {loader!r}")
+        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+            raise ValueError(f"depth={depth!r}: how many batches to make ready ahead is an integer of at least 1")
+        inner = _Inner(loader, torch.device(device), preprocess, depth, position or _Epochs())
+        object.__setattr__(self, "_inner", inner)
+
+    @property
+    def loader(self) -> Any:
+        """The loader itself."""
+        return self._inner.loader
+
+    def close(self) -> None:
+        """Ends every iteration under way. From then on iterating gives the loader's batches as they are."""
+        self._inner.is_closed = True
+        for iteration in list(self._inner.under_way):
+            iteration.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins an epoch: asks the loader for its iterator, here and on this thread."""
+        inner = self._inner
+        if inner.is_closed:
+            inner.progress = Progress()
+            return iter(inner.loader)
+        if getattr(inner.loader, "persistent_workers", False):
+            # The loader has one iterator for all epochs, which begins anew: nobody may be fetching from it.
+            for earlier in list(inner.under_way):
+                earlier.close(patience_s=None)
+        source = iter(inner.loader)
+        run = Run(
+            source,
+            self._lane(),
+            inner.position,
+            inner.depth,
+            in_background=_only_takes_from_a_queue(inner.loader, source),
+            snapshot=self._snapshot(),
+        )
+        inner.progress = run.progress
+        iteration = Iteration(run)
+        inner.under_way.add(iteration)
+        return iteration
+
+    def _lane(self) -> Lane:
+        inner = self._inner
+        if inner.device.type != "cuda":
+            return PlainLane(inner.device, inner.preprocess)
+        if inner.side is None:
+            # One for all iterations: memory of one stream is not given to another, so that a new stream would have
+            # the batches of every epoch take memory of their own.
+            inner.side = torch.cuda.Stream(inner.device)  # type: ignore[no-untyped-call]
+        return StreamLane(inner.side, inner.preprocess)
+
+    def _snapshot(self) -> Callable[[], Any] | None:
+        return None
+
+    # -- standing for the loader -----------------------------------------------------------------------------------
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The loader's class, so that ``isinstance(pipeline, DataLoader)`` holds where it does for the loader.
+
+        Not a list's, say: what takes lists apart would take this for one.
+        """
+        inner = self.__dict__.get("_inner")
+        return inner.loader.__class__ if inner is not None and isinstance(inner.loader, DataLoader) else type(self)
+
+    def __len__(self) -> int:
+        """The loader's length, in batches."""
+        return len(self._inner.loader)
+
+    def __bool__(self) -> bool:
+        """As of the loader: one without a length is true."""
+        return bool(self._inner.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the loader has."""
+        # Special methods are the class's: a loader's __deepcopy__, say, would make a copy of the loader alone.
+        if name == "_inner" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._inner.loader, name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            raise AttributeError(f"{name!r} of a DevicePipeline cannot be set: make a new one")
+        setattr(self._inner.loader, name, value)
+
+    @override
+    def __delattr__(self, name: str) -> None:
+        delattr(self._inner.loader, name)
+
+    @override
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._inner.loader)})
+
+    @override
+    def __repr__(self) -> str:
+        inner = self._inner
+        return f"DevicePipeline({inner.loader!r}, device='{inner.device}', depth={inner.depth})"
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        inner = self._inner
+        settings = (inner.loader, inner.device, inner.preprocess, inner.depth, inner.position, inner.is_closed)
+        return _rebuilt, settings
+
+
+class StatefulDevicePipeline(DevicePipeline):
+    """The pipeline of a loader that can say where it is, and go on from there.
+
+    A DevicePipeline is one of these by itself where its loader has ``state_dict`` and ``load_state_dict``.
+    """
+
+    def state_dict(self) -> Any:
+        """The loader's state as of the last batch handed out, whatever was fetched ahead of it."""
+        inner = self._inner
+        return inner.progress.state if inner.progress.is_known else inner.loader.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Has the loader go on from there with the next iteration."""
+        self._inner.loader.load_state_dict(state_dict)
+        self._inner.progress.forget()
+
+    @override
+    def _snapshot(self) -> Callable[[], Any] | None:
+        loader = self._inner.loader
+        # A copy: a state_dict() may give out the very objects that the loader goes on changing as it fetches ahead.
+        return lambda: copy.deepcopy(loader.state_dict())
+
+
+_OWN = {"loader", "close", "state_dict", "load_state_dict", "_inner", "__class__"}
+
+
+class _Epochs:
+    """Counts the iterations of a pipeline that nobody tells where it is."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self) -> Position:
+        position = Position(training=True, epoch=self._count)
+        self._count += 1
+        return position
+
+
+def _rebuilt(
+    loader: Any,
+    device: torch.device,
+    preprocess: BatchTransform | None,
+    depth: int,
+    position: Callable[[], Position],
+    is_closed: bool,
+) -> DevicePipeline:
+    pipeline = DevicePipeline(loader, device, preprocess, depth, position=position)
+    pipeline._inner.is_closed = is_closed
+    return pipeline
+
+
+def _only_takes_from_a_queue(loader: DataLoader[Any], source: Iterator[Any]) -> bool:
+    """Whether fetching runs no user code in this process.
+
+    With workers that is so but for the sampler, which is asked for more indices at every fetch.
+    """
+    if not isinstance(source, _MultiProcessingDataLoaderIter):
+        return False
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while sampler is not None:
+        is_torchs = type(sampler).__module__.startswith("torch.utils.data.")
+        if not is_torchs and not isinstance(sampler, list | tuple | range):
+            return False
+        sampler = getattr(sampler, "sampler", None)
+    return True

@@ -1,0 +1,245 @@
+"""One walk through a loader with batches prepared ahead: its thread, its jobs, and how all of that ends."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from typing_extensions import override
+
+from lightning_accel.data.pipeline_lanes import Lane, Prepared
+from lightning_accel.data.position import Position
+from lightning_accel.data.staging import Mark
+
+THREAD_NAME = "lightning-accel-pipeline"
+# How long closing waits for a batch that a loader's worker is still busy with. The thread ends with that batch.
+PATIENCE_S = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class Progress:
+    """How far the consumer of one iteration has come.
+
+    Attributes:
+        state: The loader's state as of the last batch handed out, or as of the beginning.
+        is_known: Whether ``state`` says so; otherwise nothing was fetched ahead, and the loader knows.
+    """
+
+    state: Any = None
+    is_known: bool = False
+
+    def reach(self, state: Any) -> None:
+        """Notes what the loader's state was when it had given the batch that is handed out now."""
+        self.state, self.is_known = state, True
+
+    def forget(self) -> None:
+        """From here on the loader's own state holds."""
+        self.state, self.is_known = None, False
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """One batch on its way. ``fetched`` is there until it is prepared; all is complete once ``done``."""
+
+    position: Position
+    fetched: Any = None
+    after: list[Mark] = field(default_factory=list)
+    prepared: Prepared | None = None
+    state: Any = None
+    is_end: bool = False
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def has_batch(self) -> bool:
+        return self.error is None and not self.is_end
+
+
+class Run:
+    """Fetches, prepares and hands out batches in order.
+
+    Args:
+        source: The loader's iterator.
+        lane: How a batch is prepared. It is closed with the run.
+        position: Asked for the place of the first batch, once that is wanted.
+        depth: How many batches are prepared, or being prepared, beyond the one handed out.
+        in_background: Whether the thread fetches, too; otherwise :meth:`take` does.
+        snapshot: The loader's state, asked for after every fetch; None: it has none.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        lane: Lane,
+        position: Callable[[], Position],
+        depth: int,
+        *,
+        in_background: bool,
+        snapshot: Callable[[], Any] | None = None,
+    ) -> None:
+        self.progress = Progress()
+        if snapshot is not None:
+            self.progress.reach(snapshot())
+        self._source: Iterator[Any] | None = source
+        self._lane = lane
+        self._ask_position = position
+        self._position: Position | None = None  # of the next batch
+        self._depth = depth
+        self._in_background = in_background
+        self._snapshot = snapshot
+        self._jobs: deque[_Job] = deque()  # in order, the next to be handed out first
+        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_exhausted = False
+        self._is_stopped = False
+
+    def take(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: There is none, or the run was stopped.
+            Exception: What fetching or preparing this batch raised. The run is stopped by then.
+        """
+        if self._is_stopped:
+            raise StopIteration
+        while not self._is_exhausted and len(self._jobs) <= self._depth:
+            self._begin()
+        job = self._jobs[0]
+        job.done.wait()
+        if self._is_stopped:  # meanwhile, by somebody else
+            raise StopIteration
+        self._jobs.popleft()
+        if job.prepared is None:
+            self._end(job)
+        try:
+            batch = self._lane.hand_out(job.prepared)
+        except BaseException:
+            self.stop()
+            raise
+        if self._snapshot is not None:
+            self.progress.reach(job.state)
+        return batch
+
+    def stop(self, patience_s: float | None = PATIENCE_S) -> None:
+        """Ends the thread and lets go of everything; batches that were not handed out are dropped.
+
+        Args:
+            patience_s: How long to wait for a batch that the thread is fetching, in seconds; None: until it is there.
+        """
+        if self._is_stopped and patience_s is not None:
+            return
+        self._is_stopped = True
+        if self._thread is not None:
+            atexit.unregister(self.stop)
+            self._inbox.put(None)
+            # The garbage collector may run, and drop an iteration, on any thread.
+            if self._thread is not threading.current_thread():
+                self._thread.join(patience_s)
+        for job in self._jobs:
+            job.error = None  # the traceback has the job
+        self._jobs.clear()
+        self._source = None
+
+    def _begin(self) -> None:
+        position = self._ask_position() if self._position is None else self._position
+        self._position = position.ahead(1)
+        job = _Job(position)
+        if not self._in_background:
+            self._fetch(job)
+            if not job.has_batch:
+                job.done.set()
+                self._jobs.append(job)
+                return
+            job.after = self._lane.after(job.fetched)
+        if self._thread is None:
+            # A daemon, so that a loader's worker that never answers cannot keep the interpreter from ending. Where it
+            # answers, the thread is joined at exit, before torch and multiprocessing (whose hooks are older, so run
+            # later) end the workers.
+            self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
+            self._thread.start()
+            atexit.register(self.stop)
+        self._jobs.append(job)
+        self._inbox.put(job)
+
+    def _fetch(self, job: _Job) -> None:
+        assert self._source is not None
+        try:
+            job.fetched = next(self._source)
+            job.state = self._snapshot() if self._snapshot is not None else None
+        except StopIteration:
+            job.is_end = True
+        except Exception as error:
+            job.error = error
+        self._is_exhausted = not job.has_batch
+
+    def _work(self) -> None:
+        while (job := self._inbox.get()) is not None:
+            try:
+                with self._lane.working(), torch.no_grad():
+                    self._prepare(job)
+            except BaseException as error:
+                job.error = error
+            done = job.done
+            del job  # a batch that was handed out is the consumer's to free, not held until the next one comes
+            done.set()
+        with self._lane.working():
+            self._lane.close()
+
+    def _prepare(self, job: _Job) -> None:
+        if self._in_background and not self._is_stopped:
+            if self._is_exhausted:
+                job.is_end = True
+            else:
+                self._fetch(job)
+        if job.has_batch and not self._is_stopped:
+            fetched, job.fetched = job.fetched, None
+            job.prepared = self._lane.prepare(fetched, job.position, job.after)
+
+    def _end(self, job: _Job) -> NoReturn:
+        """Stops, and raises what stands in place of the batch."""
+        error, job.error = job.error, None
+        if job.is_end:
+            self.progress.forget()
+        self.stop()
+        try:
+            if error is None:
+                raise StopIteration
+            if isinstance(error, StopIteration):  # as in a generator (PEP 479): it would look like the end of the data
+                raise RuntimeError("a batch transform raised StopIteration") from error
+            raise error
+        finally:
+            del error  # whose traceback has this frame: neither is to keep the other alive
+
+
+class Iteration(Iterator[Any]):
+    """The consumer's end of a run, which stops when this is closed, dropped, or at its end."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        # The thread knows the run, and nothing that the run knows knows this.
+        self._finalizer = weakref.finalize(self, run.stop)
+        self._finalizer.atexit = False  # the run sees to that
+
+    def __next__(self) -> Any:
+        return self._run.take()
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is at its end: Lightning copies loaders under way, and leaves out iterators of DataLoaders only."""
+        return iter, ((),)
+
+    def close(self, patience_s: float | None = PATIENCE_S) -> None:
+        """Stops here. Batches prepared ahead are dropped, and ``next`` raises StopIteration.
+
+        Args:
+            patience_s: As :meth:`Run.stop`.
+        """
+        self._finalizer.detach()
+        self._run.stop(patience_s)

@@ -1,0 +1,107 @@
+"""Transforms as plain values, for YAML and checkpoints, and back: ``{class_path: …, init_args: {…}}``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, cast
+
+from lightning_accel import data
+from lightning_accel.checks import check_names, nearest
+from lightning_accel.data.chain import checked
+from lightning_accel.data.transform import Transform
+
+_FORM = "{class_path: Normalize, init_args: {mean: 0.5, std: 0.25}}"
+
+
+def read_transforms(value: Any) -> tuple[Transform, ...]:
+    """The transforms that a plan names: objects, or mappings of ``class_path`` and ``init_args`` as in YAML.
+
+    Raises:
+        TypeError: It is no list, or one of its entries is neither.
+        ValueError: A transform or one of its settings is not known, or wrong.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+        raise TypeError(f"preprocess={value!r} is of type {type(value).__name__}. Allowed: a list of transforms.")
+    return checked([_read(one) for one in value])
+
+
+def written(transform: Transform) -> dict[str, Any]:
+    """A transform as :func:`read_transforms` takes it, of plain values alone.
+
+    Raises:
+        ValueError: It holds a function that cannot be imported by its name.
+    """
+    settings = {one.name: getattr(transform, one.name) for one in fields(transform)}
+    defaults = {one.name: one.default for one in fields(transform)}
+    given = {name: value for name, value in settings.items() if value != defaults[name]}
+    kind = type(transform)
+    is_ours = getattr(data, kind.__name__, None) is kind
+    return {
+        "class_path": f"{data.__name__ if is_ours else kind.__module__}.{kind.__qualname__}",
+        "init_args": {name: _plain(value) for name, value in given.items()},
+    }
+
+
+def _read(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value  # whether it is a transform is checked with the whole chain
+    if "class_path" not in value:
+        raise ValueError(f"preprocess: {dict(value)!r} names no transform. Write it as {_FORM}.")
+    check_names(value, allowed=["class_path", "init_args"], owner="an entry of preprocess")
+    kind, settings = _kind(str(value["class_path"])), dict(value.get("init_args") or {})
+    check_names(settings, allowed=[one.name for one in fields(kind)], owner=kind.__name__)
+    for setting in ("key", "label_key"):
+        if isinstance(settings.get(setting), list):
+            settings[setting] = tuple(settings[setting])
+    if isinstance(settings.get("fn"), str):
+        settings["fn"] = _imported("Map(fn)", settings["fn"])
+    try:
+        return kind(**settings)
+    except TypeError as error:
+        raise TypeError(f"preprocess: {kind.__name__}: {error}") from None
+
+
+def _kind(class_path: str) -> type[Transform]:
+    """The class of that name: one of ours, also without its module, or the user's own."""
+    name = class_path.removeprefix("lightning_accel.data.")
+    known = [name for name in data.__all__ if _is_transform(getattr(data, name))]
+    if name in known:
+        found: type[Transform] = getattr(data, name)
+        return found
+    if "." in name and _is_transform(own := _imported("class_path", class_path)):
+        return cast(type[Transform], own)
+    raise ValueError(
+        f"preprocess: there is no transform {class_path!r}{nearest(name, known) or '.'} Allowed: {', '.join(known)}."
+    )
+
+
+def _is_transform(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Transform) and kind is not Transform
+
+
+def _imported(setting: str, path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"preprocess: {setting}={path!r} cannot be imported ({error}). Write package.module.name."
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if callable(value):
+        path = f"{value.__module__}.{getattr(value, '__qualname__', '')}"
+        if not value.__module__ or "<" in path:
+            raise ValueError(
+                f"Map(fn={value!r}) cannot be written down: it has no name to import it by."
+                " Use a function defined with def at the top of a module."
+            )
+        return path
+    return value

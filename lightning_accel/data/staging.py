@@ -1,0 +1,236 @@
+"""How a batch comes to a GPU: through pinned memory that is used again and again, while the GPU computes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region
+from lightning_accel.tree import leaves, map_leaves
+
+
+class Mark(Protocol):
+    """A place in the work that a device was given, as :class:`torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has got there."""
+
+    def synchronize(self) -> None:
+        """Holds the calling thread up until the device has got there."""
+
+
+class _ClassesWithTo(type):
+    @override
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return callable(getattr(type(instance), "to", None))
+
+
+class Movable(metaclass=_ClassesWithTo):
+    """Every object whose class has a method ``to``: tensors, transformers' BatchEncoding, PyTorch Geometric's Data.
+
+    Asked of the class, as Lightning does: a dataclass may have a field of that name.
+    """
+
+
+def current_mark() -> Mark:
+    """The place that the calling thread's current stream has come to."""
+    mark: Mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record()  # type: ignore[attr-defined]
+    return mark
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    """What one batch takes along.
+
+    Attributes:
+        regions: Pinned memory that it is copied from.
+        sources: Its own tensors that it is copied from.
+        arrived: Tensors on the device.
+    """
+
+    regions: list[Region] = field(default_factory=list)
+    sources: list[Tensor] = field(default_factory=list)
+    arrived: list[Tensor] = field(default_factory=list)
+
+
+class Stager:
+    """Starts copies of batches to a device on the current stream, and waits for none.
+
+    A tensor in pageable memory is copied into a region of pinned memory first, by one core and not by all of them,
+    and from there by the device; the region returns to its pool once that copy is over. A tensor that is pinned
+    already is copied from where it lies, and kept until then. Call it from one thread.
+
+    Args:
+        device: Where to.
+        pool: Where regions come from; None: pinned memory. It is closed with the stager.
+        mark: Marks what the current stream has been given so far.
+    """
+
+    def __init__(
+        self, device: torch.device, *, pool: Pool | None = None, mark: Callable[[], Mark] = current_mark
+    ) -> None:
+        self._device = device
+        self._pool = pool or HostPool(pinned=True)
+        self._mark = mark
+        self._flights: deque[tuple[Mark, _Load]] = deque()
+        self._may_pin = True
+
+    def move(self, batch: Any) -> tuple[Any, list[Tensor]]:
+        """The batch on the device, and every tensor there that was copied for it.
+
+        Structure, shapes, dtypes and ``requires_grad`` stay, and so do strides where no elements share memory or
+        leave gaps. What has no ``to`` stays as it is.
+
+        Raises:
+            Exception: Whatever an object's own ``to`` raises.
+        """
+        self.settle()
+        load = _Load()
+        try:
+            moved = map_leaves(functools.partial(self._move, load), batch, Movable)
+        finally:  # what was started before an error holds its memory, too
+            self._flights.append((self._mark(), load))
+        return moved, load.arrived
+
+    def settle(self) -> None:
+        """Lets go of the memory of copies that are over, without waiting for any."""
+        while self._flights and self._flights[0][0].query():
+            self._land(self._flights.popleft()[1])
+
+    def close(self) -> None:
+        """Waits for the copies under way, and lets go of everything."""
+        while self._flights:
+            mark, load = self._flights.popleft()
+            with suppress(RuntimeError):  # of a device that has failed, on which no copy is under way
+                mark.synchronize()
+            self._land(load)
+        self._pool.close()
+
+    def _land(self, load: _Load) -> None:
+        for region in load.regions:
+            self._pool.give(region)
+        load.sources.clear()
+
+    def _move(self, load: _Load, data: Any) -> Any:
+        if isinstance(data, Tensor) and _is_plain(data):
+            moved = self._copy(load, data.detach()).requires_grad_(data.requires_grad)
+            load.arrived.append(moved)
+            return moved
+        if isinstance(data, Tensor) and data.device == self._device:
+            if data.is_cuda:  # allocated on the consumer's stream, and about to be read on this one
+                data.record_stream(torch.cuda.current_stream(data.device))
+            return data
+        load.sources += [tensor for tensor in tensors_within(data) if tensor.is_pinned()]
+        moved = move_plainly(data, self._device, non_blocking=True)
+        load.arrived += tensors_within(moved)
+        return moved
+
+    def _copy(self, load: _Load, source: Tensor) -> Tensor:
+        target = torch.empty_like(source, device=self._device)
+        if source.numel() == 0:
+            return target
+        is_as_stored = target.stride() == source.stride() and not source.is_conj() and not source.is_neg()
+        if is_as_stored and source.is_pinned():
+            load.sources.append(source)
+            return target.copy_(source, non_blocking=True)
+        region = self._take(source.nbytes)
+        if region is None:
+            return target.copy_(source, non_blocking=True)
+        load.regions.append(region)
+        staged = region.bytes[: source.nbytes].view(source.dtype).as_strided(target.size(), target.stride())
+        if is_as_stored:
+            # Not copy_(), for which this thread would start threads of its own, as many as there are cores.
+            ctypes.memmove(staged.data_ptr(), source.data_ptr(), source.nbytes)
+        else:
+            staged.copy_(source)
+        return target.copy_(staged, non_blocking=True)
+
+    def _take(self, nbytes: int) -> Region | None:
+        if not self._may_pin:
+            return None
+        try:
+            return self._pool.take(nbytes)
+        except OffloadingError as error:
+            self._may_pin = False
+            warnings.warn(
+                "Batches are copied to the device from memory that is not pinned, which is slower:"
+                f" {str(error).partition('. ')[0]}. Raise the limit on locked memory"
+                " (ulimit -l), or make batches or depth smaller.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+
+
+def move_plainly(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """``batch`` with everything that has a method ``to`` moved by it.
+
+    Args:
+        batch: Of any structure.
+        device: Where to.
+        non_blocking: Whether to ask for this those methods that take it.
+    """
+
+    def move(data: Any) -> Any:
+        moved = data.to(device, non_blocking=True) if non_blocking and _takes_non_blocking(data) else data.to(device)
+        if moved is None:  # it moves itself, and does not say so
+            return data
+        return moved.requires_grad_() if isinstance(data, Tensor) and data.requires_grad else moved
+
+    return map_leaves(move, batch, Movable)
+
+
+def tensors_within(data: Any) -> list[Tensor]:
+    """Every tensor with memory of its own in ``data``, those among the attributes of movable objects too."""
+    found: list[Tensor] = []
+    for leaf in leaves(data):
+        if isinstance(leaf, Tensor):
+            found += _parts(leaf)
+        elif isinstance(leaf, Movable) and hasattr(leaf, "__dict__"):
+            for value in leaves(vars(leaf)):
+                if isinstance(value, Tensor):
+                    found += _parts(value)
+    return found
+
+
+def _parts(tensor: Tensor) -> Iterable[Tensor]:
+    """The tensors that have the memory of one that is sparse, or of a class that wraps others."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its elements are all there is to it, and lie in the host's memory."""
+    has_more = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+    return type(tensor) is Tensor and tensor.is_cpu and not has_more
+
+
+def _takes_non_blocking(data: Any) -> bool:
+    if isinstance(data, Tensor):
+        return True
+    try:
+        parameters = inspect.signature(data.to).parameters
+    except ValueError:  # written in C, without a signature
+        return False
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return takes_any or "non_blocking" in parameters

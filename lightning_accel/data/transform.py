@@ -1,0 +1,228 @@
+"""What a transform is: a small settings object that changes one part of a batch, as arrays of NumPy or CuPy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_accel.data import parts
+from lightning_accel.data.arrays import Array, Arrays
+from lightning_accel.data.parts import Key, Path
+from lightning_accel.data.single_pass import NumpyArray, PassBuilder
+from lightning_accel.tree import map_leaves
+
+
+class ArrayBatch:
+    """A batch whose parts become arrays when they are first asked for, and tensors again at the end.
+
+    Args:
+        batch: Any structure of tensors.
+        arrays: The library to make arrays with, running.
+        rng: The batch's random numbers; None where nothing random may happen.
+        channels: How many channels the images have, by the key that they go by, where that is known.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        arrays: Arrays,
+        rng: np.random.Generator | None = None,
+        channels: Mapping[Key | None, int | None] = MappingProxyType({}),
+    ) -> None:
+        self.structure = batch
+        self.channels = channels
+        self.arrays = arrays
+        self.rng = rng
+        # What is an array in the user's own batch stays one.
+        self._kind: type = arrays.xp.ndarray
+        self._users_own = {id(part): part for _, part in parts.parts_of(batch) if isinstance(part, self._kind)}
+
+    @property
+    def xp(self) -> Any:
+        return self.arrays.xp
+
+    def read(self, path: Path) -> Array:
+        part = parts.get(self.structure, path)
+        if isinstance(part, Tensor):
+            part = self.arrays.array(part)
+        return part
+
+    def write(self, path: Path, value: Array | Tensor) -> None:
+        self.structure = parts.put(self.structure, path, value)
+
+    def all_arrays(self) -> Any:
+        """The whole structure with arrays for tensors."""
+        return map_leaves(self.arrays.array, self.structure, Tensor)
+
+    def tensors(self) -> Any:
+        """The structure with a tensor for every array that a transform made."""
+
+        def as_tensor(array: Array) -> Any:
+            return array if id(array) in self._users_own else self.arrays.tensor(array)
+
+        return map_leaves(as_tensor, self.structure, self._kind)
+
+
+@dataclass(frozen=True)
+class Transform(ABC):
+    """One step of preprocessing. Applied to whole batches on the device, by :class:`~lightning_accel.data.Preprocess`.
+
+    Subclasses are frozen dataclasses: their fields are their settings, in code and in YAML alike.
+    """
+
+    @abstractmethod
+    def __call__(self, batch: ArrayBatch) -> None:
+        """Changes ``batch``. Without random numbers, only what is deterministic happens."""
+
+    def __repr__(self) -> str:
+        given = {
+            setting.name: getattr(self, setting.name)
+            for setting in fields(self)
+            if setting.repr and getattr(self, setting.name) != setting.default
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+class Shape(NamedTuple):
+    """The shape of a batch of images: samples, channels, height, width."""
+
+    samples: int
+    channels: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, repr=False)
+class ImageTransform(Transform):
+    """A transform of images ``(N, C, H, W)`` or ``(N, H, W, C)``.
+
+    The channels are the last axis where that has 1, 3 or 4 entries and the second does not; a chain with
+    :class:`~lightning_accel.data.Normalize` goes by how many means that has.
+
+    Attributes:
+        key: The part of the batch: a key of a dict, an index of a tuple, a path of both; None: the evident image.
+    """
+
+    key: Key | None = field(default=None, kw_only=True)
+
+    dtypes: ClassVar[tuple[str, ...]] = ("uint8", "float16", "float32", "float64")
+    fusible: ClassVar[bool] = False  # whether it can be part of a single pass
+
+    @abstractmethod
+    def draw(self, shape: Shape, rng: np.random.Generator | None) -> Any:
+        """What is to happen to each sample, as NumPy arrays; None: nothing.
+
+        Raises:
+            ValueError: Images of this shape cannot be transformed so.
+        """
+
+    @abstractmethod
+    def apply(self, images: Array, drawn: Any, arrays: Arrays) -> Array:
+        """The images ``(N, C, H, W)`` transformed as drawn."""
+
+    def compose(self, onto: PassBuilder, drawn: Any) -> None:
+        """As :meth:`apply`, in a single pass; where ``fusible``."""
+        raise NotImplementedError
+
+    @override
+    def __call__(self, batch: ArrayBatch) -> None:
+        path = self.find(batch)
+        images, channels_last = self.images(batch, path)
+        drawn = self.draw(Shape(*images.shape), batch.rng)
+        if drawn is not None:
+            images = self.apply(images, drawn, batch.arrays)
+        batch.write(path, images.transpose(0, 2, 3, 1) if channels_last else images)
+
+    def find(self, batch: ArrayBatch) -> Path:
+        """Where its images are in the batch."""
+        if self.key is not None:
+            return parts.named(batch.structure, self.key, type(self).__name__)
+        return parts.evident_image(batch.structure, type(self).__name__)
+
+    def images(self, batch: ArrayBatch, path: Path) -> tuple[Array, bool]:
+        """The images as ``(N, C, H, W)``, and whether their channels come last in the batch.
+
+        Raises:
+            ValueError: The part does not have four dimensions.
+            TypeError: Its dtype is none that this transform takes.
+        """
+        part = parts.get(batch.structure, path)
+        if part.ndim != 4:
+            raise ValueError(
+                f"{type(self).__name__}: the images have shape {tuple(part.shape)}; it takes four dimensions,"
+                " (N, C, H, W) or (N, H, W, C)."
+            )
+        kind = parts.kind_of(part)
+        if kind not in self.dtypes and not (kind == "bfloat16" and "float32" in self.dtypes):
+            raise TypeError(self.refusal(kind))
+        images = batch.read(path)
+        channels_last = has_channels_last(images.shape, batch.channels.get(self.key))
+        return (images.transpose(0, 3, 1, 2) if channels_last else images), channels_last
+
+    def refusal(self, kind: str) -> str:
+        """Why images of dtype ``kind`` cannot be taken, and what can be done."""
+        return f"{type(self).__name__}: the images are {kind}; it takes {', '.join(self.dtypes)}."
+
+
+def has_channels_last(shape: tuple[int, ...], channels: int | None = None) -> bool:
+    """Whether images of this shape are ``(N, H, W, C)``; ``channels``: how many there are, where that is known."""
+    usual = (1, 3, 4) if channels is None else (channels,)
+    return shape[3] in usual and shape[1] not in usual
+
+
+def per_sample(values: NumpyArray, arrays: Arrays, dims: int = 4) -> Array:
+    """A value per sample, ``(N,)``, uploaded to broadcast against ``dims`` dimensions."""
+    return arrays.upload(values).reshape(-1, *[1] * (dims - 1))
+
+
+def per_channel(values: NumpyArray, arrays: Arrays) -> Array:
+    """A value per channel, ``(C,)`` or one for all, uploaded to broadcast against ``(N, C, H, W)``."""
+    return arrays.upload(values.astype(np.float32)).reshape(1, -1, 1, 1)
+
+
+def in_float32(images: Array, change: Callable[[Array], Array]) -> Array:
+    """Changes images as float32 in [0, 1], and gives them back in the dtype that they came in, clipped to its range.
+
+    Uint8 is taken as 0…255 and rounded, as it is everywhere in torchvision.
+    """
+    is_uint8 = images.dtype == np.uint8
+    values = images.astype(np.float32)
+    if is_uint8:
+        values *= np.float32(1 / 255)
+    values = change(values).clip(0, 1)
+    if is_uint8:
+        values = (values * np.float32(255)).round()
+    return values.astype(images.dtype)
+
+
+def uniform(rng: np.random.Generator, limits: Any, size: int | tuple[int, int]) -> NumpyArray:
+    """Numbers between two ``limits``, equally likely."""
+    smallest, largest = limits
+    return rng.uniform(smallest, largest, size)
+
+
+def check_probability(owner: str, name: str, value: Any) -> None:
+    """Raises a ``ValueError`` unless ``value`` is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{owner}({name}={value!r}): a probability is a number from 0 to 1.")
+
+
+def check_range(owner: str, name: str, value: Any, *, above: float = 0.0) -> tuple[float, float]:
+    """``value`` as a pair of numbers, the first above ``above`` and not larger than the second.
+
+    Raises:
+        ValueError: It is not.
+    """
+    numbers = tuple(value) if isinstance(value, list | tuple) else ()
+    if len(numbers) != 2 or not all(isinstance(number, int | float) for number in numbers):
+        raise ValueError(f"{owner}({name}={value!r}): give two numbers, (smallest, largest).")
+    if not above < numbers[0] <= numbers[1]:
+        raise ValueError(f"{owner}({name}={value!r}): give (smallest, largest), with {above:g} < smallest <= largest.")
+    return float(numbers[0]), float(numbers[1])

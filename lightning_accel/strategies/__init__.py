@@ -1,0 +1,1 @@
+"""Where the package meets Lightning's strategies."""

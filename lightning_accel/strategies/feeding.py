@@ -1,0 +1,151 @@
+"""How a Trainer's batches come to be preprocessed: by a pipeline around each loader, or where they are transferred."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_accel.data import DevicePipeline, Position, Preprocess
+from lightning_accel.patch import MethodPatch, Patch
+
+# What Lightning runs between a loader and the device: a batch that is prepared ahead would pass them too late.
+_HOOKS_BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")
+
+
+class Feeding:
+    """Preprocessing under a Trainer: after the transfer to the device, before ``on_after_batch_transfer``.
+
+    A :class:`DevicePipeline` around each loader prepares batches ahead. Where the user has taken the transfer in hand,
+    or the strategy brings loaders of its own, every batch is preprocessed at its transfer instead.
+
+    Args:
+        trainer: About to run.
+        preprocess: What to do.
+
+    Attributes:
+        why_inline: Why there is no pipeline; empty where there is one.
+    """
+
+    def __init__(self, trainer: Trainer, preprocess: Preprocess) -> None:
+        self.preprocess = preprocess
+        self._takes_loader = _takes_loader(trainer)
+        self.why_inline = "" if self._takes_loader else _why_inline(trainer)
+        self._trainer = trainer
+        self._pipelines: weakref.WeakSet[DevicePipeline] = weakref.WeakSet()
+
+    def patches(self) -> Iterator[Patch]:
+        """The edits to the Trainer's strategy."""
+        if self.why_inline:
+            yield self._on_strategy("batch_to_device", self._transferring)
+        else:
+            yield self._on_strategy("process_dataloader", self._piping)
+
+    def status(self) -> str:
+        """What happens to the batches, in a line for the report."""
+        what = self.preprocess.describe()
+        if self.why_inline:
+            return f"{what}; at the transfer of each batch: {self.why_inline}"
+        return f"{what}; the next batches while one is in work"
+
+    def close(self) -> None:
+        """Ends all pipelines; from now on their loaders' batches come as they are."""
+        for pipeline in list(self._pipelines):
+            pipeline.close()
+
+    def _on_strategy(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
+        return MethodPatch(f"{name} (preprocess)", "preprocessing", self._trainer.strategy, name, wrap)
+
+    def _piping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def process_dataloader(strategy: Strategy, dataloader: Any) -> Any:
+            def position() -> Position:
+                return self._position(pipeline)
+
+            pipeline = DevicePipeline(
+                original(strategy, dataloader), strategy.root_device, self.preprocess, position=position
+            )
+            self._pipelines.add(pipeline)
+            return pipeline
+
+        return process_dataloader
+
+    def _transferring(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def batch_to_device(strategy: Strategy, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            # Lightning's own seam between the two hooks. Only here: it moves example inputs through the same.
+            around = MethodPatch("hooks", "preprocessing", strategy.lightning_module, "_call_batch_hook", self._hooking)
+            around.apply()
+            try:
+                return original(strategy, batch, *args, **kwargs)
+            finally:
+                around.undo()
+
+        return batch_to_device
+
+    def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_batch_hook(module: LightningModule, hook_name: str, *args: Any) -> Any:
+            if hook_name != "transfer_batch_to_device":
+                return original(module, hook_name, *args)
+            if self.preprocess.on_host:
+                return original(module, hook_name, self._each_loaders(args[0]), *args[1:])
+            return self._each_loaders(original(module, hook_name, *args))
+
+        return call_batch_hook
+
+    def _each_loaders(self, batch: Any) -> Any:
+        """Preprocesses a batch; of one put together from several loaders, the part of each, as pipelines would."""
+        combined = getattr(self._trainer._active_loop, "_combined_loader", None)
+        if combined is None or combined._mode == "sequential":
+            return self.preprocess(batch, self._position_of(0))
+        numbers = itertools.count()
+
+        def walk(loaders: Any, part: Any) -> Any:
+            if isinstance(loaders, Mapping):
+                return type(part)({key: walk(inner, part[key]) for key, inner in loaders.items()})
+            if isinstance(loaders, list | tuple):
+                return type(part)(walk(inner, one) for inner, one in zip(loaders, part, strict=True))
+            loader_idx = next(numbers)
+            return part if part is None else self.preprocess(part, self._position_of(loader_idx))
+
+        return walk(combined.iterables, batch)
+
+    def _position(self, pipeline: DevicePipeline) -> Position:
+        """Where the first batch of an iteration of ``pipeline`` stands."""
+        combined = self._trainer.fit_loop._combined_loader
+        loaders = [] if combined is None else combined.flattened
+        number = next((number for number, loader in enumerate(loaders) if loader is pipeline), None)
+        if number is None:
+            return Position(training=False)
+        # A step that fetches by itself is counted before it does so.
+        return self._position_of(number).ahead(-1 if self._takes_loader else 0)
+
+    def _position_of(self, loader_idx: int) -> Position:
+        trainer = self._trainer
+        return Position(
+            training=trainer.training,
+            epoch=trainer.current_epoch,
+            batch_idx=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+            loader_idx=loader_idx,
+        )
+
+
+def _takes_loader(trainer: Trainer) -> bool:
+    """Whether the training step takes its batches from the loader itself: Lightning then transfers none."""
+    return is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
+
+
+def _why_inline(trainer: Trainer) -> str:
+    module, datamodule = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    strategy = type(trainer.strategy)
+    if strategy.process_dataloader is not Strategy.process_dataloader:
+        return f"{strategy.__name__} brings loaders of its own"
+    for hook in _HOOKS_BEFORE:
+        for owner in (module, datamodule):
+            if owner is not None and is_overridden(hook, owner):
+                return f"{type(owner).__name__}.{hook} comes before"
+    return ""

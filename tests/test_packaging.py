@@ -51,7 +51,9 @@ def test_the_wheel_holds_every_file_of_the_source_tree(wheel: Path) -> None:
     """Packages are listed by hand in pyproject.toml: this is what fails when one is forgotten there."""
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {source.relative_to(ROOT).as_posix() for source in (ROOT / "lightning_accel").rglob("*.py")}
+    package = ROOT / "lightning_accel"
+    sources = [*package.rglob("*.py"), *package.rglob("*.cu")]
+    expected = {source.relative_to(ROOT).as_posix() for source in sources}
     expected |= {
         f"lightning_accel/{source.relative_to(ROOT).as_posix()}" for source in (ROOT / "callbacks").rglob("*.py")
     }

@@ -1,0 +1,187 @@
+"""What preprocessing costs a training when the next batches are prepared while one is in work.
+
+    python benchmarks/device_pipeline.py [--json docs/results]
+
+Fits of a small CNN under a Trainer with AccelPlugin, on random uint8 images, in turn: on batches that need no
+preprocessing (*ready*), with `preprocess=[...]` through the pipeline, and with the same preprocessing at the transfer of
+each batch (*inline*, as a module with a transfer hook of its own has it). The depth of the network is chosen so that
+preprocessing takes about 60% of a step's time. One thread a side (OMP_NUM_THREADS=1), on two cores or more.
+
+A trace of some steps of each, taken by two transforms and the module's own hooks, is drawn in docs/data.md.
+
+To answer: less than 10% of the throughput.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy and torch are loaded: their products would take the other core
+
+import statistics
+import threading
+import time
+from typing import Any
+
+import torch
+from _measure import publish
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_accel import AccelPlugin
+from lightning_accel.data import (
+    ColorJitter,
+    Map,
+    Normalize,
+    Preprocess,
+    RandomCrop,
+    RandomHorizontalFlip,
+    Transform,
+)
+
+BATCH, SIZE, STEPS, WARM_UP, ROUNDS, SHARE = 32, 64, 40, 10, 5, 0.6
+TRACED = 6  # steps in the picture
+CHAIN: list[Transform] = [
+    ColorJitter(0.4, 0.4, 0.4, 0.1),
+    RandomCrop(SIZE, padding=4),
+    RandomHorizontalFlip(),
+    Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+]
+
+
+class Trace:
+    """When what began and ended, in ms, and on which thread."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[str, float, str]] = []
+
+    def mark(self, name: str) -> None:
+        thread = "training" if threading.current_thread() is threading.main_thread() else "pipeline"
+        self.marks.append((name, 1e3 * time.perf_counter(), thread))
+
+    def spans(self) -> list[dict[str, Any]]:
+        """What took how long, from the beginning of the first traced step on."""
+        opened: dict[str, float] = {}
+        found = []
+        for name, at_ms, thread in self.marks:
+            what, _, edge = name.partition(" ")
+            if edge == "begins":
+                opened[what] = at_ms
+            elif what in opened:
+                found.append({"what": what, "begin_ms": opened.pop(what), "end_ms": at_ms, "thread": thread})
+        steps = [span for span in found if span["what"] == "step"][WARM_UP : WARM_UP + TRACED]
+        begin, end = steps[0]["begin_ms"], steps[-1]["end_ms"]
+        return [
+            {**span, "begin_ms": round(span["begin_ms"] - begin, 2), "end_ms": round(span["end_ms"] - begin, 2)}
+            for span in found
+            if span["end_ms"] > begin and span["begin_ms"] < end
+        ]
+
+
+class Network(LightningModule):
+    """Convolutions, as many as are asked for; it notes when each step begins and ends."""
+
+    def __init__(self, depth: int, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+        self.stem = nn.Conv2d(3, 24, 3, stride=2, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv2d(24, 24, 3, padding=1) for _ in range(depth))
+        self.head = nn.Linear(24, 10)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        x = self.stem(images)
+        for block in self.blocks:
+            x = x + F.relu(block(x))
+        return F.cross_entropy(self.head(x.mean(dim=(2, 3))), labels)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.trace.mark("step begins")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trace.mark("step ends")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class InlineNetwork(Network):
+    """With a hook of its own before the transfer, so that no batch can be prepared ahead."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+def fit(how: str, depth: int) -> tuple[float, Trace]:
+    """Steps a second of one fit, after the first few, and its trace."""
+    seed_everything(0, verbose=False)
+    trace = Trace()
+
+    def noted(name: str) -> Map:
+        return Map(lambda xp, batch: (trace.mark(name), batch)[1])
+
+    images = torch.randint(0, 256, (BATCH * STEPS, 3, SIZE, SIZE), dtype=torch.uint8)
+    data = TensorDataset(images if how != "ready" else images.float() / 255, torch.randint(0, 10, (len(images),)))
+    # Whole batches from the dataset: collating sample by sample would be the loader's time, not what is measured.
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(data), BATCH, drop_last=True)
+    loader = DataLoader(data, sampler=sampler, batch_size=None)
+    chain = [] if how == "ready" else [noted("preprocess begins"), *CHAIN, noted("preprocess ends")]
+    plugin = AccelPlugin(
+        precision="32-true", memory_format="preserve", inplace_activations=False, log=False, preprocess=chain
+    )
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", plugins=[plugin], max_epochs=1, enable_model_summary=False, **quiet)
+    network = (InlineNetwork if how == "inline" else Network)(depth, trace)
+    trainer.fit(network, loader)
+    ends = [at_ms for name, at_ms, _ in trace.marks if name == "step ends"][WARM_UP:]
+    return 1e3 / statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False)), trace
+
+
+def preprocess_ms() -> float:
+    """Of one batch, by itself."""
+    batch = (torch.randint(0, 256, (BATCH, 3, SIZE, SIZE), dtype=torch.uint8), torch.zeros(BATCH, dtype=torch.long))
+    preprocess = Preprocess(CHAIN)
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        preprocess(batch)
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    preparing_ms = preprocess_ms()
+    depth, step_ms = 8, 1e3 / fit("ready", 8)[0]
+    depth = max(1, round(depth * preparing_ms / SHARE / step_ms))
+    speeds: dict[str, list[float]] = {"ready": [], "pipeline": [], "inline": []}
+    traces: dict[str, Trace] = {}
+    for round_ in range(ROUNDS):
+        for how in speeds if round_ % 2 else reversed(speeds):
+            speed, traces[how] = fit(how, depth)
+            speeds[how].append(speed)
+    share = preparing_ms * statistics.median(speeds["ready"]) / 1e3
+    rows = []
+    for how, found in speeds.items():
+        costs = [1 - speed / ready for speed, ready in zip(found, speeds["ready"], strict=True)]
+        cost = "" if how == "ready" else f"{statistics.median(costs):+.1%} ({min(costs):+.1%} to {max(costs):+.1%})"
+        rows.append([how, f"{statistics.median(found):.1f}", cost])
+    publish(
+        "device_pipeline",
+        "python benchmarks/device_pipeline.py",
+        ["batches", "steps a second", "throughput lost (median, range of rounds)"],
+        rows,
+        {
+            "preprocess_ms": round(preparing_ms, 2),
+            "share_of_step": round(share, 3),
+            "depth": depth,
+            "spans": {how: traces[how].spans() for how in ("inline", "pipeline")},
+        },
+    )
+    print(f"  preprocessing a batch takes {preparing_ms:.1f} ms, {share:.0%} of a step on ready batches")
+
+
+if __name__ == "__main__":
+    main()

@@ -74,8 +74,10 @@ class NumpyArrays(Arrays):
     @override
     def tensor(self, array: Array) -> Tensor:
         # Torch has no negative strides, and warns of memory that must not be written to.
-        is_shareable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
-        return torch.from_numpy(np.asarray(array) if is_shareable else np.array(array))
+        array = np.asarray(array)
+        is_shareable = array.flags.writeable and array.dtype.isnative
+        is_shareable &= all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+        return torch.from_numpy(array if is_shareable else array.astype(array.dtype.newbyteorder("="), order="C"))
 
     @override
     def upload(self, values: np.ndarray[Any, Any]) -> Array:
@@ -161,6 +163,8 @@ def why_no_cupy(device: torch.device) -> str | None:
     """Why CuPy cannot compute on ``device``, with the mend; None when it can. Tried once, on a few numbers."""
     if device.type != "cuda":
         return f"CuPy computes on CUDA devices, and this is {device.type}"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this torch was built without CUDA"
     return _why_no_cupy(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -171,11 +175,9 @@ def _why_no_cupy(index: int) -> str | None:
     mend = f"pip install 'lightning-accel[cuda{wanted}]'" if wanted else "install CuPy for ROCm"
     try:
         cupy = _cupy()
-    except ModuleNotFoundError as error:
-        if error.name != "cupy":
-            raise
-        return f"CuPy is not installed: {mend}"
     except ImportError as error:
+        if getattr(error, "name", None) == "cupy":
+            return f"CuPy is not installed: {mend}"
         return f"CuPy cannot be imported ({_first_line(error)}): {mend}"
     try:
         arrays = CupyArrays(torch.device("cuda", index))
@@ -214,7 +216,10 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+    """What an error says; CuPy frames what it says of its libraries in rules, with the reason at the end."""
+    _, _, reason = str(error).rpartition("Original error:")
+    lines = (line.strip() for line in reason.splitlines())
+    return next((line for line in lines if line.strip("=-* ")), type(error).__name__)
 
 
 def _allocate(size: int, device: int) -> int:

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from lightning_accel.data import parts
 from lightning_accel.data.arrays import CupyArrays, NumpyArrays, why_no_cupy
+from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.color import ColorJitter, Normalize
+from lightning_accel.data.features import Map
 from lightning_accel.data.geometry import RandomCrop
 from lightning_accel.data.parts import Path
 from lightning_accel.data.position import Position
 from lightning_accel.data.single_pass import Kind, PassBuilder, run_on_host
-from lightning_accel.data.transform import ArrayBatch, ImageTransform, Shape, Transform
+from lightning_accel.data.transform import ImageTransform, Shape, Transform
 
 
 class Preprocess:
@@ -68,7 +70,6 @@ class Preprocess:
             raise ValueError(f"Preprocess(dtype={dtype}): allowed: torch.float32, torch.float16, torch.bfloat16.")
         self._dtype = dtype
         self._channels_last = channels_last if callable(channels_last) else lambda: channels_last
-        self._channels = {one.key: one.channels for one in reversed(self.transforms) if isinstance(one, Normalize)}
         self._seed = torch.initial_seed() if seed is None else seed
         self._rank = rank
         self._fuse = fuse
@@ -89,15 +90,17 @@ class Preprocess:
         rng = position.generator(self._seed, self._rank) if position.training else None
         arrays = NumpyArrays() if self.on_host or self.device.type == "cpu" else CupyArrays(self.device)
         with torch.no_grad(), arrays.running():
-            work = ArrayBatch(batch, arrays, rng, self._channels)
+            work = ArrayBatch(batch, arrays, rng, self._channels_of(batch))
             normalized: dict[Path, _Finish] = {}
             for step in self._steps:
-                self._run(step, work, normalized)
-            result = work.tensors()
+                if isinstance(step[0], Map):
+                    normalized = _mapped(step[0], work, normalized)
+                else:
+                    self._run(step, work, normalized)
+            work.tensors()
             for path, finish in normalized.items():
-                with suppress(LookupError):  # a Map may have taken it out of the batch
-                    result = parts.put(result, path, finish.of(parts.get(result, path)))
-        return result
+                work.write(path, finish.of(work.tensor(path)))
+        return work.structure
 
     def describe(self) -> str:
         """In a line: the transforms, those in brackets in one pass, and who computes them."""
@@ -107,12 +110,21 @@ class Preprocess:
         place = "on the host, before the transfer" if self.on_host else f"on {self.device}"
         return f"{', '.join(shown)} with {library} {place}"
 
+    def _channels_of(self, batch: Any) -> dict[Path, int]:
+        """How many channels the images have that are to be normalised, as far as they are there yet."""
+        found: dict[Path, int] = {}
+        for transform in self.transforms:
+            if isinstance(transform, Normalize) and transform.channels is not None:
+                with suppress(ValueError, TypeError):  # it says so itself when it is its turn
+                    found.setdefault(transform.find(batch), transform.channels)
+        return found
+
     def _run(self, step: Sequence[Transform], work: ArrayBatch, normalized: dict[Path, _Finish]) -> None:
         normalize = next((transform for transform in step if isinstance(transform, Normalize)), None)
         if normalize is None:
             step[0](work)
             return
-        path = normalize.find(work)
+        path = normalize.find(work.structure)
         finish = _Finish(
             dtype=torch.float32 if normalize.dtype == "float32" else self._dtype,
             channels_last=self._channels_last(),
@@ -124,6 +136,7 @@ class Preprocess:
             _in_one_pass(step, work, path, finish if is_last else replace(finish, dtype=torch.float32))
         else:
             normalize(work)
+            work.write(path, work.read(path), in_float32=True)
         normalized[path] = finish
 
 
@@ -141,9 +154,30 @@ class _Finish:
         return torch.channels_last if self.channels_last or self.is_nhwc else torch.contiguous_format
 
     def of(self, images: Tensor) -> Tensor:
+        if images.ndim != 4:  # a Map has made something else of them, or they were cut into windows
+            return images.to(self.dtype)
         memory_format = torch.contiguous_format if self.is_nhwc else self.memory_format
         # With the dtype as it is, `to` alone would leave some layouts that are none of the two.
         return images.to(self.dtype, memory_format=memory_format).contiguous(memory_format=memory_format)
+
+
+def _mapped(transform: Map, work: ArrayBatch, normalized: dict[Path, _Finish]) -> dict[Path, _Finish]:
+    """Runs the user's function; returns where normalised images are after it."""
+    before = dict(parts.parts_of(work.as_arrays() if transform.key is None else work.structure))
+    transform(work)
+    after = dict(parts.parts_of(work.structure))
+    work.layouts = {path: layout for path, layout in work.layouts.items() if after.get(path) is before.get(path)}
+    found: dict[Path, _Finish] = {}
+    for path, finish in normalized.items():
+        places = [place for place, part in after.items() if part is before[path]]
+        if not places and _is_floating(after.get(path)):
+            places = [path]  # computed from them, in all likelihood
+        found |= dict.fromkeys(places, finish)
+    return found
+
+
+def _is_floating(part: Any) -> bool:
+    return parts.is_array(part) and "float" in parts.kind_of(part)
 
 
 def checked(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
@@ -219,4 +253,4 @@ def _in_one_pass(step: Sequence[Transform], work: ArrayBatch, path: Path, finish
 
         channels_last = finish.memory_format == torch.channels_last
         kernels.run(images, single_pass, work.arrays.writable(out), kind=kind, channels_last=channels_last)
-    work.write(path, out.permute(0, 2, 3, 1) if is_nhwc else out)
+    work.write(path, out.permute(0, 2, 3, 1) if is_nhwc else out, in_float32=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -13,7 +14,15 @@ from typing_extensions import override
 from lightning_accel.checks import check_choice
 from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.single_pass import NumpyArray, PassBuilder
-from lightning_accel.data.transform import ImageTransform, Shape, in_float32, per_channel, per_sample, uniform
+from lightning_accel.data.transform import (
+    ImageTransform,
+    Shape,
+    in_float32,
+    is_number,
+    per_channel,
+    per_sample,
+    uniform,
+)
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
@@ -39,6 +48,7 @@ class Normalize(ImageTransform):
     fusible: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("Normalize(dtype)", self.dtype, ("auto", "float32"))
         for name in ("mean", "std"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
@@ -48,7 +58,7 @@ class Normalize(ImageTransform):
                 f"Normalize: {len(self._mean)} means and {len(self._std)} stds."
                 " Give as many of each as the images have channels, or one for all."
             )
-        if min(self._std) <= 0:
+        if not all(0 < std < np.inf for std in self._std):
             raise ValueError(f"Normalize(std={self.std!r}): every std has to be above 0.")
 
     @property
@@ -121,9 +131,10 @@ class ColorJitter(ImageTransform):
     hue: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("brightness", "contrast", "saturation", "hue"):
             value, most = getattr(self, name), 0.5 if name == "hue" else np.inf
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+            if not is_number(value) or not 0 <= value <= most:
                 allowed = "from 0 to 0.5" if name == "hue" else "0 or more"
                 raise ValueError(f"ColorJitter({name}={value!r}): give a number, {allowed}.")
 
@@ -156,7 +167,7 @@ class ColorJitter(ImageTransform):
                 values = (grey + (values - grey) * saturation).clip(0, 1)
             return _turned(xp, values, hue) if self.hue else values
 
-        return in_float32(images, jitter)
+        return in_float32("ColorJitter", images, jitter)
 
 
 def _grey(values: Array) -> Array:
@@ -185,7 +196,12 @@ def _turned(xp: Any, values: Array, turns: Array) -> Array:
 
 
 def _numbers(name: str, value: Any) -> float | tuple[float, ...]:
-    try:
-        return float(value) if not isinstance(value, Sequence) else tuple(float(number) for number in value)
-    except (TypeError, ValueError):
-        raise TypeError(f"Normalize({name}={value!r}): give a number, or a list of one per channel.") from None
+    is_many = isinstance(value, Iterable) and not isinstance(value, str)
+    numbers = list(value) if is_many else [value]
+    with suppress(TypeError, ValueError):
+        numbers = [float(number) if not isinstance(number, str) else number for number in numbers]
+    if is_many and not numbers:
+        raise ValueError(f"Normalize({name}={value!r}): give a number, or a list of one per channel.")
+    if not all(isinstance(number, float) for number in numbers):
+        raise TypeError(f"Normalize({name}={value!r}): give a number, or a list of one per channel.")
+    return tuple(numbers) if is_many else numbers[0]

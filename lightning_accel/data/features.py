@@ -13,10 +13,11 @@ from typing_extensions import Self, override
 
 from lightning_accel.data import parts
 from lightning_accel.data.arrays import Array
+from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.noise import normal
 from lightning_accel.data.parts import Key, Path
 from lightning_accel.data.single_pass import NumpyArray
-from lightning_accel.data.transform import ArrayBatch, Transform, has_channels_last
+from lightning_accel.data.transform import Transform, has_channels_last, is_number
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,19 +32,23 @@ class FeatureTransform(Transform):
     key: Key | None = field(default=None, kw_only=True)
 
     def find(self, batch: ArrayBatch) -> Path:
-        """Where its part is in the batch.
+        """Where its part is in the batch."""
+        return find_features(batch.structure, self.key, type(self).__name__)
 
-        Raises:
-            TypeError: It does not hold floating-point numbers.
-        """
-        name = type(self).__name__
-        if self.key is None:
-            return parts.evident_features(batch.structure, name)
-        path = parts.named(batch.structure, self.key, name)
-        kind = parts.kind_of(parts.get(batch.structure, path))
-        if "float" not in kind:
-            raise TypeError(f"{name}: the numbers are {kind}; it takes floating point. Put Normalize before it.")
-        return path
+
+def find_features(batch: Any, key: Key | None, asker: str) -> Path:
+    """Where the floating-point numbers are that ``key`` names, or that are evident.
+
+    Raises:
+        TypeError: The part does not hold floating-point numbers.
+    """
+    if key is None:
+        return parts.evident_features(batch, asker)
+    path = parts.named(batch, key, asker)
+    kind = parts.kind_of(parts.get(batch, path))
+    if "float" not in kind:
+        raise TypeError(f"{asker}: the numbers are {kind}; it takes floating point. Put Normalize before it.")
+    return path
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,9 +64,10 @@ class GaussianNoise(FeatureTransform):
     cov: Sequence[Sequence[float]] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.std is None) == (self.cov is None):
             raise ValueError(f"GaussianNoise(std={self.std!r}, cov={self.cov!r}): give one of the two.")
-        if self.std is not None and (isinstance(self.std, bool) or not self.std >= 0):
+        if self.std is not None and not (is_number(self.std) and self.std >= 0):
             raise ValueError(f"GaussianNoise(std={self.std!r}): give a number, 0 or more.")
         if self.cov is not None:
             object.__setattr__(self, "cov", _nested(self.cov))
@@ -105,6 +111,7 @@ class Whiten(FeatureTransform):
     cov: Any = field(repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("mean", "cov"):
             object.__setattr__(self, name, _nested(getattr(self, name)))
         mean, cov = np.array(self.mean).shape, np.array(self.cov).shape
@@ -121,24 +128,23 @@ class Whiten(FeatureTransform):
         Args:
             loader: Batches of tensors, as the Trainer gets them.
             key: The part of each batch, as for the transform itself.
-            eps: Added to the variances, as a part of the largest: without it, features that are constant or a
+            eps: Added to each feature's variance, as a part of it: without it, features that are constant or a
                 combination of others have no inverse.
 
         Raises:
             ValueError: There are no batches, or they do not have one shape.
         """
         moments: _Moments | None = None
-        finder = cls(mean=(0.0,), cov=((1.0,),), key=key)
         for batch in loader:
-            path = finder._find_in(batch)
-            moments = (moments or _Moments()).add(_rows(parts.get(batch, path)))
+            rows = _rows(parts.get(batch, find_features(batch, key, "Whiten.fit")))
+            if rows.size:
+                moments = (moments or _Moments()).add(rows)
         if moments is None:
             raise ValueError("Whiten.fit: the loader gave no batch.")
         cov = moments.covariance()
-        largest = np.einsum("...ii->...i", cov).max(axis=-1)[..., None, None]
-        return cls(
-            mean=moments.mean, cov=cov + eps * np.where(largest > 0, largest, 1) * np.eye(cov.shape[-1]), key=key
-        )
+        variances = np.einsum("...ii->...i", cov)  # a view of the diagonals
+        variances += eps * np.where(variances > 0, variances, 1)
+        return cls(mean=moments.mean, cov=cov, key=key)
 
     @override
     def __call__(self, batch: ArrayBatch) -> None:
@@ -153,13 +159,6 @@ class Whiten(FeatureTransform):
         else:
             white = _over_features(data, len(mean), "Whiten", lambda rows: (rows - mean) @ matrix.T)
         batch.write(path, white.astype(data.dtype))
-
-    def _find_in(self, batch: Any) -> Path:
-        return (
-            parts.evident_features(batch, "Whiten.fit")
-            if self.key is None
-            else parts.named(batch, self.key, "Whiten.fit")
-        )
 
     @cached_property
     def _mean(self) -> NumpyArray:
@@ -213,6 +212,7 @@ class SlidingWindow(FeatureTransform):
     step: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("size", "step"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -221,20 +221,14 @@ class SlidingWindow(FeatureTransform):
     @override
     def __call__(self, batch: ArrayBatch) -> None:
         path = self.find(batch)
-        data = batch.read(path)
-        if data.shape[1] < self.size:
+        # By torch, which has views of every dtype.
+        data = batch.tensor(path)
+        if data.ndim < 2 or data.shape[1] < self.size:
+            has = f"{data.shape[1]} steps" if data.ndim > 1 else "no axis of steps"
             raise ValueError(
-                f"SlidingWindow(size={self.size}) is longer than the sequences, {data.shape}: {data.shape[1]} steps."
+                f"SlidingWindow(size={self.size}) is longer than the sequences, {tuple(data.shape)}: {has}."
             )
-        windows = (data.shape[1] - self.size) // self.step + 1
-        batch.write(
-            path,
-            batch.xp.lib.stride_tricks.as_strided(
-                data,
-                (data.shape[0], windows, self.size, *data.shape[2:]),
-                (data.strides[0], data.strides[1] * self.step, *data.strides[1:]),
-            ),
-        )
+        batch.write(path, data.unfold(1, self.size, self.step).movedim(-1, 2))
 
 
 @dataclass(frozen=True, repr=False)
@@ -261,18 +255,23 @@ class Map(Transform):
         if self.training_only and batch.rng is None:
             return
         path = () if self.key is None else parts.named(batch.structure, self.key, "Map")
-        given = batch.all_arrays() if self.key is None else batch.read(path)
+        given = batch.as_arrays() if self.key is None else batch.read(path)
         before = _samples(given)
         returned = self.fn(batch.xp, given)
-        after = _samples(returned)
         name = getattr(self.fn, "__qualname__", repr(self.fn))
         if returned is None:
             raise TypeError(f"Map({name}) returned None: it has to return the batch.")
-        if before != after:
-            raise ValueError(
-                f"Map({name}) was given {before} samples and returned {after}: {parts.described(returned)}."
-                " It has to return as many samples as it is given."
-            )
+        after = _samples(returned)
+        is_alike = before.keys() == after.keys()
+        pairs = [(before[path], after[path]) for path in before] if is_alike else []
+        if not is_alike and not {*before.values()} & {*after.values()}:
+            pairs = [(next(iter(before.values()), 0), next(iter(after.values()), 0))]
+        for samples, returned_samples in pairs:
+            if samples != returned_samples:
+                raise ValueError(
+                    f"Map({name}) was given {samples} samples and returned {returned_samples}:"
+                    f" {parts.described(returned)}. It has to return as many samples as it is given."
+                )
         batch.write(path, returned)
 
 
@@ -316,10 +315,10 @@ def _rows(part: Tensor) -> NumpyArray:
     return data.swapaxes(0, 1) if data.ndim == 3 else data
 
 
-def _samples(batch: Any) -> int | None:
-    """The first dimension of the first part that has one."""
-    found = (part for _, part in parts.parts_of(batch) if parts.is_array(part) and part.ndim)
-    return next((int(part.shape[0]) for part in found), None)
+def _samples(batch: Any) -> dict[Path, int]:
+    """The first dimension of every part that has one."""
+    found = ((path, part) for path, part in parts.parts_of(batch) if parts.is_array(part) and part.ndim)
+    return {path: int(part.shape[0]) for path, part in found}
 
 
 def _nested(values: Any) -> Any:

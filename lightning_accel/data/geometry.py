@@ -51,6 +51,7 @@ class RandomCrop(ImageTransform):
     fusible: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "size", _size("RandomCrop", self.size))
         if isinstance(self.padding, bool) or not isinstance(self.padding, int) or self.padding < 0:
             raise ValueError(f"RandomCrop(padding={self.padding!r}): give a number of pixels, 0 or more.")
@@ -66,7 +67,7 @@ class RandomCrop(ImageTransform):
                 " give a smaller size or more padding=, or enlarge the images first."
             )
         if rng is None:
-            corners = (np.full(shape.samples, space // 2) for space in room)
+            corners = (np.full(shape.samples, round(space / 2)) for space in room)
         else:
             corners = (rng.integers(0, space + 1, shape.samples) for space in room)
         return Corners(*((corner - self.padding).astype(np.int32) for corner in corners))
@@ -106,6 +107,7 @@ class RandomHorizontalFlip(ImageTransform):
     fusible: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_probability("RandomHorizontalFlip", "p", self.p)
 
     @override
@@ -144,6 +146,7 @@ class RandomResizedCrop(ImageTransform):
     ratio: Sequence[float] = (3 / 4, 4 / 3)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "size", _size("RandomResizedCrop", self.size))
         for name in ("scale", "ratio"):
             object.__setattr__(self, name, check_range("RandomResizedCrop", name, getattr(self, name)))
@@ -175,13 +178,16 @@ class RandomResizedCrop(ImageTransform):
         xp = arrays.xp
         samples, channels, rows, columns = images.shape
         height, width = _height_and_width(self.size)
-        down = _interpolation(xp, arrays.upload(drawn.top), arrays.upload(drawn.height), height, rows)
-        across = _interpolation(xp, arrays.upload(drawn.left), arrays.upload(drawn.width), width, columns)
+        top, left, box_height, box_width = (arrays.upload(values) for values in drawn)
         resized = xp.empty((samples, channels, height, width), images.dtype)
-        at_a_time = max(1, _CHUNK_BYTES // (4 * channels * columns * (rows + height)))
+        at_a_time = max(
+            1, _CHUNK_BYTES // (4 * (channels * columns * (rows + height) + height * rows + width * columns))
+        )
         for begin in range(0, samples, at_a_time):
             some = slice(begin, begin + at_a_time)
-            values = down[some, None] @ images[some].astype(np.float32) @ across[some, None].swapaxes(2, 3)
+            down = _interpolation(xp, top[some], box_height[some], height, rows)
+            across = _interpolation(xp, left[some], box_width[some], width, columns)
+            values = down[:, None] @ images[some].astype(np.float32) @ across[:, None].swapaxes(2, 3)
             resized[some] = values.round().clip(0, 255) if images.dtype == np.uint8 else values
         return resized
 

@@ -11,14 +11,15 @@ from typing_extensions import override
 
 from lightning_accel.data import parts
 from lightning_accel.data.arrays import Array, Arrays
+from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.parts import Key, Path
 from lightning_accel.data.single_pass import NumpyArray
 from lightning_accel.data.transform import (
-    ArrayBatch,
     ImageTransform,
     Shape,
     check_probability,
     check_range,
+    is_number,
     per_sample,
     uniform,
 )
@@ -60,7 +61,10 @@ class RandomErasing(ImageTransform):
     value: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_probability("RandomErasing", "p", self.p)
+        if not is_number(self.value):
+            raise ValueError(f"RandomErasing(value={self.value!r}): give a number.")
         for name in ("scale", "ratio"):
             object.__setattr__(self, name, check_range("RandomErasing", name, getattr(self, name)))
 
@@ -79,6 +83,11 @@ class RandomErasing(ImageTransform):
 
     @override
     def apply(self, images: Array, drawn: Rectangles, arrays: Arrays) -> Array:
+        if images.dtype == np.uint8 and self.value not in range(256):
+            raise ValueError(
+                f"RandomErasing(value={self.value}) on uint8 images, which hold whole numbers from 0 to 255:"
+                " give one of these, or put Normalize before it."
+            )
         covered = arrays.xp.where(drawn.mask(Shape(*images.shape), arrays), images.dtype.type(self.value), images)
         return covered
 
@@ -100,8 +109,9 @@ class _Blending(ImageTransform):
     label_key: Key | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = type(self).__name__
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not self.alpha > 0:
+        if not is_number(self.alpha) or not self.alpha > 0:
             raise ValueError(f"{name}(alpha={self.alpha!r}): give a number above 0.")
         if self.num_classes is not None and (not isinstance(self.num_classes, int) or self.num_classes < 1):
             raise ValueError(f"{name}(num_classes={self.num_classes!r}): give the number of classes, 1 or more.")
@@ -110,10 +120,12 @@ class _Blending(ImageTransform):
     def __call__(self, batch: ArrayBatch) -> None:
         if batch.rng is None:
             return
-        path = self.find(batch)
+        path = self.find(batch.structure)
         images, channels_last = self.images(batch, path)
         label_path = self._find_label(batch, path)
         labels = self._probabilities(batch, label_path)
+        if len(labels) != len(images):
+            raise ValueError(f"{type(self).__name__}: {len(labels)} labels for {len(images)} images.")
         drawn = self.draw(Shape(*images.shape), batch.rng)
         images = self.apply(images, drawn, batch.arrays)
         batch.write(path, images.transpose(0, 2, 3, 1) if channels_last else images)

@@ -40,12 +40,12 @@ def get(batch: Any, path: Path) -> Any:
         LookupError: There is none.
     """
     for key in path:
-        if isinstance(batch, Mapping) or not isinstance(key, str):
+        if isinstance(batch, Mapping | list | tuple) and not (isinstance(key, str) and hasattr(batch, "_fields")):
             try:
                 batch = batch[key]
             except TypeError as error:
                 raise LookupError(key) from error
-        elif hasattr(batch, key):
+        elif isinstance(key, str) and hasattr(batch, key):
             batch = getattr(batch, key)
         else:
             raise LookupError(key)
@@ -60,9 +60,12 @@ def put(batch: Any, path: Path, value: Any) -> Any:
     inner = put(get(batch, (key,)), rest, value)
     if isinstance(batch, tuple):
         parts = [*batch]
-        parts[key] = inner
+        parts[batch._fields.index(key) if isinstance(key, str) else key] = inner  # type: ignore[attr-defined]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    batch = copy.copy(batch)
+    try:
+        batch = copy.copy(batch)
+    except TypeError:  # of a mapping that is only to be read
+        batch = dict(batch)
     if isinstance(batch, Mapping) or not isinstance(key, str):
         batch[key] = inner
     else:
@@ -117,7 +120,9 @@ def evident_label(batch: Any, image: Path, num_classes: int | None, asker: str) 
     hard = [path for path in _where(batch, is_hard) if path != image]
     soft = [path for path in _where(batch, is_soft) if path != image]
     expected = "one part (N,) of integers, or (N, num_classes) of probabilities"
-    return _the_one(hard or soft, batch, asker, "label", expected, key="label_key")
+    # Without a count, hard labels could not be used; beside probabilities they would be something else.
+    found = soft or hard if num_classes is None else hard or soft
+    return _the_one(found, batch, asker, "label", expected, key="label_key")
 
 
 def is_array(part: Any) -> bool:

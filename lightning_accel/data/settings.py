@@ -40,10 +40,8 @@ def written(transform: Transform) -> dict[str, Any]:
     given = {name: value for name, value in settings.items() if value != defaults[name]}
     kind = type(transform)
     is_ours = getattr(data, kind.__name__, None) is kind
-    return {
-        "class_path": f"{data.__name__ if is_ours else kind.__module__}.{kind.__qualname__}",
-        "init_args": {name: _plain(value) for name, value in given.items()},
-    }
+    class_path = f"{data.__name__}.{kind.__name__}" if is_ours else _import_path(kind, repr(kind))
+    return {"class_path": class_path, "init_args": {name: _plain(value) for name, value in given.items()}}
 
 
 def _read(value: Any) -> Any:
@@ -52,7 +50,12 @@ def _read(value: Any) -> Any:
     if "class_path" not in value:
         raise ValueError(f"preprocess: {dict(value)!r} names no transform. Write it as {_FORM}.")
     check_names(value, allowed=["class_path", "init_args"], owner="an entry of preprocess")
-    kind, settings = _kind(str(value["class_path"])), dict(value.get("init_args") or {})
+    kind, settings = _kind(str(value["class_path"])), value.get("init_args") or {}
+    if not isinstance(settings, Mapping):
+        raise TypeError(
+            f"preprocess: init_args of {kind.__name__} are {settings!r}: write a mapping, {{size: 32}} say."
+        )
+    settings = dict(settings)
     check_names(settings, allowed=[one.name for one in fields(kind)], owner=kind.__name__)
     for setting in ("key", "label_key"):
         if isinstance(settings.get(setting), list):
@@ -96,12 +99,18 @@ def _imported(setting: str, path: str) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
-    if callable(value):
-        path = f"{value.__module__}.{getattr(value, '__qualname__', '')}"
-        if not value.__module__ or "<" in path:
-            raise ValueError(
-                f"Map(fn={value!r}) cannot be written down: it has no name to import it by."
-                " Use a function defined with def at the top of a module."
-            )
-        return path
-    return value
+    return _import_path(value, f"Map(fn={value!r})") if callable(value) else value
+
+
+def _import_path(value: Any, what: str) -> str:
+    path = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', '')}"
+    try:
+        is_found = _imported("class_path", path) is value
+    except ValueError:
+        is_found = False
+    if not is_found:
+        raise ValueError(
+            f"preprocess: {what} cannot be written down: it has no name to import it by."
+            " Use a function or class defined at the top of a module."
+        )
+    return path

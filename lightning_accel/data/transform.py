@@ -2,72 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_accel.data import parts
 from lightning_accel.data.arrays import Array, Arrays
+from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.parts import Key, Path
 from lightning_accel.data.single_pass import NumpyArray, PassBuilder
-from lightning_accel.tree import map_leaves
-
-
-class ArrayBatch:
-    """A batch whose parts become arrays when they are first asked for, and tensors again at the end.
-
-    Args:
-        batch: Any structure of tensors.
-        arrays: The library to make arrays with, running.
-        rng: The batch's random numbers; None where nothing random may happen.
-        channels: How many channels the images have, by the key that they go by, where that is known.
-    """
-
-    def __init__(
-        self,
-        batch: Any,
-        arrays: Arrays,
-        rng: np.random.Generator | None = None,
-        channels: Mapping[Key | None, int | None] = MappingProxyType({}),
-    ) -> None:
-        self.structure = batch
-        self.channels = channels
-        self.arrays = arrays
-        self.rng = rng
-        # What is an array in the user's own batch stays one.
-        self._kind: type = arrays.xp.ndarray
-        self._users_own = {id(part): part for _, part in parts.parts_of(batch) if isinstance(part, self._kind)}
-
-    @property
-    def xp(self) -> Any:
-        return self.arrays.xp
-
-    def read(self, path: Path) -> Array:
-        part = parts.get(self.structure, path)
-        if isinstance(part, Tensor):
-            part = self.arrays.array(part)
-        return part
-
-    def write(self, path: Path, value: Array | Tensor) -> None:
-        self.structure = parts.put(self.structure, path, value)
-
-    def all_arrays(self) -> Any:
-        """The whole structure with arrays for tensors."""
-        return map_leaves(self.arrays.array, self.structure, Tensor)
-
-    def tensors(self) -> Any:
-        """The structure with a tensor for every array that a transform made."""
-
-        def as_tensor(array: Array) -> Any:
-            return array if id(array) in self._users_own else self.arrays.tensor(array)
-
-        return map_leaves(as_tensor, self.structure, self._kind)
 
 
 @dataclass(frozen=True)
@@ -76,6 +24,12 @@ class Transform(ABC):
 
     Subclasses are frozen dataclasses: their fields are their settings, in code and in YAML alike.
     """
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):  # a number of NumPy's would not be written to YAML
+            value = getattr(self, setting.name)
+            if isinstance(value, np.generic | np.ndarray):
+                object.__setattr__(self, setting.name, value.tolist())
 
     @abstractmethod
     def __call__(self, batch: ArrayBatch) -> None:
@@ -133,18 +87,18 @@ class ImageTransform(Transform):
 
     @override
     def __call__(self, batch: ArrayBatch) -> None:
-        path = self.find(batch)
+        path = self.find(batch.structure)
         images, channels_last = self.images(batch, path)
         drawn = self.draw(Shape(*images.shape), batch.rng)
         if drawn is not None:
             images = self.apply(images, drawn, batch.arrays)
         batch.write(path, images.transpose(0, 2, 3, 1) if channels_last else images)
 
-    def find(self, batch: ArrayBatch) -> Path:
-        """Where its images are in the batch."""
+    def find(self, batch: Any) -> Path:
+        """Where its images are in a batch."""
         if self.key is not None:
-            return parts.named(batch.structure, self.key, type(self).__name__)
-        return parts.evident_image(batch.structure, type(self).__name__)
+            return parts.named(batch, self.key, type(self).__name__)
+        return parts.evident_image(batch, type(self).__name__)
 
     def images(self, batch: ArrayBatch, path: Path) -> tuple[Array, bool]:
         """The images as ``(N, C, H, W)``, and whether their channels come last in the batch.
@@ -163,7 +117,9 @@ class ImageTransform(Transform):
         if kind not in self.dtypes and not (kind == "bfloat16" and "float32" in self.dtypes):
             raise TypeError(self.refusal(kind))
         images = batch.read(path)
-        channels_last = has_channels_last(images.shape, batch.channels.get(self.key))
+        if path not in batch.layouts:
+            batch.layouts[path] = has_channels_last(images.shape, batch.channels.get(path))
+        channels_last = batch.layouts[path]
         return (images.transpose(0, 3, 1, 2) if channels_last else images), channels_last
 
     def refusal(self, kind: str) -> str:
@@ -187,15 +143,24 @@ def per_channel(values: NumpyArray, arrays: Arrays) -> Array:
     return arrays.upload(values.astype(np.float32)).reshape(1, -1, 1, 1)
 
 
-def in_float32(images: Array, change: Callable[[Array], Array]) -> Array:
+def in_float32(owner: str, images: Array, change: Callable[[Array], Array]) -> Array:
     """Changes images as float32 in [0, 1], and gives them back in the dtype that they came in, clipped to its range.
 
     Uint8 is taken as 0…255 and rounded, as it is everywhere in torchvision.
+
+    Raises:
+        ValueError: Images of floating point go beyond that range (looked at on the host alone).
     """
     is_uint8 = images.dtype == np.uint8
     values = images.astype(np.float32)
     if is_uint8:
         values *= np.float32(1 / 255)
+    # On a GPU, looking at them would wait for it.
+    elif isinstance(values, np.ndarray) and values.size and not 0 <= values.min() <= values.max() <= 1:
+        raise ValueError(
+            f"{owner}: the images reach from {values.min():.3g} to {values.max():.3g}; it takes uint8, or floating"
+            " point from 0 to 1. Put it before Normalize, and give images of 0 to 255 as uint8."
+        )
     values = change(values).clip(0, 1)
     if is_uint8:
         values = (values * np.float32(255)).round()
@@ -208,20 +173,25 @@ def uniform(rng: np.random.Generator, limits: Any, size: int | tuple[int, int]) 
     return rng.uniform(smallest, largest, size)
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def check_probability(owner: str, name: str, value: Any) -> None:
     """Raises a ``ValueError`` unless ``value`` is a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+    if not is_number(value) or not 0 <= value <= 1:
         raise ValueError(f"{owner}({name}={value!r}): a probability is a number from 0 to 1.")
 
 
 def check_range(owner: str, name: str, value: Any, *, above: float = 0.0) -> tuple[float, float]:
-    """``value`` as a pair of numbers, the first above ``above`` and not larger than the second.
+    """``value`` as a pair of finite numbers, the first above ``above`` and not larger than the second.
 
     Raises:
         ValueError: It is not.
     """
     numbers = tuple(value) if isinstance(value, list | tuple) else ()
-    if len(numbers) != 2 or not all(isinstance(number, int | float) for number in numbers):
+    if len(numbers) != 2 or not all(is_number(number) for number in numbers):
         raise ValueError(f"{owner}({name}={value!r}): give two numbers, (smallest, largest).")
     if not above < numbers[0] <= numbers[1]:
         raise ValueError(f"{owner}({name}={value!r}): give (smallest, largest), with {above:g} < smallest <= largest.")

@@ -1,0 +1,98 @@
+"""A batch on its way through transforms: of tensors, of arrays where these are asked for, of tensors at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_accel.data import parts
+from lightning_accel.data.arrays import Array, Arrays
+from lightning_accel.data.parts import Path
+
+
+class ArrayBatch:
+    """A batch whose parts become arrays when they are first asked for, and tensors again at the end.
+
+    Args:
+        batch: Any structure of tensors.
+        arrays: The library to make arrays with, running.
+        rng: The batch's random numbers; None where nothing random may happen.
+        channels: How many channels the images at a path have, where that is known.
+
+    Attributes:
+        structure: The batch as it is now, of tensors and arrays.
+        layouts: Whether the images at a path have their channels last. Settled when they are first looked at: a crop
+            to three columns must not make columns of what were channels.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        arrays: Arrays,
+        rng: np.random.Generator | None = None,
+        channels: Mapping[Path, int] = MappingProxyType({}),
+    ) -> None:
+        self.structure = batch
+        self.arrays = arrays
+        self.rng = rng
+        self.channels = channels
+        self.layouts: dict[Path, bool] = {}
+        self._kind: type = arrays.xp.ndarray
+        # What is an array in the user's own batch stays one.
+        self._users_own = {id(part): part for _, part in parts.parts_of(batch) if isinstance(part, self._kind)}
+        self._read: dict[int, tuple[Array, Tensor]] = {}  # what was read, and what it was
+        self._bfloat16_paths: set[Path] = set()  # whose arrays are float32 because no array library has bfloat16
+
+    @property
+    def xp(self) -> Any:
+        """The array library."""
+        return self.arrays.xp
+
+    def read(self, path: Path) -> Array:
+        """The part at ``path`` as an array; bfloat16 as float32."""
+        part = parts.get(self.structure, path)
+        if not isinstance(part, Tensor):
+            return part
+        array = self.arrays.array(part)
+        self._read[id(array)] = array, part
+        if part.dtype == torch.bfloat16:
+            self._bfloat16_paths.add(path)
+        return array
+
+    def write(self, path: Path, value: Any, *, in_float32: bool = False) -> None:
+        """Puts an array or a tensor at ``path``; ``in_float32``: of that dtype, even where there was bfloat16."""
+        if in_float32:
+            self._bfloat16_paths.discard(path)
+        self.structure = parts.put(self.structure, path, value)
+
+    def tensor(self, path: Path) -> Tensor:
+        """The part at ``path`` as a tensor, of the dtype that it came in."""
+        part = parts.get(self.structure, path)
+        return part if isinstance(part, Tensor) else self._as_tensor(path, part)
+
+    def as_arrays(self) -> Any:
+        """The whole structure, with arrays for tensors from now on."""
+        for path, part in list(parts.parts_of(self.structure)):
+            if isinstance(part, Tensor):
+                self.write(path, self.read(path))
+        return self.structure
+
+    def tensors(self) -> Any:
+        """The structure with a tensor for every array that a transform made."""
+        for path, part in list(parts.parts_of(self.structure)):
+            if isinstance(part, self._kind) and id(part) not in self._users_own:
+                self.write(path, self._as_tensor(path, part))
+        return self.structure
+
+    def _as_tensor(self, path: Path, array: Array) -> Tensor:
+        _, was = self._read.get(id(array), (None, None))
+        if was is not None and was.dtype != torch.bfloat16:
+            return was
+        tensor = self.arrays.tensor(array)
+        was_bfloat16 = was is not None or path in self._bfloat16_paths
+        return tensor.bfloat16() if was_bfloat16 and tensor.dtype == torch.float32 else tensor

@@ -239,12 +239,7 @@ def _in_one_pass(step: Sequence[Transform], work: ArrayBatch, path: Path, finish
         if drawn is not None:
             transform.compose(onto, drawn)
     single_pass = onto.build()
-    out = torch.empty(
-        (samples, channels, onto.height, onto.width),
-        dtype=finish.dtype,
-        device=work.arrays.device,
-        memory_format=finish.memory_format,
-    )
+    out = work.arrays.empty((samples, channels, onto.height, onto.width), finish.dtype, finish.memory_format)
     kind = cast(Kind, parts.kind_of(out))
     if isinstance(work.arrays, NumpyArrays):
         run_on_host(images, single_pass, work.arrays.writable(out), kind=kind)

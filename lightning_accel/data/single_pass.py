@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,23 +99,18 @@ class PassBuilder:
 def run_on_host(images: NumpyArray, single_pass: SinglePass, out: NumpyArray, *, kind: Kind) -> None:
     """The pass in NumPy: sample by sample and channel by channel, so that what is in between stays in the cache.
 
-    For uint8 the arithmetic is done once for each of the 256 values, and pixels are looked up: the values are those
-    of the transforms one by one, bit for bit. (Compiled with Numba the same loops take three quarters of the time;
-    see benchmarks/preprocessing.py.)
+    The values are those of the transforms one by one, bit for bit.
 
     Args:
         images: ``(N, C, H, W)`` of uint8 or float32, in any layout.
         single_pass: What to do.
         out: ``(N, C, height, width)``, in any layout; of uint16, the bits, for bfloat16.
-        kind: The output's dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        kind: The output's dtype.
     """
     _, channels, height, width = images.shape
-    cast = _CASTS[kind]
-    scale, bias, fill = single_pass.scale[:, None], single_pass.bias[:, None], cast(single_pass.fill)
-    tables = cast(np.arange(256, dtype=np.float32) * scale + bias) if images.dtype == np.uint8 else None
     # A plane is put together here, whole, before it is written into a layout that may scatter it.
-    plane = np.empty((single_pass.height, single_pass.width), out.dtype)
-    looked_up = np.empty(plane.size, out.dtype)
+    plane = np.empty((single_pass.height, single_pass.width), np.float32)
+    bits = np.empty(plane.shape, np.uint32)
     for sample in range(len(images)):
         rows, from_rows = _overlap(int(single_pass.top[sample]), 1, single_pass.height, height)
         columns, from_columns = _overlap(
@@ -122,18 +118,35 @@ def run_on_host(images: NumpyArray, single_pass: SinglePass, out: NumpyArray, *,
         )
         inside = plane[rows, columns]
         for channel in range(channels):
-            pixels = images[sample, channel, from_rows, from_columns]
             if inside.size < plane.size:
-                plane[...] = fill[channel]
-            if tables is None:
-                inside[...] = cast(pixels * scale[channel] + bias[channel])
+                plane[...] = single_pass.fill[channel]
+            pixels = images[sample, channel, from_rows, from_columns]
+            np.multiply(pixels, single_pass.scale[channel], out=inside, dtype=np.float32)
+            np.add(inside, single_pass.bias[channel], out=inside)
+            if kind == "bfloat16":
+                out[sample, channel] = _as_bfloat16(plane, bits)
             else:
-                found = plane if inside.size == plane.size else looked_up[: pixels.size].reshape(pixels.shape)
-                # Every uint8 is an index of the table: "clip" only spares the check.
-                np.take(tables[channel], pixels, out=found, mode="clip")
-                if found is not plane:
-                    inside[...] = found
-            out[sample, channel] = plane
+                with np.errstate(over="ignore"):  # to infinity, as torch does
+                    out[sample, channel] = plane
+
+
+def _as_bfloat16(values: NumpyArray, bits: NumpyArray) -> NumpyArray:
+    """The bits of ``values`` rounded to the nearest bfloat16, to even at ties, as uint16.
+
+    Args:
+        values: float32.
+        bits: Of the same shape, uint32, overwritten.
+    """
+    whole = values.view(np.uint32)
+    np.right_shift(whole, 16, out=bits)
+    np.bitwise_and(bits, 1, out=bits)
+    np.add(bits, 0x7FFF, out=bits)
+    np.add(bits, whole, out=bits)
+    is_nan = np.isnan(values)
+    if is_nan.any():
+        bits[is_nan] = 0x7FC0_0000
+    upper = 1 if sys.byteorder == "little" else 0
+    return bits.view(np.uint16)[..., upper::2]
 
 
 def _overlap(start: int, step: int, count: int, size: int) -> tuple[slice, slice]:
@@ -147,18 +160,3 @@ def _overlap(start: int, step: int, count: int, size: int) -> tuple[slice, slice
         return slice(begin, end), slice(start + begin, start + end)
     stop = start - end
     return slice(begin, end), slice(start - begin, stop if stop >= 0 else None, -1)
-
-
-def _as_bfloat16(values: NumpyArray) -> NumpyArray:
-    """The bits of ``values``, float32, rounded to the nearest bfloat16, to even at ties; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
-
-
-def _as_float16(values: NumpyArray) -> NumpyArray:
-    with np.errstate(over="ignore"):  # to infinity, as torch does
-        return values.astype(np.float16)
-
-
-_CASTS = {"float32": lambda values: values.astype(np.float32), "float16": _as_float16, "bfloat16": _as_bfloat16}

@@ -105,6 +105,38 @@ def memory_modes_svg() -> str:
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
+def device_pipeline_svg() -> str:
+    """What ran when on which thread, without and with the pipeline: the plot of `device_pipeline.json`."""
+    spans = _details("device_pipeline")["spans"]
+    left, width, row = 150, 500, 30
+    last_ms = max(span["end_ms"] for how in spans.values() for span in how)
+    out = _begun(20, "Six steps without and with the device pipeline: a trace of two threads, ms", height=300)
+
+    def x(ms: float) -> float:
+        return left + width * min(max(ms, 0.0), last_ms) / last_ms
+
+    top = 60
+    for how, lanes in (("inline", ["training"]), ("pipeline", ["training", "pipeline"])):
+        out.append(_text(20, top - 8, {"inline": "at the transfer", "pipeline": "prepared ahead"}[how], ' fill="#111"'))
+        for lane, thread in enumerate(lanes):
+            upper = top + lane * (row + 6)
+            out.append(_text(20, upper + 19, f"{thread} thread"))
+            for span in spans[how]:
+                begin, end = x(span["begin_ms"]), x(span["end_ms"])
+                if span["thread"] == thread and end > begin:
+                    color = BLUE if span["what"] == "step" else RED
+                    shape = f'x="{begin:.1f}" y="{upper}" width="{end - begin:.1f}" height="{row}"'
+                    out.append(f'<rect {shape} fill="{color}" stroke="#fff"/>')
+        top += len(lanes) * (row + 6) + 34
+    for tick in range(0, int(last_ms) + 1, max(10, 10 * round(last_ms / 60))):
+        out.append(f'<path d="M{x(tick):.1f} 50V{top - 26}" stroke="#888" stroke-opacity="0.3"/>')
+        out.append(_text(f"{x(tick):.1f}", top - 10, str(tick), ' text-anchor="middle"'))
+    for at, (color, words) in enumerate([(BLUE, "training step"), (RED, "preprocessing of a batch")]):
+        out.append(f'<rect x="{left + 190 * at}" y="{top + 8}" width="14" height="14" fill="{color}"/>')
+        out.append(_text(left + 190 * at + 20, top + 20, words))
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
 def _pareto(points: dict[str, tuple[float, float]]) -> list[str]:
     """Those that nothing else beats in both, from the smallest peak on."""
     found: list[str] = []

@@ -393,9 +393,9 @@ def accelerate(model: nn.Module, plan: Plan | None = None, *, host: Host | None 
     host = host or Host.detect(next((parameter.device for parameter in model.parameters()), None))
     precision, of_module = MixedPrecision(plan.precision, host), module_techniques(plan, model)
     techniques: list[Technique] = [precision, *of_module]
-    if plan.preprocess:
+    if plan.transforms:
         dtype = DTYPES.get(precision.precision, torch.float32)
-        techniques.insert(0, Preprocessing(plan.preprocess, device_of(model), dtype, wants_channels_last(of_module)))
+        techniques.insert(0, Preprocessing(plan.transforms, device_of(model), dtype, wants_channels_last(of_module)))
     return Engine(model, plan, host, techniques)
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from lightning_accel.byte_size import parse_bytes
 from lightning_accel.checks import check_bool, check_choice, check_names, names_given
+from lightning_accel.data import Transform
 from lightning_accel.data.settings import read_transforms, written
 
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
@@ -141,7 +142,7 @@ class Plan:
     flash_attention: FlashAttentionSetting | FlashAttentionPlan | Mapping[str, Any] | bool = "auto"
     activation_offloading: OffloadingSetting | OffloadingPlan | Mapping[str, Any] | bool = "off"
     sparse_activations: SparseSetting | bool = "off"
-    preprocess: Sequence[Any] = ()
+    preprocess: Sequence[Transform | dict[str, Any]] = ()
     log: bool = True
     strict: bool = False
     verify: bool = True
@@ -201,10 +202,15 @@ class Plan:
             return setting
         return FlashAttentionPlan(backend=cast(FlashAttentionSetting, setting))
 
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """``preprocess`` as objects."""
+        return cast(tuple[Transform, ...], self.preprocess)
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values: valid keyword arguments of ``Plan`` and of ``AccelPlugin``."""
         values = asdict(self)
-        values["preprocess"] = [written(transform) for transform in self.preprocess]
+        values["preprocess"] = [written(transform) for transform in self.transforms]
         if isinstance(self.gradient_checkpointing, CheckpointingPlan):
             given = values["gradient_checkpointing"]
             given["blocks"] = list(self.gradient_checkpointing.blocks)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accel.data import Preprocess
+from lightning_accel.data import Preprocess, Transform
 from lightning_accel.engine import Decisions, Engine, module_techniques, wants_channels_last
 from lightning_accel.host import Host
 from lightning_accel.layout import restore_layouts
@@ -85,7 +85,7 @@ class AccelPlugin(Precision):
         flash_attention: FlashAttentionSetting | FlashAttentionPlan | dict[str, Any] | bool = "auto",
         activation_offloading: OffloadingSetting | OffloadingPlan | dict[str, Any] | bool = "off",
         sparse_activations: SparseSetting | bool = "off",
-        preprocess: Sequence[Any] | None = None,
+        preprocess: Sequence[Transform | dict[str, Any]] | None = None,
         log: bool = True,
         strict: bool = False,
         verify: bool = True,
@@ -169,7 +169,7 @@ class AccelPlugin(Precision):
         self._report.of("precision").is_on = precision != "32-true"
         self._report.of("precision").status = f"{precision}: {reason}"
         self._hook_strategy(trainer.strategy)
-        if self.plan.preprocess:
+        if self.plan.transforms:
             self._feed(trainer, wants_channels_last(techniques))
         if self._is_fitting:
             if self.plan.log:
@@ -376,7 +376,7 @@ class AccelPlugin(Precision):
         assert self._engine is not None
         strategy = trainer.strategy
         preprocess = Preprocess(
-            self.plan.preprocess,
+            self.plan.transforms,
             device=strategy.root_device,
             dtype=DTYPES.get(self.precision, torch.float32),
             channels_last=channels_last,

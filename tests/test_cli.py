@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_accel import AccelCLI, AccelPlugin, Plan, cli
+from lightning_accel.data import Map, Normalize, RandomCrop
 
 QUIET = [
     "--seed_everything=0",
@@ -143,6 +145,34 @@ def test_a_plan_written_as_yaml_is_valid_as_init_args() -> None:
     init_args = "".join(f"        {line}\n" for line in plan.to_yaml().splitlines())
     text = f"trainer:\n  plugins:\n    - class_path: lightning_accel.AccelPlugin\n      init_args:\n{init_args}"
     assert plan_of(LightningCLI(BoringModel, args=[*QUIET, write(text)], run=False)) == plan
+
+
+CHAIN = """[
+  {class_path: RandomCrop, init_args: {size: 8, padding: 2, key: image}},
+  {class_path: lightning_accel.data.Normalize, init_args: {mean: [0.1, 0.2, 0.3], std: 0.5, key: image}},
+  {class_path: Map, init_args: {fn: operator.getitem}}]"""
+TRANSFORMS = (
+    RandomCrop(8, padding=2, key="image"),
+    Normalize([0.1, 0.2, 0.3], 0.5, key="image"),
+    Map(operator.getitem),
+)
+
+
+@pytest.mark.parametrize("command_line", ["LightningCLI", "AccelCLI"])
+def test_transforms_are_written_as_classes_of_jsonargparse_are(command_line: str) -> None:
+    if command_line == "AccelCLI":
+        given = plan_of(build(write(f"accel: {{preprocess: {CHAIN}}}")))
+    else:
+        plugin = f"{{class_path: lightning_accel.AccelPlugin, init_args: {{preprocess: {CHAIN}}}}}"
+        text = f"trainer: {{plugins: [{plugin}]}}"
+        given = plan_of(LightningCLI(BoringModel, args=[*QUIET, write(text)], run=False))
+    assert given.preprocess == TRANSFORMS
+    assert Plan.from_yaml(given.to_yaml()) == given
+
+
+def test_a_misspelt_transform_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(capsys, write("accel: {preprocess: [{class_path: RandomCorp, init_args: {size: 8}}]}"))
+    assert "there is no transform 'RandomCorp'; did you mean 'RandomCrop'?" in said
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------------------

@@ -200,3 +200,20 @@ def test_the_demo_ends_with_its_table() -> None:
         assert all(run["samples_per_sec"] > 0 and run["peak_memory_mib"] > 100 for run in by_mode.values())
         assert by_mode["accelerated"]["report"]["techniques"]["precision"]["status"]
     assert list(Path("demo_logs").rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_augmentation_gives_the_same_accuracy_on_the_device_and_off_it() -> None:
+    import augment
+
+    found = [augment.accuracy(how, seed=0, epochs=3, accelerator="cpu") for how in ("on the device", "on the host")]
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_augmentation_helps_with_every_seed() -> None:
+    import augment
+
+    for seed in range(3):
+        plain, augmented = (augment.accuracy(how, seed, epochs=100) for how in ("plain", "on the device"))
+        assert augmented > plain

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from typing import Any, ClassVar, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -27,7 +25,7 @@ from lightning_accel.engine import Decisions, Engine, module_techniques, wants_c
 from lightning_accel.host import Host
 from lightning_accel.layout import restore_layouts
 from lightning_accel.memory.memory_plan import MemoryPlan
-from lightning_accel.patch import MethodPatch, PatchSet
+from lightning_accel.patch import Patch, PatchSet
 from lightning_accel.plan import (
     CheckpointingMode,
     CheckpointingPlan,
@@ -43,6 +41,7 @@ from lightning_accel.plan import (
 )
 from lightning_accel.report import Report
 from lightning_accel.strategies.feeding import Feeding
+from lightning_accel.strategies.hooks import logging_nothing, strategy_hooks
 from lightning_accel.techniques.base import Verdict
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import (
@@ -149,7 +148,7 @@ class AccelPlugin(Precision):
             self._decisions, self._decisions_without_gradients = {}, {}
             self._decided_for = weakref.ref(module)
         techniques = module_techniques(
-            self.plan, module, device=trainer.strategy.root_device, during_trial=lambda: _logging_nothing(module)
+            self.plan, module, device=trainer.strategy.root_device, during_trial=lambda: logging_nothing(module)
         )
         self._engine = Engine(
             module,
@@ -168,12 +167,14 @@ class AccelPlugin(Precision):
         self._report = self._engine.report
         self._report.of("precision").is_on = precision != "32-true"
         self._report.of("precision").status = f"{precision}: {reason}"
-        self._hook_strategy(trainer.strategy)
+        self._hook(strategy_hooks(trainer.strategy, self._engine, self._restore_layouts))
         if self.plan.transforms:
             self._feed(trainer, wants_channels_last(techniques))
         if self._is_fitting:
             if self.plan.log:
-                _add_logger(trainer, module)
+                from lightning_accel.callbacks.joining import add_speed_memory_logger
+
+                add_speed_memory_logger(trainer, module)
             rank_zero_info(self._report.summary())
         return module
 
@@ -338,40 +339,6 @@ class AccelPlugin(Precision):
         elif self.scaler is None or self.scaler._device != self.device:
             self.scaler = CountingGradScaler(self.device)
 
-    def _hook_strategy(self, strategy: Strategy) -> None:
-        engine = self._engine
-        assert engine is not None
-
-        def with_techniques(original: Callable[..., Any]) -> Callable[..., Any]:
-            def batch_to_device(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-                return engine.batch(original(strategy, *args, **kwargs))
-
-            return batch_to_device
-
-        def as_predicted(original: Callable[..., Any]) -> Callable[..., Any]:
-            def predict_step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-                return engine.predictions(original(strategy, *args, **kwargs))
-
-            return predict_step
-
-        def with_own_layouts(original: Callable[..., Any]) -> Callable[..., Any]:
-            # Not left to `on_save_checkpoint`, which is not called for a checkpoint of weights only.
-            def lightning_module_state_dict(strategy: Strategy) -> dict[str, Any]:
-                checkpoint = {"state_dict": original(strategy)}
-                self._restore_layouts(checkpoint)
-                restored: dict[str, Any] = checkpoint["state_dict"]
-                return restored
-
-            return lightning_module_state_dict
-
-        for name, wrap in (
-            ("batch_to_device", with_techniques),
-            ("predict_step", as_predicted),
-            ("lightning_module_state_dict", with_own_layouts),
-        ):
-            self._hooks.add(MethodPatch(name, "in the run's layouts", strategy, name, wrap))
-        self._hooks.apply()
-
     def _feed(self, trainer: Trainer, channels_last: Callable[[], bool]) -> None:
         assert self._engine is not None
         strategy = trainer.strategy
@@ -387,7 +354,10 @@ class AccelPlugin(Precision):
         record.is_on, record.status = True, self._feeding.status()
         if preprocess.complaint:
             self._engine.degrade(f"preprocess: {preprocess.complaint}. Until then NumPy does it on the host.")
-        for patch in self._feeding.patches():
+        self._hook(self._feeding.patches())
+
+    def _hook(self, patches: Iterable[Patch]) -> None:
+        for patch in patches:
             self._hooks.add(patch)
         self._hooks.apply()
 
@@ -422,33 +392,3 @@ def _copied(kind: type[AccelPlugin], state: dict[str, Any]) -> AccelPlugin:
     vars(plugin).update(state)
     plugin._set_precision(cast(ResolvedPrecision, plugin.precision))
     return plugin
-
-
-def _add_logger(trainer: Trainer, module: LightningModule) -> None:
-    from lightning_accel.callbacks import SpeedMemoryLogger
-
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    if trainer.barebones or any(isinstance(callback, SpeedMemoryLogger) for callback in callbacks):
-        return
-    logger = SpeedMemoryLogger()
-    # Before the checkpoint callbacks, which may monitor what it logs.
-    place = next((i for i, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), len(callbacks))
-    callbacks.insert(place, logger)
-    logger.setup(trainer, module, stage=TrainerFn.FITTING)  # the setup hooks have run already
-
-
-@contextmanager
-def _logging_nothing(module: LightningModule) -> Iterator[None]:
-    """Silences ``self.log`` during a trial's extra forward passes."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def log(*args: Any, **kwargs: Any) -> None: ...
-
-        return log
-
-    patches = PatchSet(MethodPatch(name, "trial", module, name, wrap) for name in ("log", "log_dict"))
-    patches.apply()
-    try:
-        yield
-    finally:
-        patches.undo()

@@ -58,7 +58,7 @@ class Fake(Technique):
         finally:
             self.calls.append(f"leave {stage}")
 
-    def batch(self, batch: Any) -> Any:
+    def batch(self, batch: Any, stage: str) -> Any:
         return batch + 1
 
     def settled(self) -> None:

@@ -2,8 +2,9 @@
 
 from lightning_accel.data.chain import Preprocess
 from lightning_accel.data.color import ColorJitter, Normalize
-from lightning_accel.data.features import GaussianNoise, Map, SlidingWindow, Whiten
+from lightning_accel.data.features import GaussianNoise, SlidingWindow, Whiten
 from lightning_accel.data.geometry import RandomCrop, RandomHorizontalFlip, RandomResizedCrop
+from lightning_accel.data.map import Map
 from lightning_accel.data.mixing import CutMix, MixUp, RandomErasing
 from lightning_accel.data.pipeline import DevicePipeline
 from lightning_accel.data.position import Position

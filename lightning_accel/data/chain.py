@@ -15,8 +15,8 @@ from lightning_accel.data import parts
 from lightning_accel.data.arrays import CupyArrays, NumpyArrays, why_no_cupy
 from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.color import ColorJitter, Normalize
-from lightning_accel.data.features import Map
 from lightning_accel.data.geometry import RandomCrop
+from lightning_accel.data.map import Map
 from lightning_accel.data.parts import Path
 from lightning_accel.data.position import Position
 from lightning_accel.data.single_pass import Kind, PassBuilder, run_on_host

@@ -338,6 +338,7 @@ def test_the_report_names_device_and_every_technique() -> None:
     assert "(cpu)" in lines[0]
     assert [line.split()[1] for line in lines[1:]] == [
         *(
+            "preprocess:",
             "precision:",
             "flash_attention:",
             "inplace_activations:",

@@ -90,7 +90,7 @@ class NumpyArrays(Arrays):
 
     @override
     def empty(self, shape: tuple[int, int, int, int], dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
-        # NumPy asks for large pages, torch does not: a batch is written in two thirds of the time.
+        # NumPy asks for large pages, torch does not, and writing to new small ones takes as long as the arithmetic.
         memory = torch.from_numpy(np.empty(math.prod(shape), f"i{dtype.itemsize}")).view(dtype)
         if memory_format == torch.contiguous_format:
             return memory.view(shape)
@@ -153,10 +153,9 @@ class CupyArrays(Arrays):
 
     @override
     def upload(self, values: np.ndarray[Any, Any]) -> Array:
-        # A copy from pageable memory would wait for the device.
-        return self.array(
-            torch.from_numpy(np.ascontiguousarray(values)).pin_memory().to(self.device, non_blocking=True)
-        )
+        # A copy from pageable memory would wait for the device. As bytes, since not every CuPy takes bool from others.
+        pinned = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8)).pin_memory()
+        return self.array(pinned.to(self.device, non_blocking=True)).view(values.dtype).reshape(values.shape)
 
     @override
     def empty(self, shape: tuple[int, int, int, int], dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:

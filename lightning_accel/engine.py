@@ -141,9 +141,10 @@ class Engine:
 
         Args:
             batch: Any structure of tensors.
-            stage: As in :meth:`step`; None: that of the step that is under way, else ``"train"``.
+            stage: As in :meth:`step`; None: that of the step that is under way, else ``"train"`` or ``"validate"`` as
+                the model's own mode has it.
         """
-        stage = stage or self._stage or "train"
+        stage = stage or self._stage or ("train" if self.model.training else "validate")
         for technique in self._techniques:
             batch = technique.batch(batch, stage)
         return batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -209,7 +209,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values: valid keyword arguments of ``Plan`` and of ``AccelPlugin``."""
-        values = asdict(self)
+        values = asdict(replace(self, preprocess=()))  # copies what it finds, which some functions cannot be
         values["preprocess"] = [written(transform) for transform in self.transforms]
         if isinstance(self.gradient_checkpointing, CheckpointingPlan):
             given = values["gradient_checkpointing"]

@@ -349,7 +349,7 @@ class AccelPlugin(Precision):
             channels_last=channels_last,
             rank=trainer.global_rank,
         )
-        self._feeding = Feeding(trainer, preprocess)
+        self._feeding = Feeding(trainer, preprocess, self._report.note)
         record = self._report.of("preprocess")
         record.is_on, record.status = True, self._feeding.status()
         if preprocess.complaint:

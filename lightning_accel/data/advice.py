@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_accel.data.pipeline import DevicePipeline
+
 WORTH_ADVICE = 0.1  # of the training time spent waiting
 
 
@@ -26,9 +28,17 @@ def waiting_advice(
     if data_wait_frac <= WORTH_ADVICE:
         return []
     known = [loader for loader in loaders if isinstance(loader, DataLoader)]
-    lines = [f"{data_wait_frac:.0%} of the training time was spent waiting for the train dataloader."]
-    # A core is left to the training, which on a CPU takes what it can get.
-    workers = max(1, min(cores - 1, 8))
+    lines = [f"{data_wait_frac:.0%} of the training time was spent waiting for data."]
+    seconds = [loader.seconds for loader in loaders if isinstance(loader, DevicePipeline)]
+    fetch_s, prepare_s = (sum(times) for times in zip(*seconds, strict=True)) if seconds else (0.0, 0.0)
+    if prepare_s > fetch_s:
+        return [
+            *lines,
+            f"Preparing batches took {prepare_s:.1f} s of the epoch, fetching them {fetch_s:.1f} s: it waits for the"
+            " transforms. Move those that work on single samples into the dataset, and load with workers:"
+            f" DataLoader(..., num_workers={_workers(cores)}, persistent_workers=True); or leave some out.",
+        ]
+    workers = _workers(cores)
     if any(loader.num_workers == 0 for loader in known):
         lines.append(
             "Load in other processes, while the model computes:"
@@ -50,3 +60,8 @@ def waiting_advice(
             " AccelPlugin(preprocess=[Normalize(mean, std), ...]), from lightning_accel.data."
         )
     return lines
+
+
+def _workers(cores: int) -> int:
+    # A core is left to the training, which on a CPU takes what it can get.
+    return max(1, min(cores - 1, 8))

@@ -73,7 +73,7 @@ class NumpyArrays(Arrays):
 
     @override
     def array(self, tensor: Tensor) -> Array:
-        tensor = _plain(tensor)
+        tensor = _plain(tensor).cpu()  # where it is already, unless a loader gives tensors of a device without CuPy
         return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
     @override
@@ -136,7 +136,7 @@ class CupyArrays(Arrays):
 
     @override
     def array(self, tensor: Tensor) -> Array:
-        tensor = _plain(tensor)
+        tensor = _plain(tensor).to(self.device)  # where it is already, unless the user's own transfer left it behind
         tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         self._origins.append(tensor)
         return self.xp.from_dlpack(tensor)

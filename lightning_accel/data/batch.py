@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -45,6 +46,7 @@ class ArrayBatch:
         self._kind: type = arrays.xp.ndarray
         # What is an array in the user's own batch stays one.
         self._users_own = {id(part): part for _, part in parts.parts_of(batch) if isinstance(part, self._kind)}
+        self._written: set[Path] = set()  # among them parts of objects that nobody can look into
         self._read: dict[int, tuple[Array, Tensor]] = {}  # what was read, and what it was
         self._bfloat16_paths: set[Path] = set()  # whose arrays are float32 because no array library has bfloat16
 
@@ -68,6 +70,7 @@ class ArrayBatch:
         """Puts an array or a tensor at ``path``; ``in_float32``: of that dtype, even where there was bfloat16."""
         if in_float32:
             self._bfloat16_paths.discard(path)
+        self._written.add(path)
         self.structure = parts.put(self.structure, path, value)
 
     def tensor(self, path: Path) -> Tensor:
@@ -76,15 +79,20 @@ class ArrayBatch:
         return part if isinstance(part, Tensor) else self._as_tensor(path, part)
 
     def as_arrays(self) -> Any:
-        """The whole structure, with arrays for tensors from now on."""
+        """The whole structure, with arrays for tensors from now on; those that no array can be made of stay."""
         for path, part in list(parts.parts_of(self.structure)):
             if isinstance(part, Tensor):
-                self.write(path, self.read(path))
+                with suppress(TypeError, RuntimeError):  # sparse ones, float8 and their like
+                    self.write(path, self.read(path))
         return self.structure
 
     def tensors(self) -> Any:
         """The structure with a tensor for every array that a transform made."""
-        for path, part in list(parts.parts_of(self.structure)):
+        made = dict(parts.parts_of(self.structure))
+        for path in self._written - made.keys():
+            with suppress(LookupError):  # a Map has taken it out again
+                made[path] = parts.get(self.structure, path)
+        for path, part in made.items():
             if isinstance(part, self._kind) and id(part) not in self._users_own:
                 self.write(path, self._as_tensor(path, part))
         return self.structure

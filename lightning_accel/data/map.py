@@ -18,6 +18,9 @@ from lightning_accel.data.transform import Transform
 class Map(Transform):
     """The user's own function of the whole batch, or of one part of it, with arrays for tensors.
 
+    It may run on the pipeline's thread, beside the training step: what it draws from a global random generator comes
+    in between what dropout draws there.
+
     Attributes:
         fn: ``fn(xp, batch)`` with ``xp`` ``numpy`` or ``cupy``: returns the batch, of as many samples. In YAML, where
             it can be imported from: ``package.module.function``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,10 @@ def put(batch: Any, path: Path, value: Any) -> Any:
     if isinstance(batch, Mapping) or not isinstance(key, str):
         batch[key] = inner
     else:
-        object.__setattr__(batch, key, inner)  # frozen dataclasses too: the copy is ours
+        try:
+            setattr(batch, key, inner)
+        except FrozenInstanceError:  # the copy is ours
+            object.__setattr__(batch, key, inner)
     return batch
 
 

@@ -54,15 +54,15 @@ class DevicePipeline:
     of its workers.
 
     Otherwise this stands for the loader: its length, its attributes (to read and to write) and, of a DataLoader, its
-    class are the loader's. Only ``loader``, ``close`` and, for a loader with state, ``state_dict`` and
+    class are the loader's. Only ``loader``, ``seconds``, ``close`` and, for a loader with state, ``state_dict`` and
     ``load_state_dict`` are the pipeline's own.
 
     Args:
         loader: Any iterable of batches of any structure; of a pipeline, its loader.
         device: Where batches go.
         preprocess: What is done to every batch there, or before where it says so by ``on_host``.
-        depth: How many batches may be ready, or being made so, beyond the one handed out; at least 1. Each takes
-            memory of the device.
+        depth: How many batches may be ready, or being made so, beyond the one handed out. Each takes memory of the
+            device, and has to have memory of its own from the loader. 0: each is made ready when it is asked for.
         position: Asked for the place of each iteration's first batch in the run, when that is first asked for (a
             Trainer may begin an iteration before it knows where it resumes). None: batches are trained on, and each
             iteration is one more epoch.
@@ -72,7 +72,7 @@ class DevicePipeline:
 
     Raises:
         TypeError: ``loader`` is not iterable.
-        ValueError: ``depth`` is not an integer of at least 1.
+        ValueError: ``depth`` is not an integer, or below 0.
     """
 
     _inner: _Inner
@@ -95,8 +95,8 @@ class DevicePipeline:
             loader = loader.loader
         if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
             raise TypeError(f"a DevicePipeline takes an iterable of batches, such as a DataLoader, not {loader!r}")
-        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
-            raise ValueError(f"depth={depth!r}: how many batches to make ready ahead is an integer of at least 1")
+        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
+            raise ValueError(f"depth={depth!r}: how many batches to make ready ahead is an integer, 0 or more")
         inner = _Inner(loader, torch.device(device), preprocess, depth, position or _Epochs())
         object.__setattr__(self, "_inner", inner)
 
@@ -104,6 +104,11 @@ class DevicePipeline:
     def loader(self) -> Any:
         """The loader itself."""
         return self._inner.loader
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """What fetching and preparing took so far in the latest iteration, on the host."""
+        return self._inner.progress.fetch_s, self._inner.progress.prepare_s
 
     def close(self) -> None:
         """Ends every iteration under way. From then on iterating gives the loader's batches as they are."""
@@ -117,23 +122,39 @@ class DevicePipeline:
         if inner.is_closed:
             inner.progress = Progress()
             return iter(inner.loader)
+        sharing = None
         if getattr(inner.loader, "persistent_workers", False):
-            # The loader has one iterator for all epochs, which begins anew: nobody may be fetching from it.
-            for earlier in list(inner.under_way):
-                earlier.close(patience_s=None)
+            # The loader has one iterator for all who iterate over it, which begins anew: nobody may be fetching then.
+            sharing = _SHARING.setdefault(inner.loader, weakref.WeakSet())
+            for earlier in list(sharing):
+                earlier.settle()
         source = iter(inner.loader)
         run = Run(
             source,
             self._lane(),
-            inner.position,
+            self._first_position(inner.progress),
             inner.depth,
             in_background=_only_takes_from_a_queue(inner.loader, source),
             snapshot=self._snapshot(),
         )
+        if sharing is not None:
+            sharing.add(run)
         inner.progress = run.progress
         iteration = Iteration(run)
         inner.under_way.add(iteration)
         return iteration
+
+    def _first_position(self, before: Progress) -> Callable[[], Position]:
+        """Where the next iteration begins; ``before``: how far the one before it has come."""
+        given = self._inner.position  # not the pipeline: an iteration would keep a loader that is dropped
+
+        def ask() -> Position:
+            position = given()
+            # A shorter loader that begins anew within an epoch, asked for a batch before that is counted: Lightning
+            # fetches one early where it knows no length.
+            return position.ahead(1) if position == before.position else position
+
+        return ask
 
     def _lane(self) -> Lane:
         inner = self._inner
@@ -219,11 +240,15 @@ class StatefulDevicePipeline(DevicePipeline):
     @override
     def _snapshot(self) -> Callable[[], Any] | None:
         loader = self._inner.loader
+        if self._inner.depth == 0:
+            return None  # it never is ahead
         # A copy: a state_dict() may give out the very objects that the loader goes on changing as it fetches ahead.
         return lambda: copy.deepcopy(loader.state_dict())
 
 
-_OWN = {"loader", "close", "state_dict", "load_state_dict", "_inner", "__class__"}
+# Runs over loaders whose iterator outlives an epoch.
+_SHARING: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Run]] = weakref.WeakKeyDictionary()
+_OWN = {"loader", "close", "seconds", "state_dict", "load_state_dict", "_inner", "__class__"}
 
 
 class _Epochs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,10 +31,16 @@ class Progress:
     Attributes:
         state: The loader's state as of the last batch handed out, or as of the beginning.
         is_known: Whether ``state`` says so; otherwise nothing was fetched ahead, and the loader knows.
+        position: Of the last batch handed out.
+        fetch_s: What fetching took so far.
+        prepare_s: What moving and preprocessing took so far, on the host.
     """
 
     state: Any = None
     is_known: bool = False
+    position: Position | None = None
+    fetch_s: float = 0.0
+    prepare_s: float = 0.0
 
     def reach(self, state: Any) -> None:
         """Notes what the loader's state was when it had given the batch that is handed out now."""
@@ -85,8 +92,6 @@ class Run:
         snapshot: Callable[[], Any] | None = None,
     ) -> None:
         self.progress = Progress()
-        if snapshot is not None:
-            self.progress.reach(snapshot())
         self._source: Iterator[Any] | None = source
         self._lane = lane
         self._ask_position = position
@@ -123,9 +128,17 @@ class Run:
         except BaseException:
             self.stop()
             raise
+        self.progress.position = job.position
         if self._snapshot is not None:
             self.progress.reach(job.state)
         return batch
+
+    def settle(self) -> None:
+        """Waits until every batch that was begun is there: nothing is being fetched then."""
+        for job in self._jobs:
+            job.done.wait()
+        if self._is_stopped and self._thread is not None:
+            self._thread.join()
 
     def stop(self, patience_s: float | None = PATIENCE_S) -> None:
         """Ends the thread and lets go of everything; batches that were not handed out are dropped.
@@ -170,6 +183,7 @@ class Run:
 
     def _fetch(self, job: _Job) -> None:
         assert self._source is not None
+        began = time.perf_counter()
         try:
             job.fetched = next(self._source)
             job.state = self._snapshot() if self._snapshot is not None else None
@@ -178,10 +192,15 @@ class Run:
         except Exception as error:
             job.error = error
         self._is_exhausted = not job.has_batch
+        self.progress.fetch_s += time.perf_counter() - began
 
     def _work(self) -> None:
+        is_begun = False
         while (job := self._inbox.get()) is not None:
             try:
+                if not is_begun:
+                    self._lane.begin()
+                    is_begun = True
                 with self._lane.working(), torch.no_grad():
                     self._prepare(job)
             except BaseException as error:
@@ -200,7 +219,9 @@ class Run:
                 self._fetch(job)
         if job.has_batch and not self._is_stopped:
             fetched, job.fetched = job.fetched, None
+            began = time.perf_counter()
             job.prepared = self._lane.prepare(fetched, job.position, job.after)
+            self.progress.prepare_s += time.perf_counter() - began
 
     def _end(self, job: _Job) -> NoReturn:
         """Stops, and raises what stands in place of the batch."""

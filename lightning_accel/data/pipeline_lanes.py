@@ -76,6 +76,9 @@ class Lane(ABC):
         """What the device is still doing to make ``batch``, which was fetched just now."""
         return []
 
+    def begin(self) -> None:  # noqa: B027  # a CPU has nothing to set
+        """Called first on the thread that prepares."""
+
     def working(self) -> AbstractContextManager[object]:
         """Around all that is done on the thread that prepares."""
         return nullcontext()
@@ -130,6 +133,11 @@ class StreamLane(Lane):
             with torch.cuda.device(device):
                 marks.append(current_mark())
         return marks
+
+    @override
+    def begin(self) -> None:
+        # A thread begins on the first GPU: leaving a stream there would make a context on it, some hundred MiB a rank.
+        torch.cuda.set_device(self._side.device)
 
     @override
     def working(self) -> AbstractContextManager[object]:

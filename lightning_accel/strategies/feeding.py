@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel.data import DevicePipeline, Position, Preprocess
 from lightning_accel.patch import MethodPatch, Patch
 
+_DEPTH = 2  # batches prepared ahead
 # What Lightning runs between a loader and the device: a batch that is prepared ahead would pass them too late.
 _HOOKS_BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")
 
@@ -28,16 +30,18 @@ class Feeding:
     Args:
         trainer: About to run.
         preprocess: What to do.
+        note: Told of loaders whose batches cannot be prepared ahead.
 
     Attributes:
         why_inline: Why there is no pipeline; empty where there is one.
     """
 
-    def __init__(self, trainer: Trainer, preprocess: Preprocess) -> None:
+    def __init__(self, trainer: Trainer, preprocess: Preprocess, note: Callable[[str], None]) -> None:
         self.preprocess = preprocess
         self._takes_loader = _takes_loader(trainer)
         self.why_inline = "" if self._takes_loader else _why_inline(trainer)
         self._trainer = trainer
+        self._note = note
         self._pipelines: weakref.WeakSet[DevicePipeline] = weakref.WeakSet()
 
     def patches(self) -> Iterator[Patch]:
@@ -55,9 +59,16 @@ class Feeding:
         return f"{what}; the next batches while one is in work"
 
     def close(self) -> None:
-        """Ends all pipelines; from now on their loaders' batches come as they are."""
+        """Ends all pipelines, and gives the Trainer's loops the user's own loaders back."""
         for pipeline in list(self._pipelines):
             pipeline.close()
+        trainer = self._trainer
+        fit, validate, test, predict = trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+        for loop in (fit, fit.epoch_loop.val_loop, validate, test, predict):
+            if (combined := loop._combined_loader) is not None:
+                combined.flattened = [
+                    one.loader if isinstance(one, DevicePipeline) else one for one in combined.flattened
+                ]
 
     def _on_strategy(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
         return MethodPatch(f"{name} (preprocess)", "preprocessing", self._trainer.strategy, name, wrap)
@@ -67,9 +78,15 @@ class Feeding:
             def position() -> Position:
                 return self._position(pipeline)
 
-            pipeline = DevicePipeline(
-                original(strategy, dataloader), strategy.root_device, self.preprocess, position=position
-            )
+            loader = original(strategy, dataloader)
+            depth = _DEPTH if _can_be_ahead(loader) else 0
+            if depth == 0:
+                self._note(
+                    f"preprocess: batches of this {type(loader).__name__} are prepared when they are asked for, not"
+                    " ahead: it may follow the training, or use its memory again. A DataLoader over a map-style"
+                    " dataset, or one with workers, does not."
+                )
+            pipeline = DevicePipeline(loader, strategy.root_device, self.preprocess, depth, position=position)
             self._pipelines.add(pipeline)
             return pipeline
 
@@ -102,17 +119,12 @@ class Feeding:
         combined = getattr(self._trainer._active_loop, "_combined_loader", None)
         if combined is None or combined._mode == "sequential":
             return self.preprocess(batch, self._position_of(0))
-        numbers = itertools.count()
-
-        def walk(loaders: Any, part: Any) -> Any:
-            if isinstance(loaders, Mapping):
-                return type(part)({key: walk(inner, part[key]) for key, inner in loaders.items()})
-            if isinstance(loaders, list | tuple):
-                return type(part)(walk(inner, one) for inner, one in zip(loaders, part, strict=True))
-            loader_idx = next(numbers)
-            return part if part is None else self.preprocess(part, self._position_of(loader_idx))
-
-        return walk(combined.iterables, batch)
+        _, spec = tree_flatten(combined.iterables)
+        batches = [
+            part if part is None else self.preprocess(part, self._position_of(loader_idx))
+            for loader_idx, part in enumerate(spec.flatten_up_to(batch))
+        ]
+        return tree_unflatten(batches, spec)
 
     def _position(self, pipeline: DevicePipeline) -> Position:
         """Where the first batch of an iteration of ``pipeline`` stands."""
@@ -132,6 +144,16 @@ class Feeding:
             batch_idx=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             loader_idx=loader_idx,
         )
+
+
+def _can_be_ahead(loader: Any) -> bool:
+    """Whether each batch has memory of its own, and is what it is whenever it is fetched.
+
+    A generator may fill one buffer over and over, be where it is for good, or give what the model has just made.
+    """
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    return loader.num_workers > 0 or not isinstance(loader.dataset, IterableDataset)
 
 
 def _takes_loader(trainer: Trainer) -> bool:

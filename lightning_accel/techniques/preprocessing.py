@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_accel.data import Position, Preprocess, Transform
@@ -36,7 +37,8 @@ class Preprocessing(Technique):
         dtype: torch.dtype,
         channels_last: Callable[[], bool],
     ) -> None:
-        self._preprocess = Preprocess(transforms, device=device, dtype=dtype, channels_last=channels_last)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._preprocess = Preprocess(transforms, device=device, dtype=dtype, channels_last=channels_last, rank=rank)
         self._device = device
         self._batches = 0
         self.status = self._preprocess.describe()
@@ -47,7 +49,5 @@ class Preprocessing(Technique):
     def batch(self, batch: Any, stage: str) -> Any:
         position = Position(training=stage == "train", batch_idx=self._batches)
         self._batches += stage == "train"
-        if not self._preprocess.on_host:
-            return self._preprocess(batch, position)
-        on_host = map_tensors(lambda tensor: tensor.cpu(), batch)
-        return map_tensors(lambda tensor: tensor.to(self._device), self._preprocess(on_host, position))
+        batch = self._preprocess(batch, position)
+        return map_tensors(lambda tensor: tensor.to(self._device), batch) if self._preprocess.on_host else batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import _clocks
+from lightning_accel.data import DevicePipeline, Map, Preprocess
 from lightning_accel.data.advice import waiting_advice
 
 DATA = TensorDataset(torch.zeros(8, 2))
@@ -64,6 +66,18 @@ def test_preprocessing_on_the_device_is_advised_to_those_who_do_not() -> None:
 
 def test_a_loader_that_is_no_dataloader_is_told_of_nothing_that_it_lacks() -> None:
     assert "DataLoader(" not in advice(iter([1, 2]))
+
+
+def test_slow_transforms_are_not_blamed_on_the_loader() -> None:
+    def slow(xp: Any, batch: Any) -> Any:
+        time.sleep(0.02)
+        return batch
+
+    pipeline = DevicePipeline(DataLoader(DATA, batch_size=4), "cpu", Preprocess([Map(slow)]))
+    list(pipeline)
+    said = advice(pipeline, preprocesses=True)
+    assert "it waits for the transforms" in said
+    assert "instead of num_workers=0" not in said
 
 
 class Linear(LightningModule):

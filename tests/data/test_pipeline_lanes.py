@@ -74,6 +74,7 @@ class SimulatedGPU:
         monkeypatch.setattr(staging, "HostPool", NotPinned)
         monkeypatch.setattr(torch.cuda, "Event", SimulatedEvent)
         monkeypatch.setattr(torch.cuda, "stream", on)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: self.log.append(("thread", "begins", device)))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current())
         monkeypatch.setattr(Tensor, "record_stream", record)
 
@@ -88,6 +89,22 @@ class SimulatedGPU:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGPU:
     return SimulatedGPU(monkeypatch)
+
+
+def test_the_thread_is_on_the_gpu_of_its_stream_before_anything_else(gpu: SimulatedGPU) -> None:
+    """Otherwise it would make a context on the first GPU, whichever is its own."""
+    list(gpu.iterate([torch.ones(2), torch.zeros(2)]))
+    begun = [place for place, entry in enumerate(gpu.log) if entry[:2] == ("thread", "begins")]
+    assert begun == [0]
+
+
+def test_an_error_as_the_thread_begins_surfaces(gpu: SimulatedGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: Any) -> None:
+        raise ArithmeticError("the GPU is gone")
+
+    monkeypatch.setattr(torch.cuda, "set_device", fails)
+    with pytest.raises(ArithmeticError):
+        next(gpu.iterate([torch.ones(2)]))
 
 
 def test_the_consumers_stream_waits_for_the_batch_that_is_handed_out(gpu: SimulatedGPU) -> None:

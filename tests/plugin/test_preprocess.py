@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -400,6 +400,92 @@ def test_validation_with_several_loaders(make_trainer: MakeTrainer) -> None:
     assert all(image.dtype == torch.float32 for image, _ in module.seen["validate"])
 
 
+@pytest.mark.parametrize("stage", ["train", "validate"])
+def test_a_look_at_a_persistent_loader_in_mid_epoch_ends_nothing(make_trainer: MakeTrainer, stage: str) -> None:
+    """The loader has one iterator, which the look begins anew; the epoch must not be cut short by it, unnoticed."""
+
+    def look(trainer: Any, *args: Any) -> None:
+        next(iter(trainer.train_dataloader if stage == "train" else trainer.val_dataloaders))
+
+    module, hook = Sees(), "on_train_batch_end" if stage == "train" else "on_validation_batch_end"
+    persistent = {"num_workers": 1, "persistent_workers": True}
+    trainer = make_trainer(plugins=[plugin()], callbacks=[Call(**{hook: look})], num_sanity_val_steps=0)
+    trainer.fit(module, loader(**persistent), loader(**persistent))
+    assert len(module.seen[stage]) == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 3}, {"val_check_interval": 2}], ids=str)
+def test_one_persistent_loader_may_serve_training_and_validation(
+    make_trainer: MakeTrainer, options: dict[str, Any]
+) -> None:
+    module, both = Sees(), loader(num_workers=1, persistent_workers=True)
+    make_trainer(plugins=[plugin()], max_epochs=2, **options).fit(module, both, both)
+    assert len(module.seen["train"]) == 2 * options.get("limit_train_batches", 4)
+
+
+class Refills:
+    """Gives every batch in the same memory."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Any]:
+        images, labels = dataset().tensors
+        buffer = images[:4].clone(), labels[:4].clone()
+        for at in range(0, 16, 4):
+            for part, source in zip(buffer, (images, labels), strict=True):
+                part.copy_(source[at : at + 4])
+            yield buffer
+
+
+def test_a_loader_that_uses_its_memory_again_is_not_read_ahead(make_trainer: MakeTrainer) -> None:
+    module, usual, given = Sees(), Sees(), plugin([NORMALIZE])
+    fit(make_trainer, module, Refills(), given)
+    fit(make_trainer, usual, loader(), plugin([NORMALIZE]))
+    assert same(module.seen["train"], usual.seen["train"])
+    assert "batches of this Refills are prepared when they are asked for" in given.report.summary()
+
+
+class Endless:
+    """Is its own iterator: what is fetched and not trained on is gone."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.given += 1
+        images, labels = dataset().tensors
+        return images[:4], labels[:4]
+
+
+def test_a_stream_loses_no_batch_to_a_limit(make_trainer: MakeTrainer) -> None:
+    """Lightning itself takes one more an epoch, as it knows no length."""
+    taken = {}
+    for name, plugins in {"plain": [], "preprocessed": [plugin([NORMALIZE])]}.items():
+        stream = Endless()
+        make_trainer(plugins=plugins, max_epochs=2, limit_train_batches=3).fit(Sees(), stream)
+        taken[name] = stream.given
+    assert taken["preprocessed"] == taken["plain"]
+
+
+class Named(NamedTuple):
+    a: Any
+    b: Any
+
+
+def test_loaders_may_come_in_a_named_tuple(make_trainer: MakeTrainer) -> None:
+    class All(TakesTheTransfer):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.see("train", batch.a) + self.see("train", batch.b)
+
+    module = All()
+    fit(make_trainer, module, Named(loader(), loader()))
+    assert all(image.dtype == torch.float32 for image, _ in module.seen["train"])
+
+
 # -- how it ends -------------------------------------------------------------------------------------------------------
 
 
@@ -452,6 +538,7 @@ def test_an_error_of_the_users_step_leaves_no_thread(make_trainer: MakeTrainer) 
 def test_after_the_run_the_loaders_give_their_batches_as_they_are(make_trainer: MakeTrainer) -> None:
     mine = CombinedLoader({"a": loader()}, "min_size")
     trainer = fit(make_trainer, Sees(), mine)
+    assert type(trainer.train_dataloader["a"]) is type(mine.flattened[0]) is DataLoader
     assert next(iter(mine))[0]["a"][0].dtype == torch.uint8
     assert next(iter(trainer.train_dataloader["a"]))[0].dtype == torch.uint8
     assert "process_dataloader" not in vars(trainer.strategy)

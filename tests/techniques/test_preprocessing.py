@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_accel import Plan, accelerate
 from lightning_accel.data import GaussianNoise, Map, Normalize, arrays
 from lightning_accel.engine import AccelError, AccelWarning
 from lightning_accel.host import Host
+from lightning_accel.techniques import preprocessing
 
 NOISY = [Normalize(0.5, 0.25), GaussianNoise(0.1)]
 
@@ -37,6 +39,23 @@ def test_a_batch_of_another_stage_gets_what_is_deterministic(stage: str) -> None
     torch.testing.assert_close(loop.batch(images(), stage), expected)
     with loop.step(stage):
         torch.testing.assert_close(loop.batch(images()), expected)
+
+
+def test_a_model_in_evaluation_mode_gets_what_is_deterministic() -> None:
+    loop = handle()
+    loop.model.eval()
+    assert torch.equal(loop.batch(images()), loop.batch(images()))
+
+
+def test_every_rank_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.distributed says of this process is simulated."""
+    found = []
+    for rank in range(2):
+        said = {"is_available": lambda: True, "is_initialized": lambda: True, "get_rank": lambda rank=rank: rank}
+        monkeypatch.setattr(preprocessing, "dist", types.SimpleNamespace(**said))
+        torch.manual_seed(0)
+        found.append(handle().batch(images()))
+    assert not torch.equal(*found)
 
 
 def test_a_batch_comes_in_the_dtype_and_layout_of_the_step() -> None:

@@ -59,6 +59,11 @@ def waiting_advice(
             "Leave images as uint8 in the dataset, and transform whole batches on the device:"
             " AccelPlugin(preprocess=[Normalize(mean, std), ...]), from lightning_accel.data."
         )
+    if len(lines) == 1:
+        lines.append(
+            f"Workers and their settings are as they should be on {cores} cores: what is left is the dataset's own"
+            " __getitem__, its disk, or more cores."
+        )
     return lines
 
 

@@ -64,6 +64,11 @@ def test_preprocessing_on_the_device_is_advised_to_those_who_do_not() -> None:
     assert "AccelPlugin" not in advice(DataLoader(DATA), preprocesses=True)
 
 
+def test_where_nothing_is_amiss_it_says_where_else_to_look() -> None:
+    said = advice(DataLoader(DATA, num_workers=1, persistent_workers=True), cores=2, preprocesses=True)
+    assert "what is left is the dataset's own __getitem__" in said
+
+
 def test_a_loader_that_is_no_dataloader_is_told_of_nothing_that_it_lacks() -> None:
     assert "DataLoader(" not in advice(iter([1, 2]))
 

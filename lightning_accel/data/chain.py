@@ -187,12 +187,19 @@ def checked(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
         TypeError: One is no transform.
         ValueError: One comes after what it cannot follow.
     """
+    if not isinstance(transforms, list | tuple):
+        raise TypeError(
+            f"preprocess={transforms!r} is of type {type(transforms).__name__}. Allowed: a list of transforms, such as"
+            " [Normalize(0.5, 0.25)]."
+        )
     normalized: set[Any] = set()
     for transform in transforms:
+        if isinstance(transform, type) and issubclass(transform, Transform):
+            raise TypeError(f"preprocess: {transform.__name__} is a class: write {transform.__name__}(...).")
         if not isinstance(transform, Transform):
             raise TypeError(
                 f"preprocess: {transform!r} is of type {type(transform).__name__}. Allowed: the transforms of"
-                " lightning_accel.data; a function of your own goes into Map(fn)."
+                " lightning_accel.data; a function of your own goes into Map(fn); in YAML {class_path: Normalize, ...}."
             )
         if isinstance(transform, Normalize):
             normalized.add(transform.key)

@@ -89,6 +89,11 @@ class Normalize(ImageTransform):
 
     def _affine(self, is_uint8: bool) -> tuple[NumpyArray, NumpyArray]:
         """``scale`` and ``bias``, ``(C,)``, so that ``image * scale + bias`` is normalised."""
+        if is_uint8 and max(self._mean) > 1:
+            raise ValueError(
+                f"Normalize(mean={self.mean}, std={self.std}) on uint8 images, which are taken as 0 to 1, not as 0 to"
+                " 255: divide both by 255."
+            )
         std = np.array(self._std, np.float64)
         scale = 1 / (255 * std) if is_uint8 else 1 / std
         return scale.astype(np.float32), (-np.array(self._mean, np.float64) / std).astype(np.float32)

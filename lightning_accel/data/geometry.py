@@ -148,8 +148,8 @@ class RandomResizedCrop(ImageTransform):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "size", _size("RandomResizedCrop", self.size))
-        for name in ("scale", "ratio"):
-            object.__setattr__(self, name, check_range("RandomResizedCrop", name, getattr(self, name)))
+        object.__setattr__(self, "scale", check_range("RandomResizedCrop", "scale", self.scale, most=1))
+        object.__setattr__(self, "ratio", check_range("RandomResizedCrop", "ratio", self.ratio))
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Boxes:

@@ -65,8 +65,8 @@ class RandomErasing(ImageTransform):
         check_probability("RandomErasing", "p", self.p)
         if not is_number(self.value):
             raise ValueError(f"RandomErasing(value={self.value!r}): give a number.")
-        for name in ("scale", "ratio"):
-            object.__setattr__(self, name, check_range("RandomErasing", name, getattr(self, name)))
+        object.__setattr__(self, "scale", check_range("RandomErasing", "scale", self.scale, most=1))
+        object.__setattr__(self, "ratio", check_range("RandomErasing", "ratio", self.ratio))
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Rectangles | None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from typing_extensions import override
 
+from lightning_accel.data.chain import Preprocess
 from lightning_accel.data.pipeline_iteration import Iteration, Progress, Run
 from lightning_accel.data.pipeline_lanes import BatchTransform, Lane, PlainLane, StreamLane
 from lightning_accel.data.position import Position
+from lightning_accel.data.transform import Transform
 
 __all__ = ["BatchTransform", "DevicePipeline"]
 
@@ -60,7 +62,8 @@ class DevicePipeline:
     Args:
         loader: Any iterable of batches of any structure; of a pipeline, its loader.
         device: Where batches go.
-        preprocess: What is done to every batch there, or before where it says so by ``on_host``.
+        preprocess: What is done to every batch there, or before where it says so by ``on_host``: a
+            :class:`~lightning_accel.data.Preprocess`, or a list of transforms for one with its defaults.
         depth: How many batches may be ready, or being made so, beyond the one handed out. Each takes memory of the
             device, and has to have memory of its own from the loader. 0: each is made ready when it is asked for.
         position: Asked for the place of each iteration's first batch in the run, when that is first asked for (a
@@ -72,7 +75,7 @@ class DevicePipeline:
 
     Raises:
         TypeError: ``loader`` is not iterable.
-        ValueError: ``depth`` is not an integer, or below 0.
+        ValueError: ``depth`` is not an integer, or below 0; ``preprocess`` is for another device.
     """
 
     _inner: _Inner
@@ -86,7 +89,7 @@ class DevicePipeline:
         self,
         loader: Any,
         device: torch.device | str,
-        preprocess: BatchTransform | None = None,
+        preprocess: BatchTransform | Sequence[Transform] | None = None,
         depth: int = 2,
         *,
         position: Callable[[], Position] | None = None,
@@ -97,7 +100,8 @@ class DevicePipeline:
             raise TypeError(f"a DevicePipeline takes an iterable of batches, such as a DataLoader, not {loader!r}")
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
             raise ValueError(f"depth={depth!r}: how many batches to make ready ahead is an integer, 0 or more")
-        inner = _Inner(loader, torch.device(device), preprocess, depth, position or _Epochs())
+        device = torch.device(device)
+        inner = _Inner(loader, device, _for_device(preprocess, device), depth, position or _Epochs())
         object.__setattr__(self, "_inner", inner)
 
     @property
@@ -261,6 +265,17 @@ class _Epochs:
         position = Position(training=True, epoch=self._count)
         self._count += 1
         return position
+
+
+def _for_device(preprocess: BatchTransform | Sequence[Transform] | None, device: torch.device) -> BatchTransform | None:
+    if isinstance(preprocess, list | tuple):
+        return Preprocess(preprocess, device=device)
+    if isinstance(preprocess, Preprocess) and not preprocess.on_host and preprocess.device.type != device.type:
+        raise ValueError(
+            f"DevicePipeline(device='{device}') with a Preprocess for '{preprocess.device}': give both the same,"
+            f" Preprocess(..., device='{device}')."
+        )
+    return cast(BatchTransform | None, preprocess)
 
 
 def _rebuilt(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, cast
 
@@ -24,9 +24,7 @@ def read_transforms(value: Any) -> tuple[Transform, ...]:
     """
     if value is None:
         return ()
-    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
-        raise TypeError(f"preprocess={value!r} is of type {type(value).__name__}. Allowed: a list of transforms.")
-    return checked([_read(one) for one in value])
+    return checked([_read(one) for one in value] if isinstance(value, list | tuple) else value)
 
 
 def written(transform: Transform) -> dict[str, Any]:

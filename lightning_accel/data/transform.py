@@ -111,7 +111,7 @@ class ImageTransform(Transform):
         if part.ndim != 4:
             raise ValueError(
                 f"{type(self).__name__}: the images have shape {tuple(part.shape)}; it takes four dimensions,"
-                " (N, C, H, W) or (N, H, W, C)."
+                " (N, C, H, W) or (N, H, W, C). Map(lambda xp, x: x[:, None], key=...) adds an axis of one channel."
             )
         kind = parts.kind_of(part)
         if kind not in self.dtypes and not (kind == "bfloat16" and "float32" in self.dtypes):
@@ -184,8 +184,8 @@ def check_probability(owner: str, name: str, value: Any) -> None:
         raise ValueError(f"{owner}({name}={value!r}): a probability is a number from 0 to 1.")
 
 
-def check_range(owner: str, name: str, value: Any, *, above: float = 0.0) -> tuple[float, float]:
-    """``value`` as a pair of finite numbers, the first above ``above`` and not larger than the second.
+def check_range(owner: str, name: str, value: Any, *, most: float = math.inf) -> tuple[float, float]:
+    """``value`` as a pair of finite numbers above 0, the first not larger than the second, nor that than ``most``.
 
     Raises:
         ValueError: It is not.
@@ -193,6 +193,7 @@ def check_range(owner: str, name: str, value: Any, *, above: float = 0.0) -> tup
     numbers = tuple(value) if isinstance(value, list | tuple) else ()
     if len(numbers) != 2 or not all(is_number(number) for number in numbers):
         raise ValueError(f"{owner}({name}={value!r}): give two numbers, (smallest, largest).")
-    if not above < numbers[0] <= numbers[1]:
-        raise ValueError(f"{owner}({name}={value!r}): give (smallest, largest), with {above:g} < smallest <= largest.")
+    if not 0 < numbers[0] <= numbers[1] <= most:
+        limit = "" if most == math.inf else f" <= {most:g}"
+        raise ValueError(f"{owner}({name}={value!r}): give (smallest, largest), with 0 < smallest <= largest{limit}.")
     return float(numbers[0]), float(numbers[1])

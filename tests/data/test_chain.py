@@ -305,3 +305,17 @@ def test_what_is_no_transform_is_refused_with_what_to_do() -> None:
         Preprocess([lambda batch: batch])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"Preprocess\(dtype=torch.float64\): allowed"):
         Preprocess([], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Normalize(0.5, 0.5), r"Allowed: a list of transforms, such as \[Normalize"),
+        ([RandomHorizontalFlip], r"is a class: write RandomHorizontalFlip\(\.\.\.\)"),
+        (["RandomHorizontalFlip"], r"in YAML {class_path: "),
+    ],
+    ids=["one", "class", "name"],
+)
+def test_what_is_no_list_of_transforms_is_answered_with_what_to_write(given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Preprocess(given)

@@ -220,3 +220,8 @@ def test_a_strength_that_is_none_is_refused_at_once(setting: dict[str, Any]) -> 
 def test_jitter_after_normalisation_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="ColorJitter after Normalize"):
         Preprocess([Normalize(MEAN, STD), ColorJitter(0.1)])
+
+
+def test_means_of_0_to_255_are_refused_for_uint8_images() -> None:
+    with pytest.raises(ValueError, match=r"taken as 0 to 1, not as 0 to 255: divide both by 255"):
+        applied(Normalize((123, 116, 103), (58, 57, 57)), torch.zeros(1, 3, 2, 2, dtype=torch.uint8))

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sized
 from typing import Any
 
 import pytest
+import torch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler
 
+from lightning_accel.data import Normalize, Preprocess
 from lightning_accel.data.pipeline import DevicePipeline
 from pipeline_loaders import (
     Counting,
@@ -130,3 +132,14 @@ def test_a_copy_of_an_iteration_is_at_its_end() -> None:
     next(iter(combined))
     copied = copy.deepcopy(combined)
     assert [item for item, *_ in copied] == [1, 2]
+
+
+def test_a_list_of_transforms_is_made_a_chain_for_the_device() -> None:
+    images = torch.full((2, 1, 4, 4), 255, dtype=torch.uint8)
+    (batch,) = DevicePipeline([images], "cpu", [Normalize(0.5, 0.5)])
+    assert torch.equal(batch, torch.ones(2, 1, 4, 4))
+
+
+def test_a_chain_for_another_device_is_refused_with_both() -> None:
+    with pytest.raises(ValueError, match=r"device='meta'.* with a Preprocess for 'cpu'"):
+        DevicePipeline([torch.ones(2)], "meta", Preprocess([Normalize(0.5, 0.5)]))

@@ -60,8 +60,8 @@ REMARKS = {
     "attention_memory": "Asked for: linear in the length, twice for twice the tokens. Every storage that autograd"
     " keeps, counted once, parameters and buffers left out; one sample, one head of 16, float32.",
     "preprocessing": "Asked for: at least 2x, at most a third of the peak. *Separate* normalises in place; its peak in"
-    " float32 is two and a half results, so that a third is out of reach there for anything that returns one. Numba's"
-    " quarter is not worth the dependency to a thread that waits for the step: NumPy it is.",
+    " float32 is two and a half results, so that a third is out of reach there for anything that returns one. What"
+    " Numba gains is not worth the dependency to a thread that waits for the step: NumPy it is.",
     "device_pipeline": "Asked for: preprocessing that takes 60% of a step costs less than 10% of the throughput, on two"
     " cores with one thread each. *Inline* is the same preprocessing at the transfer of each batch.",
 }

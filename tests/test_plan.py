@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+
+pytest.importorskip("hypothesis")
+
 from hypothesis import given
 from hypothesis import strategies as st
 

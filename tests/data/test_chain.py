@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
+
+pytest.importorskip("hypothesis")
+
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import Any
 
-import numpy as np
 import pytest
+
+pytest.importorskip("scipy")
+
+import numpy as np
 import torch
 from scipy import linalg, stats
 from torch import Tensor

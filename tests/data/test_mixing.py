@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
+
+pytest.importorskip("scipy")
+
+import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor

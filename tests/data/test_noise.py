@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+
+pytest.importorskip("scipy")
+
+import numpy as np
 from scipy import stats
 
 from lightning_accel.data import noise

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
+
+pytest.importorskip("hypothesis")
+
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,6 +6,9 @@ import itertools
 import math
 
 import pytest
+
+pytest.importorskip("hypothesis")
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,6 +6,9 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+
+pytest.importorskip("hypothesis")
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

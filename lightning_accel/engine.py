@@ -28,7 +28,7 @@ from lightning_accel.techniques.compilation import Compilation
 from lightning_accel.techniques.flash_attention import FlashAttention
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing, MemoryBudget, blocks_for
 from lightning_accel.techniques.inplace_activations import InplaceActivations
-from lightning_accel.techniques.memory_format import MemoryFormat
+from lightning_accel.techniques.memory_format import MemoryFormat, wants_channels_last
 from lightning_accel.techniques.mixed_precision import DTYPES, MixedPrecision
 from lightning_accel.techniques.preprocessing import Preprocessing
 from lightning_accel.techniques.sparse_activations import SparseActivations
@@ -398,9 +398,3 @@ def accelerate(model: nn.Module, plan: Plan | None = None, *, host: Host | None 
         dtype = DTYPES.get(precision.precision, torch.float32)
         techniques.insert(0, Preprocessing(plan.transforms, device_of(model), dtype, wants_channels_last(of_module)))
     return Engine(model, plan, host, techniques)
-
-
-def wants_channels_last(techniques: Sequence[Technique]) -> Callable[[], bool]:
-    """Tells, whenever it is asked, whether the model is in channels_last just then."""
-    memory_format = next((technique for technique in techniques if isinstance(technique, MemoryFormat)), None)
-    return lambda: memory_format is not None and memory_format.wants(4)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accel.data import Preprocess, Transform
-from lightning_accel.engine import Decisions, Engine, module_techniques, wants_channels_last
+from lightning_accel.engine import Decisions, Engine, module_techniques
 from lightning_accel.host import Host
 from lightning_accel.layout import restore_layouts
 from lightning_accel.memory.memory_plan import MemoryPlan
@@ -43,7 +43,7 @@ from lightning_accel.report import Report
 from lightning_accel.strategies.feeding import Feeding
 from lightning_accel.strategies.hooks import logging_nothing, strategy_hooks
 from lightning_accel.techniques.base import Verdict
-from lightning_accel.techniques.memory_format import MemoryFormat
+from lightning_accel.techniques.memory_format import MemoryFormat, wants_channels_last
 from lightning_accel.techniques.mixed_precision import (
     DTYPES,
     CountingGradScaler,

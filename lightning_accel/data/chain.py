@@ -20,7 +20,7 @@ from lightning_accel.data.map import Map
 from lightning_accel.data.parts import Path
 from lightning_accel.data.position import Position
 from lightning_accel.data.single_pass import Kind, PassBuilder, run_on_host
-from lightning_accel.data.transform import ImageTransform, Shape, Transform
+from lightning_accel.data.transform import FusibleTransform, Shape, Transform
 
 
 class Preprocess:
@@ -226,16 +226,17 @@ def _joined(transforms: Sequence[Transform]) -> list[tuple[Transform, ...]]:
 
 
 def _can_join(run: Sequence[Transform], transform: Transform) -> bool:
-    if not all(isinstance(member, ImageTransform) and member.fusible for member in (*run, transform)):
+    first = run[0]
+    if not isinstance(first, FusibleTransform) or not isinstance(transform, FusibleTransform):
         return False
-    if cast(ImageTransform, transform).key != cast(ImageTransform, run[0]).key:
+    if transform.key != first.key:
         return False
     # One pass has one kind of padding, and one scale and bias.
     return not isinstance(transform, Normalize | RandomCrop) or all(type(transform) is not type(one) for one in run)
 
 
 def _in_one_pass(step: Sequence[Transform], work: ArrayBatch, path: Path, finish: _Finish) -> None:
-    transforms = cast(Sequence[ImageTransform], step)
+    transforms = cast(Sequence[FusibleTransform], step)
     images, is_nhwc = transforms[0].images(work, path)
     if images.dtype not in (np.uint8, np.float32):
         images = images.astype(np.float32)

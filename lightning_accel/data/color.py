@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -15,6 +15,7 @@ from lightning_accel.checks import check_choice
 from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.single_pass import NumpyArray, PassBuilder
 from lightning_accel.data.transform import (
+    FusibleTransform,
     ImageTransform,
     Shape,
     in_float32,
@@ -28,7 +29,7 @@ _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 
 @dataclass(frozen=True, repr=False)
-class Normalize(ImageTransform):
+class Normalize(FusibleTransform):
     """``(image - mean) / std``, channel by channel; uint8 images are first brought from 0…255 to 0…1.
 
     Computed in float32. At the end of its chain, the images are given the dtype that the step computes in and, where
@@ -44,8 +45,6 @@ class Normalize(ImageTransform):
     mean: float | Sequence[float]
     std: float | Sequence[float]
     dtype: Literal["auto", "float32"] = "auto"
-
-    fusible: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

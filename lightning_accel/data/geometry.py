@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
 
 from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.single_pass import NumpyArray, PassBuilder
-from lightning_accel.data.transform import ImageTransform, Shape, check_probability, check_range, per_sample, uniform
+from lightning_accel.data.transform import (
+    FusibleTransform,
+    ImageTransform,
+    Shape,
+    check_probability,
+    check_range,
+    per_sample,
+    uniform,
+)
 
 _CHUNK_BYTES = 64 << 20  # so much of what is interpolated at a time
 _ATTEMPTS = 10  # at a box that fits into the image, as in torchvision
@@ -34,7 +42,7 @@ class Boxes(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class RandomCrop(ImageTransform):
+class RandomCrop(FusibleTransform):
     """Cuts a window out of each image, elsewhere in each; the one in the middle where not training.
 
     Attributes:
@@ -47,8 +55,6 @@ class RandomCrop(ImageTransform):
 
     size: int | Sequence[int]
     padding: int = 0
-
-    fusible: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,7 +101,7 @@ class RandomCrop(ImageTransform):
 
 
 @dataclass(frozen=True, repr=False)
-class RandomHorizontalFlip(ImageTransform):
+class RandomHorizontalFlip(FusibleTransform):
     """Mirrors images left to right, each with probability ``p``; none where not training.
 
     Attributes:
@@ -103,8 +109,6 @@ class RandomHorizontalFlip(ImageTransform):
     """
 
     p: float = 0.5
-
-    fusible: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -67,7 +67,6 @@ class ImageTransform(Transform):
     key: Key | None = field(default=None, kw_only=True)
 
     dtypes: ClassVar[tuple[str, ...]] = ("uint8", "float16", "float32", "float64")
-    fusible: ClassVar[bool] = False  # whether it can be part of a single pass
 
     @abstractmethod
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Any:
@@ -80,10 +79,6 @@ class ImageTransform(Transform):
     @abstractmethod
     def apply(self, images: Array, drawn: Any, arrays: Arrays) -> Array:
         """The images ``(N, C, H, W)`` transformed as drawn."""
-
-    def compose(self, onto: PassBuilder, drawn: Any) -> None:
-        """As :meth:`apply`, in a single pass; where ``fusible``."""
-        raise NotImplementedError
 
     @override
     def __call__(self, batch: ArrayBatch) -> None:
@@ -125,6 +120,14 @@ class ImageTransform(Transform):
     def refusal(self, kind: str) -> str:
         """Why images of dtype ``kind`` cannot be taken, and what can be done."""
         return f"{type(self).__name__}: the images are {kind}; it takes {', '.join(self.dtypes)}."
+
+
+class FusibleTransform(ImageTransform):
+    """A transform of images that can be part of a single pass."""
+
+    @abstractmethod
+    def compose(self, onto: PassBuilder, drawn: Any) -> None:
+        """As :meth:`apply`, in a single pass."""
 
 
 def has_channels_last(shape: tuple[int, ...], channels: int | None = None) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -383,3 +383,9 @@ def _roots(model: nn.Module, weights: Iterable[WeightLayout]) -> list[nn.Module]
             else:
                 roots.append(child)
     return list(dict.fromkeys(roots))
+
+
+def wants_channels_last(techniques: Sequence[Technique]) -> Callable[[], bool]:
+    """Tells, whenever it is asked, whether the model is in channels_last just then."""
+    memory_format = next((technique for technique in techniques if isinstance(technique, MemoryFormat)), None)
+    return lambda: memory_format is not None and memory_format.wants(4)

@@ -15,7 +15,7 @@ from lightning_accel.callbacks._epoch import EpochSpeed, RankEpoch, put_together
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib, memory_meter_for
 from lightning_accel.callbacks._samples import SampleCounter
-from lightning_accel.data.advice import waiting_advice
+from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
 from lightning_accel.host import usable_cores
 from lightning_accel.patch import MethodPatch, PatchSet
 from lightning_accel.report import Report
@@ -113,8 +113,9 @@ class FitInstruments:
 
     def advise(self, speed: EpochSpeed) -> None:
         """Says what to change in a run that waits for its data, the first time that an epoch does so."""
-        if self._has_advised or speed.data_wait_frac is None:
+        if self._has_advised or speed.data_wait_frac is None or speed.data_wait_frac <= WORTH_ADVICE:
             return
+        self._has_advised = True
         plugin = self._trainer.precision_plugin
         lines = waiting_advice(
             leaves(self._trainer.train_dataloader),
@@ -123,9 +124,8 @@ class FitInstruments:
             preprocesses=bool(getattr(getattr(plugin, "plan", None), "preprocess", ())),
             cores=usable_cores(),
         )
-        if not lines:
-            return
-        self._has_advised = True
+        # The wait is that of all ranks, but each times and sets up loaders of its own: what is said is of one run.
+        lines = self._trainer.strategy.broadcast(lines)
         report = getattr(plugin, "report", None)
         if isinstance(report, Report):
             for line in lines:

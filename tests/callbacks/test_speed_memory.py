@@ -565,6 +565,13 @@ def test_every_rank_has_the_numbers_of_all(two_ranks: Path) -> None:
     assert set(read_rank(two_ranks, 0)["logged"]) == ALWAYS_LOGGED
 
 
+def test_advice_is_that_of_rank_0(two_ranks: Path) -> None:
+    """Ranks wait together, but each for a loader of its own: one run must not be given two kinds of advice."""
+    advice = read_rank(two_ranks, 0)["advice"]
+    assert "instead of num_workers=0" in advice[1]
+    assert read_rank(two_ranks, 1)["advice"] == advice
+
+
 def test_ranks_are_put_together(two_ranks: Path) -> None:
     for epoch in read_rank(two_ranks, 0)["history"]:
         assert (epoch["world_size"], epoch["steps"], epoch["samples"]) == (2, 4, 4 * (1 + 2))

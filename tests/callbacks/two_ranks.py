@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +17,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
 
 
@@ -37,6 +39,40 @@ class Uneven(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Advised(Uneven):
+    def on_train_start(self) -> None: ...
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).sum()
+
+
+class Slow(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(0.02)
+        return torch.ones(8)
+
+
+def advised() -> list[str]:
+    """What a run says of its waiting whose ranks load their data in different ways."""
+    plugin = AccelPlugin(precision="32-true")
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=1,
+        plugins=[plugin],
+        enable_model_summary=False,
+        **quiet,
+    )
+    num_workers = trainer.global_rank  # rank 0 is advised to take workers, rank 1 to keep those it has
+    trainer.fit(Advised(), DataLoader(Slow(), batch_size=4, num_workers=num_workers))
+    return plugin.report.notes
 
 
 def main(folder: Path) -> None:
@@ -60,6 +96,7 @@ def main(folder: Path) -> None:
     said = {
         "history": [asdict(epoch) for epoch in measured.history],
         "logged": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "advice": advised(),
     }
     (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(said), encoding="utf-8")
 

@@ -1,12 +1,15 @@
 """One line makes a PyTorch Lightning run faster and smaller, and proves it.
 
-``Trainer(plugins=[AccelPlugin()])`` under Lightning, ``accelerate(model, Plan())`` in a plain PyTorch loop.
+``Trainer(plugins=[AccelPlugin()])`` or ``Trainer(strategy="accel")`` under Lightning, ``accelerate(model, Plan())`` in
+a plain PyTorch loop.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from lightning_accel.strategies.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_accel.cli import AccelCLI
@@ -54,6 +57,8 @@ __all__ = [
     "accelerate",
     "plan_memory",
 ]
+
+register_strategies()
 
 
 def __getattr__(name: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from lightning_accel.patch import MethodPatch
+
+_FORWARD_PATCH = "_lightning_accel_compiled_forward"
+
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of this very module run compiled code, by ``module.compile()`` or ``torch.compile(module)``.
@@ -17,7 +22,12 @@ def is_compiled(module: nn.Module) -> bool:
     Of a compiled LightningModule the Trainer has the original, whose methods Lightning has replaced by compiled ones.
     """
     is_lightning = getattr(module, "_compiler_ctx", None) is not None
-    return is_lightning or module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    return (
+        is_lightning
+        or _FORWARD_PATCH in vars(module)
+        or module._compiled_call_impl is not None
+        or type(module).__name__ == "OptimizedModule"
+    )
 
 
 def is_inside_compiled(model: nn.Module, site: str) -> bool:
@@ -31,6 +41,9 @@ def compile_call(
 ) -> None:
     """Compiles a module's call in place, as ``module.compile()`` does for modules of the user's own.
 
+    Of one that FSDP shards only the forward is compiled, within the hooks that gather its parameters: the compiler
+    leaves those hooks out.
+
     For those of ``torch.nn`` itself (``nn.TransformerEncoderLayer``, ``nn.Sequential``) that silently compiles
     nothing: the compiler starts at no frame whose code is torch's (torch 2.13). Here it starts at one of ours.
 
@@ -40,14 +53,32 @@ def compile_call(
         prepare: Edits a captured graph, in place, before the compiler gets it.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
     def backend(graph: GraphModule, inputs: list[Tensor]) -> Any:
         from torch._inductor.compile_fx import compile_fx  # the whole code generator
 
         prepare(graph)
         return compile_fx(graph, inputs, config_patches=options)
+
+    if is_gathered_by_hooks(module):
+
+        def compiled_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return original(self, *args, **kwargs)
+
+            compiled = torch.compile(forward, backend=backend)
+
+            # A plain function, as a method of the instance has to be.
+            def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return compiled(self, *args, **kwargs)
+
+            return run
+
+        patch = vars(module)[_FORWARD_PATCH] = MethodPatch("", "compiled", module, "forward", compiled_forward)
+        patch.apply()
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     compiled: Callable[..., Any] = torch.compile(call, backend=backend)
     module._compiled_call_impl = compiled
@@ -56,6 +87,15 @@ def compile_call(
 def undo_compile(module: nn.Module) -> None:
     """Lets the module's calls run eagerly again."""
     vars(module).pop("_compiled_call_impl", None)
+    if (patch := vars(module).pop(_FORWARD_PATCH, None)) is not None:
+        patch.undo()
+
+
+def is_gathered_by_hooks(module: nn.Module) -> bool:
+    """Whether FSDP gathers the module's parameters in hooks around its forward."""
+    # Asked without an import: whoever sharded a module has imported it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 @contextmanager

@@ -67,6 +67,8 @@ class Engine:
         host: The machine it runs on.
         techniques: In the order in which they are applied.
         agree: Maps a value of this process, its verdicts say, to the one that holds for all; None with one process.
+        gather: Maps a value of this process to those of all, in the order of their ranks; None with one process.
+        is_sharded: Whether the model's parameters are, or will be, sharded over processes.
         decisions: Verdicts of an earlier run that hold without another trial.
     """
 
@@ -78,6 +80,8 @@ class Engine:
         techniques: Sequence[Technique],
         *,
         agree: Callable[[Any], Any] | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
+        is_sharded: bool = False,
         decisions: Mapping[str, Verdicts] | None = None,
     ) -> None:
         self.model = model
@@ -86,6 +90,8 @@ class Engine:
         self.report = Report(device=f"{host.device_name} ({host.kind})")
         self.decisions: Decisions = dict(decisions or {})
         self._agree = agree or (lambda verdicts: verdicts)
+        self._gather = gather or (lambda value: [value])
+        self._is_sharded = is_sharded
         for technique in techniques:
             technique.agree = agree
         self._patches: dict[str, PatchSet] = {}
@@ -198,6 +204,11 @@ class Engine:
 
     def _is_available(self, technique: Technique) -> bool:
         reason = technique.unavailable(self.host)
+        if reason is None and self._is_sharded and technique.why_not_sharded:
+            reason = f"not with sharded parameters: {technique.why_not_sharded}"
+            if not technique.explicit:  # a default of ours, which nobody will miss
+                self.report.of(technique.name).status = reason
+                return False
         if reason is None:
             return True
         self.report.of(technique.name).status = reason
@@ -258,10 +269,32 @@ class Engine:
             return  # undone in the middle of the step
         agreed = self._agree(found) if on_trial else {}
         for technique in on_trial:
+            verdicts = agreed.get(technique.name, {})
             if technique.remembers:
-                self.decisions[technique.name] = agreed[technique.name]
-            self._carry_out(technique, agreed[technique.name])
+                self.decisions[technique.name] = verdicts
+            self._carry_out(technique, verdicts)
+        if on_trial:
+            self._stay_together()
         self._trial_step = 1 if self._trial_step == 0 else None
+
+    def _stay_together(self) -> None:
+        """Stops all ranks, each with the same error, where one could not follow what rank 0 decided."""
+        applied = {name: {p.site for p in patches if p.is_applied} for name, patches in self._patches.items()}
+        ranks = self._gather({name: (sites, self.report.of(name).refusals) for name, sites in applied.items()})
+        for name in applied:
+            decided = ranks[0].get(name, (set(), {}))[0]
+            for rank, techniques in enumerate(ranks):
+                done = techniques.get(name, (set(), {}))[0]
+                if done == decided:
+                    continue
+                site = min(done ^ decided)
+                without, having = (0, rank) if site in done else (rank, 0)
+                reason = ranks[without].get(name, (set(), {}))[1].get(site, "it has no such site")
+                raise AccelError(
+                    f"The ranks do not do the same: rank {without} goes without {name} at {site or 'the model'!r}"
+                    f" ({reason}), rank {having} with it. All of them stop here. Set {name} to 'off', or make their"
+                    " machines alike."
+                )
 
     def _carry_out(self, technique: Technique, verdicts: Verdicts) -> None:
         technique.decided(verdicts)

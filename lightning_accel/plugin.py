@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -40,6 +41,7 @@ from lightning_accel.plan import (
     SparseSetting,
 )
 from lightning_accel.report import Report
+from lightning_accel.strategies.agreement import check_devices, gather
 from lightning_accel.strategies.feeding import Feeding
 from lightning_accel.strategies.hooks import logging_nothing, strategy_hooks
 from lightning_accel.techniques.base import Verdict
@@ -66,6 +68,7 @@ class AccelPlugin(Precision):
         plan: The settings.
         precision: What the precision came to on the run's device; ``"32-true"`` until that is known.
         scaler: The gradient scaler with ``"16-mixed"``, else None.
+        feeding: How the batches of the current run get to the device, where that is the plugin's doing; else None.
 
     Raises:
         ValueError: A value is not among those allowed, or two settings contradict each other.
@@ -110,7 +113,7 @@ class AccelPlugin(Precision):
         self._report = Report()
         self._memory_plan: MemoryPlan | None = None
         self._hooks = PatchSet()
-        self._feeding: Feeding | None = None
+        self.feeding: Feeding | None = None
         self._decided_for: weakref.ref[nn.Module] | None = None
         self._decisions: Decisions = {}
         self._decisions_without_gradients: Decisions = {}
@@ -142,6 +145,7 @@ class AccelPlugin(Precision):
         self._is_fitting = trainer.state.fn == TrainerFn.FITTING
         host = Host.detect(trainer.strategy.root_device)
         precision, reason = resolve_precision(self.plan.precision, host)
+        check_devices(host, precision)
         self.device = host.device_type
         self._set_precision(cast(ResolvedPrecision, precision))
         if self._decided_for is None or self._decided_for() is not module:
@@ -156,6 +160,8 @@ class AccelPlugin(Precision):
             host,
             techniques,
             agree=trainer.strategy.broadcast if trainer.world_size > 1 else None,
+            gather=gather if trainer.world_size > 1 else None,
+            is_sharded=isinstance(trainer.strategy, ModelParallelStrategy),
             # What was tried without gradients does not hold with them: fitting decides for evaluating, not the reverse.
             decisions=self._decisions if self._is_fitting else self._decisions_without_gradients | self._decisions,
         )
@@ -168,7 +174,7 @@ class AccelPlugin(Precision):
         self._report.of("precision").is_on = precision != "32-true"
         self._report.of("precision").status = f"{precision}: {reason}"
         self._hook(strategy_hooks(trainer.strategy, self._engine, self._restore_layouts))
-        if self.plan.transforms:
+        if self.plan.transforms or getattr(trainer.strategy, "feeds_itself", False):
             self._feed(trainer, wants_channels_last(techniques))
         if self._is_fitting:
             if self.plan.log:
@@ -313,9 +319,9 @@ class AccelPlugin(Precision):
     def teardown(self) -> None:
         self._hooks.undo()
         self._hooks = PatchSet()
-        if self._feeding is not None:
-            self._feeding.close()
-            self._feeding = None
+        if self.feeding is not None:
+            self.feeding.close()
+            self.feeding = None
         if self.scaler is not None:
             self.scaler.forget()
         if self._engine is not None:
@@ -341,20 +347,21 @@ class AccelPlugin(Precision):
 
     def _feed(self, trainer: Trainer, channels_last: Callable[[], bool]) -> None:
         assert self._engine is not None
-        strategy = trainer.strategy
-        preprocess = Preprocess(
-            self.plan.transforms,
-            device=strategy.root_device,
-            dtype=DTYPES.get(self.precision, torch.float32),
-            channels_last=channels_last,
-            rank=trainer.global_rank,
-        )
-        self._feeding = Feeding(trainer, preprocess, self._report.note)
+        preprocess: Preprocess | None = None
+        if self.plan.transforms:
+            preprocess = Preprocess(
+                self.plan.transforms,
+                device=trainer.strategy.root_device,
+                dtype=DTYPES.get(self.precision, torch.float32),
+                channels_last=channels_last,
+                rank=trainer.global_rank,
+            )
+            if preprocess.complaint:
+                self._engine.degrade(f"preprocess: {preprocess.complaint}. Until then NumPy does it on the host.")
+        self.feeding = Feeding(trainer, preprocess, self._report.note)
         record = self._report.of("preprocess")
-        record.is_on, record.status = True, self._feeding.status()
-        if preprocess.complaint:
-            self._engine.degrade(f"preprocess: {preprocess.complaint}. Until then NumPy does it on the host.")
-        self._hook(self._feeding.patches())
+        record.is_on, record.status = preprocess is not None, self.feeding.status()
+        self._hook(self.feeding.patches())
 
     def _hook(self, patches: Iterable[Patch]) -> None:
         for patch in patches:
@@ -370,7 +377,7 @@ class AccelPlugin(Precision):
     @override
     def __reduce__(self) -> Any:
         # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
-        left_here = {"_engine": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
+        left_here = {"_engine": None, "_hooks": PatchSet(), "feeding": None, "_decided_for": None}
         return _copied, (self._plain_class or type(self), {**vars(self), **left_here})
 
     def __repr__(self) -> str:

@@ -151,6 +151,9 @@ class OwnTensors:
         self._shapes = {t.shape for t in tensors} | {t.shape[::-1] for t in tensors}
 
     def __contains__(self, tensor: Tensor) -> bool:
+        # Those that FSDP gathers have memory of their own, which this has not seen.
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return True
         if tensor.untyped_storage()._cdata in self._storages:
             return True
         # A frozen parameter's copy has no graph that leads to it. An activation of that very shape is passed over

@@ -1,4 +1,4 @@
-"""How a Trainer's batches come to be preprocessed: by a pipeline around each loader, or where they are transferred."""
+"""How a Trainer's batches get to the device: by a pipeline around each loader, or where Lightning transfers them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _HOOKS_BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")
 
 
 class Feeding:
-    """Preprocessing under a Trainer: after the transfer to the device, before ``on_after_batch_transfer``.
+    """Transfer and preprocessing under a Trainer, before ``on_after_batch_transfer``.
 
     A :class:`DevicePipeline` around each loader prepares batches ahead. Where the user has taken the transfer in hand,
     or the strategy brings loaders of its own, every batch is preprocessed at its transfer instead.
 
     Args:
         trainer: About to run.
-        preprocess: What to do.
+        preprocess: What to do with each batch; None: only the transfer, where there is a device to transfer to.
         note: Told of loaders whose batches cannot be prepared ahead.
 
     Attributes:
         why_inline: Why there is no pipeline; empty where there is one.
     """
 
-    def __init__(self, trainer: Trainer, preprocess: Preprocess, note: Callable[[str], None]) -> None:
+    def __init__(self, trainer: Trainer, preprocess: Preprocess | None, note: Callable[[str], None]) -> None:
         self.preprocess = preprocess
         self._takes_loader = _takes_loader(trainer)
         self.why_inline = "" if self._takes_loader else _why_inline(trainer)
@@ -45,14 +45,38 @@ class Feeding:
         self._pipelines: weakref.WeakSet[DevicePipeline] = weakref.WeakSet()
 
     def patches(self) -> Iterator[Patch]:
-        """The edits to the Trainer's strategy."""
+        """The edits to the Trainer's strategy; none to one that asks :meth:`pipe` by itself."""
         if self.why_inline:
-            yield self._on_strategy("batch_to_device", self._transferring)
-        else:
+            if self.preprocess is not None:
+                yield self._on_strategy("batch_to_device", self._transferring)
+        elif not getattr(self._trainer.strategy, "feeds_itself", False):
             yield self._on_strategy("process_dataloader", self._piping)
+
+    def pipe(self, loader: Any) -> Any:
+        """A pipeline around ``loader``; the loader itself where its batches have to pass through Lightning's hooks."""
+        if self.why_inline or (self._takes_loader and self.preprocess is None):
+            return loader
+
+        def position() -> Position:
+            return self._position(pipeline)
+
+        strategy = self._trainer.strategy
+        has_work = self.preprocess is not None or strategy.root_device.type != "cpu"
+        depth = _DEPTH if has_work and _can_be_ahead(loader) else 0
+        if self.preprocess is not None and depth == 0:
+            self._note(
+                f"preprocess: batches of this {type(loader).__name__} are prepared when they are asked for, not"
+                " ahead: it may follow the training, or use its memory again. A DataLoader over a map-style"
+                " dataset, or one with workers, does not."
+            )
+        pipeline = DevicePipeline(loader, strategy.root_device, self.preprocess, depth, position=position)
+        self._pipelines.add(pipeline)
+        return pipeline
 
     def status(self) -> str:
         """What happens to the batches, in a line for the report."""
+        if self.preprocess is None:
+            return "off"
         what = self.preprocess.describe()
         if self.why_inline:
             return f"{what}; at the transfer of each batch: {self.why_inline}"
@@ -75,20 +99,7 @@ class Feeding:
 
     def _piping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def process_dataloader(strategy: Strategy, dataloader: Any) -> Any:
-            def position() -> Position:
-                return self._position(pipeline)
-
-            loader = original(strategy, dataloader)
-            depth = _DEPTH if _can_be_ahead(loader) else 0
-            if depth == 0:
-                self._note(
-                    f"preprocess: batches of this {type(loader).__name__} are prepared when they are asked for, not"
-                    " ahead: it may follow the training, or use its memory again. A DataLoader over a map-style"
-                    " dataset, or one with workers, does not."
-                )
-            pipeline = DevicePipeline(loader, strategy.root_device, self.preprocess, depth, position=position)
-            self._pipelines.add(pipeline)
-            return pipeline
+            return self.pipe(original(strategy, dataloader))
 
         return process_dataloader
 
@@ -106,7 +117,7 @@ class Feeding:
 
     def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call_batch_hook(module: LightningModule, hook_name: str, *args: Any) -> Any:
-            if hook_name != "transfer_batch_to_device":
+            if self.preprocess is None or hook_name != "transfer_batch_to_device":
                 return original(module, hook_name, *args)
             if self.preprocess.on_host:
                 return original(module, hook_name, self._each_loaders(args[0]), *args[1:])
@@ -116,6 +127,7 @@ class Feeding:
 
     def _each_loaders(self, batch: Any) -> Any:
         """Preprocesses a batch; of one put together from several loaders, the part of each, as pipelines would."""
+        assert self.preprocess is not None
         combined = getattr(self._trainer._active_loop, "_combined_loader", None)
         if combined is None or combined._mode == "sequential":
             return self.preprocess(batch, self._position_of(0))
@@ -164,7 +176,8 @@ def _takes_loader(trainer: Trainer) -> bool:
 def _why_inline(trainer: Trainer) -> str:
     module, datamodule = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     strategy = type(trainer.strategy)
-    if strategy.process_dataloader is not Strategy.process_dataloader:
+    brings_loaders = strategy.process_dataloader is not Strategy.process_dataloader
+    if brings_loaders and not getattr(strategy, "feeds_itself", False):
         return f"{strategy.__name__} brings loaders of its own"
     for hook in _HOOKS_BEFORE:
         for owner in (module, datamodule):

@@ -55,6 +55,7 @@ class Technique:
         remembers: Whether verdicts hold for later runs and travel in checkpoints. Not where they are cheap to
             find again and a changed program would make them wrong.
         acts_without_sites: Whether it acts though it edits no module (mixed precision does).
+        why_not_sharded: Why it cannot act on a module whose parameters are sharded over processes; empty: it can.
         explicit: Whether the user asked for it by name, so that finding nothing to do is worth a warning.
         status: One line for the report; empty: the engine counts the sites.
         objections: Site → why its patch must be taken back, for what a technique notices after its trial.
@@ -69,6 +70,7 @@ class Technique:
     trial_step: ClassVar[Literal[0, 1]] = 0
     remembers: ClassVar[bool] = True
     acts_without_sites: ClassVar[bool] = False
+    why_not_sharded: ClassVar[str] = ""
     explicit: bool = False
     status: str = ""
     objections: Mapping[str, str] = MappingProxyType({})

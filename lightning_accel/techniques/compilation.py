@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from typing_extensions import override
 
 from lightning_accel.blocks import find_blocks
-from lightning_accel.compiled import compile_call, is_compiled, undo_compile
+from lightning_accel.compiled import compile_call, is_compiled, is_gathered_by_hooks, undo_compile
 from lightning_accel.host import Host
 from lightning_accel.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.plan import CompileSetting
@@ -155,7 +155,7 @@ class Compilation(Technique):
         block = patch.block
         # All samples: another batch size would have the block compiled a second time, for any size, and slower.
         trial = Trial(block, args, kwargs, with_gradients=torch.is_grad_enabled(), samples=None)
-        eager, compiled = Contender(block._call_impl), Contender(block.__call__, state=lambda: _applied(patch))
+        eager, compiled = Contender(_eager_call(block)), Contender(_call(block), state=lambda: _applied(patch))
         found = trial.numbers(eager, compiled, with_oracle=not (patch.eager_random and _drops(block)))
         if found.failure:
             return Verdict(keep=False, reason=found.failure)
@@ -169,6 +169,15 @@ class Compilation(Technique):
         before, after = found.original_ms, found.candidate_ms
         speed = f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms)"
         return Verdict(keep=after * NOT_SLOWER < before, reason=speed)
+
+
+def _eager_call(block: nn.Module) -> Callable[..., Any]:
+    # Within the block's own call its parameters are gathered already; another call would give them back.
+    return block.forward if is_gathered_by_hooks(block) else block._call_impl
+
+
+def _call(block: nn.Module) -> Callable[..., Any]:
+    return (lambda *args, **kwargs: block.forward(*args, **kwargs)) if is_gathered_by_hooks(block) else block.__call__
 
 
 def _drops(block: nn.Module) -> bool:

@@ -44,6 +44,10 @@ class MemoryBudget(GradientCheckpointing):
     """
 
     remembers: ClassVar[bool] = False  # a plan is for a batch, a device and a precision, and found again in a few steps
+    why_not_sharded: ClassVar[str] = (
+        "the planner runs single blocks, which all ranks would have to gather together; use"
+        " gradient_checkpointing='full' or 'selective'"
+    )
     acts_without_sites: ClassVar[bool] = True  # in a roomy budget every block stays as it is
 
     def __init__(

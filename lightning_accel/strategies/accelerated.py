@@ -1,0 +1,146 @@
+"""What the strategies ``accel``, ``accel_ddp`` and ``accel_fsdp`` have in common."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, cast, get_args
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from typing_extensions import override
+
+from lightning_accel.plan import PrecisionSetting
+from lightning_accel.plugin import AccelPlugin
+from lightning_accel.strategies.atomic_checkpoint import AtomicCheckpointIO
+from lightning_accel.strategies.lost_ranks import Roster, name_lost_ranks
+from lightning_accel.strategies.requeue import DeferredSignals, defer_signals
+from lightning_accel.strategies.sync_batch_norm import AnyDeviceSyncBatchNorm
+
+_PRECISIONS = get_args(PrecisionSetting)
+
+
+class Accelerated(Strategy):
+    """Mixed into a strategy of Lightning's, before it.
+
+    It brings an ``AccelPlugin()`` when no precision plugin was given, feeds the loops through a
+    :class:`~lightning_accel.data.DevicePipeline`, writes checkpoints that are whole or not there, synchronises batch
+    norms on CPUs too, acts on SLURM's signals between two steps, and names the process that died when a run breaks off.
+    """
+
+    feeds_itself = True  # what lightning_accel.strategies.feeding asks
+    _roster: Roster | None = None
+    _deferred: DeferredSignals | None = None
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        plugin = None if precision_plugin is None else _accelerating(precision_plugin, type(self).__name__)
+        # mypy sees no setter through super().
+        cast(Any, Strategy.precision_plugin).fset(self, plugin)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._roster = Roster.gather()
+        if type(getattr(self, "_layer_sync", None)) is TorchSyncBatchNorm:
+            vars(self)["_layer_sync"] = AnyDeviceSyncBatchNorm()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        _check_samples(dataloader)
+        feeding = getattr(self.precision_plugin, "feeding", None)
+        return dataloader if feeding is None else feeding.pipe(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        # Lightning registers its handlers after the setup.
+        self._deferred = defer_signals(self.lightning_module.trainer, getattr(self, "_timeout", None))
+
+    @override
+    def teardown(self) -> None:
+        if self._deferred is not None:
+            self._deferred.undo()
+            self._deferred = None
+        super().teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._roster is not None:
+            name_lost_ranks(exception, self._roster)
+
+
+def _accelerating(plugin: Precision, strategy: str) -> Precision:
+    """``plugin``, or the AccelPlugin that does what the Trainer's ``precision=`` asks for, if it was made from that."""
+    if isinstance(plugin, AccelPlugin):
+        return plugin
+    asked = _precision_of_trainer()
+    if asked is None and type(plugin) is Precision:
+        return AccelPlugin()
+    if asked is None:
+        rank_zero_info(f"{strategy}: {type(plugin).__name__} was given, so the run goes without an AccelPlugin.")
+        return plugin
+    precision: Any = "32-true" if type(plugin) is Precision else getattr(plugin, "precision", asked)
+    if precision not in _PRECISIONS:
+        raise ValueError(
+            f"Trainer(precision={asked!r}) with {strategy}: its AccelPlugin takes {', '.join(map(repr, _PRECISIONS))}."
+            " Choose one of these, or a strategy of Lightning's own."
+        )
+    return AccelPlugin(precision=precision)
+
+
+def _precision_of_trainer() -> Any:
+    """The ``precision=`` of the Trainer that is being made; None: none was given, or no Trainer is being made.
+
+    A strategy is handed the plugin that Lightning made of it, where ``"32-true"`` and nothing look alike: one is a
+    wish, the other leaves the choice to us.
+    """
+    of_trainer = inspect.unwrap(Trainer.__init__).__code__
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not of_trainer:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals.get("precision")
+
+
+def _check_samples(dataloader: object) -> None:
+    """Raises a ``ValueError`` for a loader whose samples do not go round."""
+    if not isinstance(dataloader, DataLoader):
+        return
+    sampler = dataloader.sampler
+    if isinstance(dataloader.batch_sampler, BatchSampler):
+        sampler = dataloader.batch_sampler.sampler
+    if not isinstance(sampler, DistributedSampler):
+        return
+    samples = len(sampler.dataset)  # type: ignore[arg-type]
+    if samples < sampler.num_replicas:
+        raise ValueError(
+            f"The dataset {type(sampler.dataset).__name__} has {samples} samples for {sampler.num_replicas} processes:"
+            " some would get none, and the others wait for them. Use at most"
+            f" {max(samples, 1)} devices, or a larger dataset."
+        )

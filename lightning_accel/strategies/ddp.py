@@ -1,0 +1,194 @@
+"""The strategy ``accel_ddp``: a copy of the model in every process, gradients averaged as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, cast, get_args
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_accel.checks import check_choice
+from lightning_accel.strategies.accelerated import Accelerated
+
+Compression = Literal["bf16", "fp16"]
+_HOOKS: dict[str, Callable[..., Any]] = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+
+
+class AccelDDPStrategy(Accelerated, DDPStrategy):
+    """``DistributedDataParallel``, set up by what the first step shows: ``Trainer(strategy="accel_ddp")``.
+
+    The gradients of the first optimizer step are averaged after its backward pass, which any model allows. If every
+    parameter got one on every rank, the model is wrapped as a static graph from then on (its buckets are reduced
+    while the backward pass runs, and nothing is searched for); otherwise unused parameters are looked for in every
+    step. A model that uses all its parameters in the first step and not in a later one needs
+    ``find_unused_parameters=True``, and is told so in that step. With manual optimization they are always looked for.
+
+    Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020),
+    https://arxiv.org/abs/2006.15704.
+
+    Args:
+        find_unused_parameters: Whether to look for them; None: as the first step shows.
+        static_graph: Whether each step uses the same parameters in the same way; None: as the first step shows.
+        gradient_compression: Gradients travel in this dtype, half as many bytes as float32; None: in their own.
+        settings: Of :class:`~lightning.pytorch.strategies.DDPStrategy`. ``gradient_as_bucket_view`` is True unless
+            given: gradients are then views of DDP's buckets, where a copy would take their size once more.
+
+    Raises:
+        ValueError: ``gradient_compression`` is not among those allowed, or given beside a ``ddp_comm_hook``.
+    """
+
+    strategy_name = "accel_ddp"
+
+    def __init__(
+        self,
+        *,
+        find_unused_parameters: bool | None = None,
+        static_graph: bool | None = None,
+        gradient_compression: Compression | None = None,
+        **settings: Any,
+    ) -> None:
+        if gradient_compression is not None:
+            check_choice("gradient_compression", gradient_compression, get_args(Compression))
+            if settings.get("ddp_comm_hook") is not None:
+                raise ValueError(
+                    f"gradient_compression={gradient_compression!r} and ddp_comm_hook: DDP takes one hook. Wrap yours:"
+                    " ddp_comm_wrapper=bf16_compress_wrapper, from torch.distributed.algorithms.ddp_comm_hooks."
+                )
+        settings.setdefault("gradient_as_bucket_view", True)
+        super().__init__(**settings)
+        self._find_unused_parameters = find_unused_parameters
+        self._static_graph = static_graph
+        self._compression = gradient_compression
+        self._is_observing = False
+        self._is_accumulating = False
+        self._is_first_static_pass = False
+        self._is_static: bool | None = None  # what the observed step showed, until the model is wrapped for it
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.lightning_module is not None
+        find, static = self._find_unused_parameters, self._static_graph
+        is_automatic = self.lightning_module.automatic_optimization
+        self._is_observing = find is None and static is None and is_automatic
+        self._is_static = None
+        # What is given holds; what is not follows from it, and with manual optimization from what always works.
+        self._set_up_graph(find=bool(find) or (find is None and not static and not is_automatic), static=bool(static))
+        # Wrapped even when the first step goes without: that checks that the ranks have the same parameters, and gives
+        # them the values of rank 0.
+        super().configure_ddp()
+        if self._is_observing:
+            self.model = self.lightning_module
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        super()._register_ddp_hooks()
+        if self._compression is None:
+            return
+        try:
+            self._ddp.register_comm_hook(None, _HOOKS[self._compression])
+        except TypeError as error:
+            raise ValueError(
+                f"gradient_compression={self._compression!r} cannot be done here: {error}. Use 'fp16', or None."
+            ) from error
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_static is not None:
+            self._wrap_as_observed(self._is_static)
+            self._is_static = None
+        return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._is_accumulating = True
+        try:
+            # The first pass of a static graph must be reduced: torch records it there, and fails otherwise. What is
+            # averaged once more with the others' gradients stays what it is.
+            with nullcontext() if self._is_first_static_pass else super().block_backward_sync():
+                yield
+        finally:
+            self._is_accumulating = False
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        is_reduced = self._is_first_static_pass or not self._is_accumulating
+        self._is_first_static_pass = False
+        if self._is_observing and is_reduced:
+            self._is_static = average_gradients(self._reduced_parameters())
+        elif isinstance(self.model, DistributedDataParallel) and is_reduced:
+            self._check_all_were_used()
+
+    @property
+    def _ddp(self) -> DistributedDataParallel:
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model
+
+    def _set_up_graph(self, *, find: bool, static: bool) -> None:
+        self._ddp_kwargs |= {"find_unused_parameters": find, "static_graph": static}
+        self._is_first_static_pass = static
+
+    def _wrap_as_observed(self, is_static: bool) -> None:
+        self._is_observing = False
+        self._set_up_graph(find=not is_static, static=is_static)
+        module = cast(nn.Module, self.lightning_module)
+        before = self._ddp_kwargs
+        self._ddp_kwargs = {**before, "init_sync": False}  # the ranks have trained together: they hold the same
+        self.model = self._setup_model(module)
+        self._ddp_kwargs = before
+        self._register_ddp_hooks()
+
+    def _reduced_parameters(self) -> list[nn.Parameter]:
+        module = cast(nn.Module, self.lightning_module)
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # torch's own way to name them
+        return [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+
+    def _check_all_were_used(self) -> None:
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            return
+        try:
+            self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            unused = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p.grad is None]
+            raise RuntimeError(
+                f"Parameters that earlier steps used got no gradient in this one: {', '.join(unused[:4]) or 'unknown'}."
+                " Their gradients cannot be averaged over the ranks. A model whose steps use different parameters"
+                " needs Trainer(strategy=AccelDDPStrategy(find_unused_parameters=True))."
+            ) from error
+
+
+def average_gradients(parameters: Iterable[nn.Parameter]) -> bool:
+    """Averages gradients over the ranks. A collective call. One that only other ranks have counts as zero here.
+
+    Args:
+        parameters: The same on every rank, in the same order.
+
+    Returns:
+        Whether every parameter had a gradient on every rank.
+    """
+    parameters = list(parameters)
+    if not parameters:
+        return True
+    world_size = torch.distributed.get_world_size()
+    users = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    torch.distributed.all_reduce(users)
+    counts: list[int] = users.tolist()
+    for parameter, count in zip(parameters, counts, strict=True):
+        if count == 0:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad if parameter.grad.is_sparse else parameter.grad.contiguous()
+        torch.distributed.all_reduce(gradient)
+        gradient /= world_size
+        if gradient is not parameter.grad:
+            parameter.grad.copy_(gradient)
+    return min(counts) == world_size

@@ -1,0 +1,173 @@
+"""Which rank died, said where a run breaks off because of it: a collective only knows that somebody hung up."""
+
+from __future__ import annotations
+
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+# What gloo says of a connection that is gone or silent, and not what it says of tensors that do not fit.
+_BROKEN = re.compile(
+    r"gloo/.*(connection (closed|reset|refused)|broken pipe|timed ?out|timeout|(read|write) error)", re.I | re.S
+)
+_CLOCK_SLACK_S = 5.0  # start times shift with the system's clock; a number is not given to a new process that soon
+_OLD_S = 3600.0
+_MARK = "lightning-accel-gave-up-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A rank's process.
+
+    Attributes:
+        rank: Of the process group.
+        host: The name of its machine.
+        pid: Its number there.
+        started: When, in seconds since 1970: numbers are used again.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    started: float
+
+    @classmethod
+    def here(cls) -> Member:
+        """This process."""
+        process = psutil.Process()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return cls(rank=rank, host=socket.gethostname(), pid=process.pid, started=process.create_time())
+
+    def lives(self) -> bool:
+        """Whether the process exists; only asked on its host. One that has ended and still has a number does not."""
+        try:
+            process = psutil.Process(self.pid)
+            if abs(process.create_time() - self.started) > _CLOCK_SLACK_S:
+                return False
+            return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
+            return False
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The processes of a run, taken down while all of them live.
+
+    Attributes:
+        members: By rank.
+        own: This process.
+    """
+
+    members: Sequence[Member]
+    own: Member
+
+    @classmethod
+    def gather(cls) -> Roster:
+        """Of the default process group; of this process alone where there is none. A collective call."""
+        _forget_old_marks()
+        own = Member.here()
+        if not dist.is_initialized():
+            return cls([own], own)
+        members: list[Member | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(members, own)
+        return cls([member for member in members if member is not None], own)
+
+    def lost(self) -> list[Member]:
+        """The ranks on this host whose processes have ended, however they did."""
+        return [member for member in self.members if member.host == self.own.host and not member.lives()]
+
+
+def name_lost_ranks(exception: BaseException, roster: Roster, patience_s: float = 2.0) -> None:
+    """Adds what :func:`explain` says to the text of ``exception``."""
+    sentence = explain(exception, roster, patience_s)
+    if sentence is not None:
+        exception.args = (f"{exception}\n{sentence}",)
+
+
+def explain(exception: BaseException, roster: Roster, patience_s: float = 2.0) -> str | None:
+    """Which rank's death the exception comes from, in a sentence or two; None if it comes from no broken collective.
+
+    A rank that breaks off because of another's death ends as well, and would be taken for the one that died first: it
+    leaves a mark, an empty file in the folder for temporary files, that the others of its host find.
+
+    Args:
+        exception: What ended the run on this rank.
+        roster: Of the run.
+        patience_s: How long to look for a death that does not show yet, in seconds. The connections of a process are
+            closed before it is gone.
+    """
+    if len(roster.members) == 1 or not is_broken_collective(exception):
+        return None
+    _mark(roster.own).touch()
+    give_up_at = time.monotonic() + patience_s
+    while True:
+        lost = [member for member in roster.lost() if not _mark(member).exists()]
+        if lost:
+            return _of_lost(lost, roster)
+        if time.monotonic() > give_up_at:
+            return _of_none_lost(roster)
+        time.sleep(0.05)
+
+
+def is_broken_collective(exception: BaseException) -> bool:
+    """Whether ``exception`` comes from other processes that are gone or do not answer."""
+    return isinstance(exception, dist.DistError) or (
+        isinstance(exception, RuntimeError) and _BROKEN.search(str(exception)) is not None
+    )
+
+
+def _of_lost(lost: Sequence[Member], roster: Roster) -> str:
+    processes = _listed(f"{member.rank} (pid {member.pid} on host {member.host})" for member in lost)
+    others = [member.rank for member in roster.members if member not in lost]
+    is_one = len(lost) == 1
+    return (
+        f"{'Rank' if is_one else 'Ranks'} {processes} {'has' if is_one else 'have'} died; {_ranks(others)} cannot go on"
+        f" without {'it. Its' if is_one else 'them. Their'} own output says why; 'Killed', or an exit status of 137 or"
+        " -9, means that the system ended it, often for want of memory. To go on from the last checkpoint:"
+        " trainer.fit(..., ckpt_path='last')."
+    )
+
+
+def _of_none_lost(roster: Roster) -> str:
+    elsewhere: dict[str, list[int]] = {}
+    for member in roster.members:
+        if member.host != roster.own.host:
+            elsewhere.setdefault(member.host, []).append(member.rank)
+    look = ""
+    if elsewhere:
+        places = _listed(f"{host} ({_ranks(ranks)})" for host, ranks in elsewhere.items())
+        look = f" Look at the output of those on {places}."
+    return (
+        f"No rank on this host, {roster.own.host}, has died.{look} If none has, one took longer over its part, or waits"
+        " in a step that the others do not take, than the process group's timeout allows: the strategy's timeout="
+        "datetime.timedelta(...) sets it."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(map(str, ranks))}"
+
+
+def _listed(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _mark(member: Member) -> Path:
+    return Path(tempfile.gettempdir(), f"{_MARK}{member.pid}-{member.started:.0f}")
+
+
+def _forget_old_marks() -> None:
+    for mark in Path(tempfile.gettempdir()).glob(f"{_MARK}*"):
+        try:
+            if time.time() - mark.stat().st_mtime > _OLD_S:
+                mark.unlink()
+        except OSError:
+            pass  # of another user, or just removed by another process

@@ -1,0 +1,102 @@
+"""Signals of SLURM, on which Lightning saves and requeues a job: all ranks act on them together, between two steps."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from typing_extensions import override
+
+Handler = Callable[[int, Any], Any]
+
+
+def defer_signals(trainer: Trainer, timeout: timedelta | None = None) -> DeferredSignals | None:
+    """Makes the handlers that Lightning has registered for SLURM wait for the end of a training step.
+
+    A collective call, to be made once Lightning has registered them and before the first step. Handlers of the user's
+    own are left alone.
+
+    Args:
+        trainer: In its ``fit``.
+        timeout: How long a rank waits for the others at the end of a step; None: torch's default.
+
+    Returns:
+        What to call ``undo`` on when the run ends; None where the job is not one that SLURM requeues.
+    """
+    environment = trainer._accelerator_connector.cluster_environment
+    if not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
+        return None
+    numbers = dict.fromkeys([int(environment.requeue_signal or signal.SIGUSR1), int(signal.SIGTERM)])
+    # Over the hosts: the ranks agree at every step, and no device has to catch up with its host for that.
+    group = dist.new_group(backend="gloo", timeout=timeout) if trainer.world_size > 1 else None
+    deferred = DeferredSignals(trainer, {number: signal.getsignal(number) for number in numbers}, group)
+    deferred.apply()
+    return deferred
+
+
+class DeferredSignals(Callback):
+    """Calls handlers on all ranks at the end of the step in which the first of them got the signal.
+
+    Lightning's own would save a checkpoint at whatever line a signal interrupts. That may be in the middle of an
+    optimizer's step, and on each rank another, where their collective calls do not meet. A callback that comes after
+    all others saves what they have done in the step, at a place where Lightning knows to resume.
+
+    A signal that comes while the run validates waits for the step after: let SLURM send it that much before the end,
+    ``#SBATCH --signal=SIGUSR1@600`` for ten minutes.
+
+    Args:
+        trainer: Whose callback this becomes.
+        handlers: Signal → what Lightning does on it; others than Lightning's are left alone.
+        group: Of all ranks, on their hosts; None for a single process.
+    """
+
+    def __init__(self, trainer: Trainer, handlers: Mapping[int, Any], group: dist.ProcessGroup | None) -> None:
+        self._trainer = trainer
+        self._handlers: dict[int, Handler] = {n: h for n, h in handlers.items() if isinstance(h, _HandlersCompose)}
+        self._group = group
+        self._received: set[int] = set()
+        self._handled: set[int] = set()
+
+    def apply(self) -> None:
+        for number in self._handlers:
+            signal.signal(number, self._receive)
+        self._callbacks.append(self)
+
+    def undo(self) -> None:
+        """Leaves the run. The next thing that Lightning does is to put back what handled the signals before it.
+
+        Until then its own handlers stay away: a second signal, on the heels of the first, would have one of the ranks
+        call the others, which are leaving.
+        """
+        self._callbacks.remove(self)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self._received.add(number)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        # The gradients of half a step are in no checkpoint.
+        if not trainer.fit_loop._should_accumulate():
+            for number in self._due():
+                self._handlers[number](number, None)
+
+    def _due(self) -> list[int]:
+        """The signals that any rank has got; each once, as they reach a rank before and another after the same step."""
+        flags = torch.tensor([number in self._received for number in self._handlers], dtype=torch.int32)
+        if self._group is not None:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        due = [n for n, flag in zip(self._handlers, flags.tolist(), strict=True) if flag and n not in self._handled]
+        self._handled.update(due)
+        return due
+
+    @property
+    def _callbacks(self) -> list[Any]:
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return callbacks

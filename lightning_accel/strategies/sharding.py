@@ -1,0 +1,170 @@
+"""Shards a module over processes with FSDP2: the repeated blocks, each by itself, then the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from lightning_accel.blocks import find_blocks
+from lightning_accel.strategies.materialize import materialize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a module was sharded.
+
+    Attributes:
+        units: The blocks that are gathered one at a time.
+        roots: The modules that hold the rest: the module itself, or its parts.
+        left: Block → why it is no unit of its own.
+    """
+
+    units: tuple[str, ...]
+    roots: tuple[str, ...]
+    left: Mapping[str, str]
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    blocks: Sequence[str] = (),
+    apart: bool = False,
+    may_be_empty: bool = False,
+) -> Sharding:
+    """Shards parameters in place, from rank 0's values; gradients and optimizer states made of them are shards too.
+
+    Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023),
+    https://arxiv.org/abs/2304.11277. Each unit moves to the device, gets the weights of rank 0 and is sharded
+    before the next does, so a device never holds more than its shards and one unit; one that is on the meta device is
+    made there first (see :func:`~lightning_accel.strategies.materialize.materialize`).
+
+    Args:
+        module: Not sharded, on any device.
+        mesh: One-dimensional: the processes to shard over.
+        device: This process's own.
+        dtype: What parameters are gathered in; gradients are reduced in float32, and kept and stepped in the
+            parameters' own. None: everything in its own.
+        blocks: Class names or module paths of the units; empty: the repeated blocks.
+        apart: Whether each part of the module is a root of its own, so that several backward passes may run within
+            one step. The module's own forward then gathers nothing.
+        may_be_empty: Whether meta parameters without a way to initialise them are left uninitialised, as a
+            checkpoint is loaded into them.
+
+    Raises:
+        ValueError: There is nothing to shard, or something that cannot be.
+    """
+    _check(module, apart=apart)
+    found, left = _separable(module, find_blocks(module, blocks))
+    roots = dict(_parts(module)) if apart else {"": module}
+    units = {site: unit for site, unit in found.items() if site not in roots}
+    managed: set[nn.Module] = set()
+    for unit in (*units.values(), *roots.values()):
+        own = [part for part in unit.modules() if part not in managed]
+        managed.update(own)
+        materialize(module, own, device, may_be_empty=may_be_empty)
+        _take_from_rank_0(own, device, mesh)
+        # A root stays gathered between its forward and backward pass, unless its module steps several times within.
+        reshard = True if apart or unit not in roots.values() else None
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=_policy(own, dtype))
+    return Sharding(units=tuple(units), roots=tuple(roots), left=left)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether any of its parameters is spread over processes."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def _check(module: nn.Module, *, apart: bool) -> None:
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters, so there is nothing to shard. Make its layers in __init__ or"
+            " in configure_model, or use strategy='accel'."
+        )
+    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
+        raise ValueError(
+            f"{lazy[0]!r} has no shape before its first batch (a lazy module), and cannot be sharded. Call the module"
+            " once in configure_model or before fit, or give its sizes."
+        )
+    if scalars := [name for name, parameter in parameters.items() if parameter.dim() == 0]:
+        raise ValueError(
+            f"{scalars[0]!r} is a scalar, which FSDP does not shard. Give it one dimension,"
+            " nn.Parameter(torch.ones(1)), or use strategy='accel_ddp'."
+        )
+    if not apart:
+        return
+    if own := [name for name, _ in module.named_parameters(recurse=False)]:
+        raise ValueError(
+            f"{own[0]!r} is a parameter of {type(module).__name__} itself. With manual optimization its parts are"
+            " gathered one by one: move the parameter into one of them, or use strategy='accel_ddp'."
+        )
+    homes: dict[int, str] = {}
+    for site, part in _parts(module):
+        for name, parameter in part.named_parameters():
+            if (other := homes.setdefault(id(parameter), site)) != site:
+                raise ValueError(
+                    f"'{site}.{name}' is shared with {other!r}. With manual optimization the parts of"
+                    f" {type(module).__name__} are gathered one by one: put the two into one module, or use"
+                    " strategy='accel_ddp'."
+                )
+
+
+def _separable(module: nn.Module, blocks: dict[str, nn.Module]) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Of ``blocks``, those whose parameters are theirs alone; the others with the reason."""
+    owners: dict[int, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        home = next((site for site in blocks if name.startswith(f"{site}.")), "")
+        owners.setdefault(id(parameter), set()).add(home)
+    found, left = {}, {}
+    for site, block in blocks.items():
+        others = {o for p in block.parameters() for o in owners[id(p)]} - {site}
+        if others:
+            left[site] = f"shares parameters with {min(others) or 'the rest of the model'}"
+        elif not any(True for _ in block.parameters()):
+            left[site] = "has no parameters"
+        else:
+            found[site] = block
+    return found, left
+
+
+def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules with parameters that are called themselves."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _parts(child, f"{prefix}{name}.")
+        elif any(True for _ in child.parameters()):
+            yield f"{prefix}{name}", child
+
+
+def _take_from_rank_0(modules: Sequence[nn.Module], device: torch.device, mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    source = torch.distributed.get_global_rank(group, 0)
+    seen: set[int] = set()
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None or id(tensor) in seen or isinstance(tensor, DTensor):
+                continue
+            seen.add(id(tensor))
+            moved = tensor.detach().to(device).contiguous()
+            # As bytes: gloo does not know complex numbers, nor every small float.
+            torch.distributed.broadcast(moved.view(-1).view(torch.uint8), source, group=group)
+            tensor.data = moved
+
+
+def _policy(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    # Inputs are left to autocast, which stays on: model code relies on what it keeps in float32. A batch norm's
+    # kernels want their weights in the dtype of their statistics.
+    if dtype is None or any(isinstance(module, _BatchNorm) for module in modules):
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -1,0 +1,64 @@
+"""The strategy ``accel``: one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_accel.strategies.accelerated import Accelerated
+
+
+class AccelStrategy(Accelerated, SingleDeviceStrategy):
+    """One device, an ``AccelPlugin()`` if no plugin is given, and the device pipeline: ``Trainer(strategy="accel")``.
+
+    Args:
+        device: Where to train; None: the first of those that the Trainer found or was given.
+        settings: Of :class:`~lightning.pytorch.strategies.SingleDeviceStrategy`.
+
+    Raises:
+        ValueError: The Trainer was given several CPU processes, or several nodes.
+    """
+
+    strategy_name = "accel"
+
+    def __init__(self, device: torch.device | str | int | None = None, **settings: Any) -> None:
+        self._is_chosen = device is not None
+        super().__init__(device="cpu" if device is None else device, **settings)
+
+    @property
+    def num_nodes(self) -> int:
+        """Always 1."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes > 1:
+            raise ValueError(
+                f"Trainer(strategy='accel', num_nodes={num_nodes}): accel trains in one process. Use"
+                " strategy='accel_ddp' or 'accel_fsdp' for several."
+            )
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """None: what the Trainer chose is still to come. Lightning sets it, as it does for its parallel strategies."""
+        return None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if self._is_chosen:
+            return
+        self._root_device = torch.device(devices[0])
+        if len(devices) == 1:
+            return
+        if self._root_device.type == "cpu":
+            raise ValueError(
+                f"Trainer(strategy='accel', devices={len(devices)}): accel trains in one process. Set devices=1, or"
+                " strategy='accel_ddp' for several."
+            )
+        rank_zero_warn(
+            f"accel trains on one device: it takes {self._root_device}, the first of {len(devices)}."
+            " Set devices=1 to say so, or strategy='accel_ddp' to train on all of them."
+        )

@@ -1,0 +1,221 @@
+"""Batch norm over the batches of all ranks, on a CPU too: torch's own computes on GPUs and their like only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def synchronized(model: nn.Module) -> nn.Module:
+    """``model`` with its batch norms in a form that shares statistics over the ranks, its parameters the same objects.
+
+    A batch norm with a ``forward`` of its own keeps each rank's statistics, and is named in a warning: what it adds
+    (an activation, say) would be lost in another class.
+
+    Args:
+        model: Changed in place; a batch norm itself is replaced in what is returned.
+    """
+    return _replaced(model, _synchronized, {})
+
+
+def separated(model: nn.Module) -> nn.Module:
+    """Undoes :func:`synchronized`: the very modules from before, with the running statistics of now."""
+    return _replaced(model, _separated, {})
+
+
+class AnyDeviceSyncBatchNorm(TorchSyncBatchNorm):
+    """Lightning's ``Trainer(sync_batchnorm=True)``, on every device, with the user's own modules back afterwards."""
+
+    @override
+    def apply(self, model: nn.Module) -> nn.Module:
+        return synchronized(model)
+
+    @override
+    def revert(self, model: nn.Module) -> nn.Module:
+        return separated(model)
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """Is :class:`torch.nn.SyncBatchNorm` where that can compute, and computes as it would on a CPU.
+
+    A rank's batch weighs by its size, and may be empty. A NaN in one rank's batch is one in the statistics of all, as
+    it would be in one batch. As with torch's own, in evaluation nothing is exchanged; gradients of parameters are the
+    rank's share of their sum; every rank must run the same layers in the same order; and a pass that is run again
+    (``torch.utils.checkpoint``) moves the running statistics again unless, as gradient checkpointing here, it is kept
+    from it.
+
+    It does not inherit from :class:`torch.nn.SyncBatchNorm`, which DDP refuses to wrap on a CPU.
+
+    Args:
+        plain: The batch norm whose parameters, buffers, hooks and settings it takes over.
+    """
+
+    process_group: dist.ProcessGroup | None
+
+    def __init__(self, plain: _BatchNorm) -> None:
+        super().__init__(0, device="meta")
+        self.process_group = None
+        vars(self).update(vars(plain))
+        self.plain = (plain,)  # in a tuple: as a submodule it would be in the state_dict
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """As of :class:`torch.nn.SyncBatchNorm`.
+
+        Args:
+            input: Of shape ``(B, C, ...)``; C and the number of dimensions are the same on all ranks.
+
+        Raises:
+            ValueError: All ranks together have a single value per channel, or none; on all of them.
+        """
+        if input.device.type != "cpu":
+            return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
+        if not self.training or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        mean, var, count = _global_statistics(input.detach(), self.process_group)
+        if self.track_running_stats:
+            self._track(mean, var, count)
+        output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, mean, var, count, self.eps, self.process_group
+        )
+        return output
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
+
+    def _check_non_zero_input_channels(self, input: Tensor) -> None:
+        nn.SyncBatchNorm._check_non_zero_input_channels(self, input)  # type: ignore[arg-type]
+
+    def _track(self, mean: Tensor, var: Tensor, count: int) -> None:
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:
+                factor = 1.0 / self.num_batches_tracked.item()
+        for running, now in ((self.running_mean, mean), (self.running_var, var * (count / (count - 1)))):
+            if running is not None:
+                running.mul_(1 - (factor or 0.0)).add_(now, alpha=factor or 0.0)
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalizes with statistics of all ranks' batches, and has all ranks' gradients flow back through them.
+
+    Built on the kernels for *given* statistics, which treat them as constants. The gradient through the statistics is
+    then added: it is a normalization itself, with the sums of the gradients for weight and bias.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        count: int,
+        eps: float,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, mean, var)
+        ctx.has_bias, ctx.count, ctx.eps, ctx.group = bias is not None, count, eps, group
+        return F.batch_norm(input, mean, var, _as(weight, mean), _as(bias, mean), eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, var = ctx.saved_tensors
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        if input.numel():
+            grad_input, grad_scale, grad_shift = torch.ops.aten.native_batch_norm_backward(
+                grad_output, input, scale, mean, var, None, None, False, ctx.eps, [True, True, True]
+            )
+        else:  # the kernel divides by the size; the others wait for this rank all the same
+            grad_input, grad_scale, grad_shift = (torch.zeros_like(like) for like in (input, mean, mean))
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([grad_scale, grad_shift]).double()
+            dist.all_reduce(sums, group=ctx.group)
+            through_scale, through_shift = (-sums * scale * (var.double() + ctx.eps).rsqrt() / ctx.count).to(mean.dtype)
+            grad_input += F.batch_norm(input, mean, var, through_scale, through_shift, eps=ctx.eps)
+        return (
+            grad_input,
+            None if weight is None else grad_scale.to(weight.dtype),
+            grad_shift if ctx.has_bias else None,
+            *(None,) * 5,
+        )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # .item() breaks the graph here anyway, with a warning
+def _global_statistics(input: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, int]:
+    """Mean and biased variance of each channel, shape ``(C,)``, and the number of values, over the ranks of ``group``.
+
+    In float32 at least. Ranks tell each other means and variances rather than sums of squares, whose difference would
+    lose what a large mean hides.
+    """
+    num_channels = input.size(1)
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    own = torch.zeros(2 * num_channels + 1, dtype=torch.float64)
+    if input.numel():
+        # The kernel computes in the dtype of the running statistics, which are none of ours here.
+        unused = torch.zeros(2, num_channels, dtype=dtype)
+        own[:-1] = torch.cat(torch.batch_norm_update_stats(input, unused[0], unused[1], 0.0))
+        own[-1] = input.numel() // num_channels
+    all_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_ranks, own, group=group)
+    table = torch.stack(all_ranks)  # an empty batch weighs nothing
+    means, variances, counts = table[:, :num_channels], table[:, num_channels:-1], table[:, -1:]
+    count = int(counts.sum().item())
+    if count < 2:
+        raise ValueError(
+            f"batch norm in training needs more than one value per channel; all {len(all_ranks)} ranks together have"
+            f" {count} (this rank's input is of shape {tuple(input.shape)}). Use larger batches, or drop_last=True."
+        )
+    mean = (counts * means).sum(0) / count
+    var = (counts * (variances + (means - mean).square())).sum(0) / count
+    return mean.to(dtype), var.to(dtype), count
+
+
+def _as(parameter: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if parameter is None else parameter.to(like.dtype)
+
+
+def _synchronized(module: nn.Module) -> nn.Module:
+    if not isinstance(module, _BatchNorm) or isinstance(module, GlobalBatchNorm):
+        return module
+    if "forward" in vars(module) or type(module).forward not in _FORWARDS:
+        rank_zero_warn(
+            f"sync_batchnorm: {type(module).__name__} computes in a forward of its own and keeps the statistics of"
+            " each rank's own batch. Use nn.BatchNorm1d, 2d or 3d, and what it adds as a module beside it."
+        )
+        return module
+    return GlobalBatchNorm(module)
+
+
+def _separated(module: nn.Module) -> nn.Module:
+    if not isinstance(module, GlobalBatchNorm):
+        return module
+    (plain,) = module.plain
+    vars(plain).update((name, value) for name, value in vars(module).items() if name in vars(plain))
+    return plain
+
+
+def _replaced(module: nn.Module, replace: Any, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    """``replace`` on ``module`` and all within it; a module that occurs at several places stays one."""
+    if module not in done:
+        done[module] = replace(module)
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = _replaced(child, replace, done)
+    return done[module]

@@ -1,0 +1,133 @@
+"""What is sharded, what is gathered in which dtype, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.conftest import Said
+
+BLOCKS = ("net.blocks.0", "net.blocks.1", "net.blocks.2")
+
+
+def changed(said: dict[str, Any], technique: str) -> list[str]:
+    return list(said["techniques"][technique]["applied"])
+
+
+def test_blocks_are_sharded_one_by_one_and_the_rest_as_a_whole(said: Said) -> None:
+    sharding = said("blocks_are_sharded")[0]["sharding"]
+    assert (sharding["units"], sharding["roots"], sharding["left"]) == (BLOCKS, ("",), {})
+
+
+def test_each_rank_holds_its_rows_of_every_parameter(said: Said) -> None:
+    first, second = (rank["shards"] for rank in said("blocks_are_sharded"))
+    assert first["net.head.weight"] == (6, 16)  # of eleven
+    assert second["net.head.weight"] == (5, 16)
+    assert first["net.blocks.0.qkv.weight"] == second["net.blocks.0.qkv.weight"] == (24, 16)
+    assert all(first.values())
+
+
+def test_named_blocks_are_sharded_instead(said: Said) -> None:
+    assert said("named_blocks_are_sharded")[0]["sharding"]["units"] == ("net.blocks.1", "net.embedding")
+
+
+def test_sharding_in_other_units_changes_no_number(said: Said) -> None:
+    plain, named = said("blocks_are_sharded")[0], said("named_blocks_are_sharded")[0]
+    torch.testing.assert_close(plain["weights"], named["weights"], rtol=1e-6, atol=1e-7)
+
+
+def test_blocks_that_share_a_weight_are_left_to_the_root(said: Said) -> None:
+    sharding = said("a_block_shares_its_weight")[0]["sharding"]
+    assert sharding["units"] == ("net.blocks.0",)
+    assert sharding["left"] == {
+        "net.blocks.1": "shares parameters with net.blocks.2",
+        "net.blocks.2": "shares parameters with net.blocks.1",
+    }
+
+
+def test_weights_are_gathered_in_bfloat16_and_kept_in_float32(said: Said) -> None:
+    rank = said("bfloat16")[1]
+    assert (rank["gathered"], rank["kept"], rank["gradient"]) == ("torch.bfloat16", "torch.float32", "torch.float32")
+
+
+def test_batch_norms_are_gathered_in_float32(said: Said) -> None:
+    assert said("bfloat16_and_a_batch_norm")[0]["gathered"] == "torch.float32"
+
+
+def test_a_float32_buffer_between_layers_is_no_obstacle_in_bfloat16(said: Said) -> None:
+    """Without autocast the layer after it would be given float32 for its bfloat16 weights."""
+    low, full = said("bfloat16_and_a_float32_buffer")[0]["losses"], said("nothing_is_repeated")[0]["losses"]
+    assert low == pytest.approx(full, rel=2e-2)
+
+
+def test_gathered_weights_are_not_offloaded(said: Said) -> None:
+    """What is saved are activations: of batches of 4x6 tokens less than the weights, 40 KiB in float32."""
+    rank = said("offloading_leaves_gathered_weights_alone")[0]
+    assert rank["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-6)
+    assert rank["offloaded_parameters"] == []
+
+
+def test_checkpointed_and_compiled_blocks_compute_the_same(said: Said) -> None:
+    both = said("checkpointed_and_compiled")[0]
+    assert changed(both, "gradient_checkpointing") == changed(both, "compile") == list(BLOCKS)
+    assert both["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-5)
+
+
+def test_a_technique_that_cannot_be_is_named_where_it_was_asked_for(said: Said) -> None:
+    rank = said("techniques_that_cannot_be")[0]
+    assert any("gradient_checkpointing: not with sharded parameters" in warning for warning in rank["warnings"])
+    assert not any("memory_format" in warning for warning in rank["warnings"])  # "auto" is no wish
+    assert "FSDP keeps weights row by row" in rank["techniques"]["memory_format"]["status"]
+
+
+def test_the_module_can_be_called_outside_of_its_steps(said: Said) -> None:
+    assert said("the_module_is_called_between_epochs")[0]["shape"] == (1, 4, 11)
+
+
+def test_a_module_that_shards_itself_is_left_as_it_is(said: Said) -> None:
+    rank = said("configure_model_shards_by_itself")[0]
+    assert rank["sharding"] is None
+    assert rank["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-6)
+
+
+def test_the_plugin_works_under_lightning_s_own_model_parallel_strategy(said: Said) -> None:
+    rank = said("lightning_s_own_strategy_and_configure_model")[0]
+    assert changed(rank, "gradient_checkpointing") == changed(rank, "compile") == list(BLOCKS)
+    assert rank["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-5)
+
+
+def test_meta_modules_start_as_they_say(said: Said) -> None:
+    for rank in said("made_on_the_meta_device"):
+        assert rank["is_tied"]
+        assert rank["std"] == pytest.approx(0.25, rel=0.2)
+        assert rank["norm"] == pytest.approx([1.0] * 16, abs=0.1)  # one step from where a norm starts
+
+
+def test_meta_modules_start_alike_on_ranks_with_other_seeds(said: Said) -> None:
+    first, second = said("made_on_the_meta_device")
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["weights"].isfinite().all()
+
+
+def test_a_model_without_repetition_is_warned_about(said: Said) -> None:
+    assert any("found no repeated blocks" in warning for warning in said("nothing_is_repeated")[0]["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("scenario", "complaint"),
+    [
+        ("a_module_without_parameters", "Empty has no parameters, so there is nothing to shard"),
+        ("a_block_that_does_not_exist", "No block matches 'Blok'; did you mean 'Block'?"),
+        ("a_block_is_not_called", "its weights were used without calling it"),
+        ("a_scalar_parameter", "'extra' is a scalar, which FSDP does not shard"),
+        ("a_lazy_module", "'extra.weight' has no shape before its first batch"),
+        ("a_meta_module_without_a_start", "'extra' (Unnamed) was made on the meta device"),
+        ("a_parameter_of_a_manual_module_itself", "'extra' is a parameter of Manual itself"),
+        ("a_checkpoint_of_another_model", "The checkpoint is of another model: the model has no net.blocks.2.norm1"),
+    ],
+)
+def test_what_cannot_be_is_said_on_every_rank(said: Said, scenario: str, complaint: str) -> None:
+    for rank in said(scenario):
+        assert complaint in rank["error"]

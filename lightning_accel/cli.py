@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning_utilities.core.imports import RequirementCache
 from typing_extensions import override
 
@@ -17,6 +18,14 @@ from lightning_accel.checks import nearest
 from lightning_accel.plan import Plan
 from lightning_accel.plugin import AccelPlugin
 
+# Strategies of Lightning's that refuse other precision plugins than their own, by the start of their names.
+_INSTEAD = {
+    "fsdp": "use trainer.strategy=accel_fsdp, which shards the same.",
+    "deepspeed": "use trainer.strategy=accel_fsdp, which shards what ZeRO's third stage does.",
+    "xla": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
+    "single_xla": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
+    "single_tpu": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
+}
 _JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35,<5")
 # The ways in which jsonargparse says that it does not know a key: in a section, in one behind a subcommand (with the
 # section's name before it), in init_args, on the command line.
@@ -86,6 +95,7 @@ class AccelCLI(LightningCLI):
         plugins = config.get("plugins") or []
         plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
         self._check_no_other_precision(config.get("precision"), plugins)
+        self._check_strategy(config.get("strategy"))
         return super().instantiate_trainer(**{**kwargs, "plugins": [*plugins, AccelPlugin.from_plan(self.plan)]})
 
     def _check_no_other_precision(self, precision: Any, plugins: list[Any]) -> None:
@@ -104,6 +114,18 @@ class AccelCLI(LightningCLI):
                 self._fail(
                     f"trainer.plugins has {type(plugin).__name__} and accel.precision={self.plan.precision!r}:"
                     " a Trainer takes one precision plugin. Remove the one in trainer.plugins."
+                )
+
+    def _check_strategy(self, strategy: Any) -> None:
+        if not isinstance(strategy, str) or strategy == "auto":
+            return
+        known = StrategyRegistry.available_strategies()
+        if strategy.lower() not in known:
+            self._fail(f"trainer.strategy={strategy!r} is not known{nearest(strategy, known)}")
+        for family, instead in _INSTEAD.items():
+            if strategy.lower().startswith(family):
+                self._fail(
+                    f"trainer.strategy={strategy!r} takes a precision plugin of its own, and no AccelPlugin: {instead}"
                 )
 
     def _fail(self, message: str) -> NoReturn:

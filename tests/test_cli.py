@@ -13,9 +13,11 @@ pytest.importorskip("jsonargparse")
 
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_accel import AccelCLI, AccelPlugin, Plan, cli
 from lightning_accel.data import Map, Normalize, RandomCrop
+from lightning_accel.strategies import AccelFSDPStrategy
 
 QUIET = [
     "--seed_everything=0",
@@ -235,6 +237,45 @@ def test_two_accel_plugins_are_an_error(capsys: pytest.CaptureFixture[str]) -> N
 def test_another_precision_plugin_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     said = complaint(capsys, write("trainer: {plugins: [{class_path: lightning.pytorch.plugins.DoublePrecision}]}"))
     assert "trainer.plugins has DoublePrecision and accel.precision='auto'" in said
+
+
+@pytest.mark.parametrize("strategy", ["accel", "accel_ddp", "accel_fsdp"])
+def test_a_strategy_of_ours_takes_the_section_s_plugin(strategy: str) -> None:
+    command_line = build(f"--trainer.strategy={strategy}", "--trainer.devices=1", "--accel.precision=32-true")
+    assert type(command_line.trainer.strategy) is type(StrategyRegistry.get(strategy))
+    assert plan_of(command_line).precision == "32-true"
+
+
+def test_settings_of_a_strategy_come_from_yaml() -> None:
+    config = """
+trainer:
+  devices: 1
+  strategy:
+    class_path: lightning_accel.strategies.AccelFSDPStrategy
+    init_args:
+      save_distributed_checkpoint: true
+      blocks: [Linear]
+"""
+    strategy = build(write(config)).trainer.strategy
+    assert isinstance(strategy, AccelFSDPStrategy)
+    assert strategy._save_distributed_checkpoint
+
+
+def test_a_misspelt_strategy_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(capsys, "--trainer.strategy=accel_fdsp")
+    assert "trainer.strategy='accel_fdsp' is not known; did you mean 'accel_fsdp'?" in said
+
+
+@pytest.mark.parametrize(
+    ("strategy", "instead"),
+    [("fsdp", "accel_fsdp"), ("deepspeed_stage_3", "accel_fsdp"), ("xla", "LightningCLI")],
+)
+def test_a_strategy_that_takes_no_plugin_names_what_to_use(
+    capsys: pytest.CaptureFixture[str], strategy: str, instead: str
+) -> None:
+    said = complaint(capsys, f"--trainer.strategy={strategy}")
+    assert f"trainer.strategy={strategy!r} takes a precision plugin of its own" in said
+    assert instead in said
 
 
 def test_without_jsonargparse_it_names_the_install(monkeypatch: pytest.MonkeyPatch) -> None:

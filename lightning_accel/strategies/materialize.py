@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_UNTOUCHED = 0xA5  # in every byte of memory that nothing has been written to
+
 
 def materialize(
     root: nn.Module, modules: Sequence[nn.Module], device: torch.device, *, may_be_empty: bool = False
@@ -22,52 +24,71 @@ def materialize(
         root: The whole model.
         modules: Parts of it; their children only where they are listed themselves.
         device: Where the memory is to be.
-        may_be_empty: Whether a module with neither way to initialise it is left as it is.
+        may_be_empty: Whether what a checkpoint holds may be left without values.
 
     Raises:
-        ValueError: A module has meta tensors and neither way to initialise them.
+        ValueError: Neither way gave a parameter or buffer its values.
     """
-    meta = [module for module in modules if any(tensor.is_meta for tensor in _own_tensors(module))]
+    meta = [module for module in modules if any(tensor.is_meta for _, tensor in _own_tensors(module))]
     if not meta:
         return
     names = {module: name for name, module in root.named_modules()}
-    initialisers = {module: list(_initialisers(root, names[module], module)) for module in meta}
-    if not may_be_empty and (helpless := [module for module in meta if not initialisers[module]]):
-        raise ValueError(
-            f"{names[helpless[0]] or type(root).__name__!r} ({type(helpless[0]).__name__}) was made on the meta device"
-            " and does not say how to initialise what it holds. Give the class a reset_parameters() method that fills"
-            " its own parameters and buffers, or load a checkpoint: trainer.fit(..., ckpt_path=...)."
-        )
+    owners = _allocate(meta, device)
+    for module in reversed(meta):  # a module's own values after those of its children, as when they are constructed
+        tied = [tensor for _, tensor in _own_tensors(module) if owners.get(id(tensor), module) is not module]
+        values = [tensor.detach().clone() for tensor in tied]
+        for initialise in _initialisers(root, names[module], module):
+            initialise()
+        with torch.no_grad():
+            for tensor, value in zip(tied, values, strict=True):
+                tensor.copy_(value)
+    for module in meta:
+        for name, tensor in _own_tensors(module):
+            is_in_checkpoint = name not in module._non_persistent_buffers_set
+            if not _is_untouched(tensor) or (may_be_empty and is_in_checkpoint):
+                continue
+            path = f"{names[module]}.{name}" if names[module] else name
+            raise ValueError(
+                f"{path!r} was made on the meta device, and nothing gives it a value. Give {type(module).__name__} a"
+                f" reset_parameters() method that fills its own parameters and buffers"
+                + (", or load a checkpoint: trainer.fit(..., ckpt_path=...)." if is_in_checkpoint else ".")
+            )
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def _allocate(modules: Sequence[nn.Module], device: torch.device) -> dict[int, nn.Module]:
+    """Gives the meta tensors memory; returns the first owner of each, by the tensor's id."""
     owners: dict[int, nn.Module] = {}
     made: dict[int, Tensor] = {}
-    for module in meta:
+    for module in modules:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None or not tensor.is_meta:
                     continue
                 if id(tensor) not in made:
-                    made[id(tensor)] = _like(tensor, device)
-                    owners[id(made[id(tensor)])] = module
+                    real = made[id(tensor)] = _like(tensor, device)
+                    owners[id(real)] = module
                 tensors[name] = made[id(tensor)]  # type: ignore[assignment]
-    for module in reversed(meta):  # a module's own values after those of its children, as when they are constructed
-        tied = [tensor for tensor in _own_tensors(module) if owners.get(id(tensor), module) is not module]
-        values = [tensor.detach().clone() for tensor in tied]
-        for initialise in initialisers[module]:
-            initialise()
-        with torch.no_grad():
-            for tensor, value in zip(tied, values, strict=True):
-                tensor.copy_(value)
-
-
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            yield tensor
+    return owners
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
-    empty = torch.empty_like(tensor, device=device)
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    _bytes(empty).fill_(_UNTOUCHED)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _is_untouched(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.is_contiguous() and bool((_bytes(tensor.detach()) == _UNTOUCHED).all())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _initialisers(root: nn.Module, name: str, module: nn.Module) -> Iterator[Callable[[], Any]]:
@@ -77,8 +98,7 @@ def _initialisers(root: nn.Module, name: str, module: nn.Module) -> Iterator[Cal
             break
     path = name.split(".") if name else []
     for depth in range(len(path), -1, -1):
-        around = root.get_submodule(".".join(path[:depth]))
-        init_weights = getattr(around, "_init_weights", None)
+        init_weights = getattr(root.get_submodule(".".join(path[:depth])), "_init_weights", None)
         if callable(init_weights):
 
             def initialise(init_weights: Callable[[nn.Module], Any] = init_weights) -> Any:

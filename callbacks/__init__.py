@@ -1,6 +1,7 @@
 """Lightning callbacks, imported as :mod:`lightning_accel.callbacks`."""
 
 from lightning_accel.callbacks._epoch import EpochSpeed
+from lightning_accel.callbacks._stragglers import Stragglers
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 
-__all__ = ["EpochSpeed", "SpeedMemoryLogger"]
+__all__ = ["EpochSpeed", "SpeedMemoryLogger", "Stragglers"]

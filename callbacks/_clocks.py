@@ -23,18 +23,24 @@ class Tally:
         train_ms: Working, waiting for data and the gaps in between, summed.
         wait_ms: Waiting for data, summed.
         samples: How many samples the steps trained on.
+        before_backward_ms: Of each step with a backward pass, what it took from the cycle's begin to the first one.
     """
 
     step_ms: array[float] = field(default_factory=lambda: array("d"))
     train_ms: float = 0.0
     wait_ms: float = 0.0
     samples: int = 0
+    before_backward_ms: array[float] = field(default_factory=lambda: array("d"))
 
-    def add(self, step_ms: float, gap_ms: float, wait_ms: float, samples: int) -> None:
+    def add(
+        self, step_ms: float, gap_ms: float, wait_ms: float, samples: int, before_backward_ms: float | None
+    ) -> None:
         self.step_ms.append(step_ms)
         self.train_ms += step_ms + gap_ms + wait_ms
         self.wait_ms += wait_ms
         self.samples += samples
+        if before_backward_ms is not None:
+            self.before_backward_ms.append(before_backward_ms)
 
 
 class StepClock(ABC):
@@ -64,6 +70,10 @@ class StepClock(ABC):
         """Opens the cycle if no fetch has."""
 
     @abstractmethod
+    def backward_began(self) -> None:
+        """Marks the step's first backward pass. Within a step only."""
+
+    @abstractmethod
     def step_ended(self, samples: int, is_apart: bool = False) -> None: ...
 
     @abstractmethod
@@ -90,6 +100,7 @@ class HostClock(StepClock):
         self._gap_ns = 0
         self._wait_ns = 0
         self._is_open = False
+        self._before_backward_ns: int | None = None
 
     @override
     def fetch_began(self) -> None:
@@ -110,13 +121,20 @@ class HostClock(StepClock):
             self.fetch_began()
 
     @override
+    def backward_began(self) -> None:
+        if self._is_open and self._before_backward_ns is None:
+            assert self._began_ns is not None
+            self._before_backward_ns = time.perf_counter_ns() - self._began_ns
+
+    @override
     def step_ended(self, samples: int, is_apart: bool = False) -> None:
         now = time.perf_counter_ns()
         if self._is_open:
             assert self._began_ns is not None
             step_ns = now - self._began_ns - self._gap_ns - self._wait_ns
             tally = self.apart if is_apart else self.timed
-            tally.add(step_ns * 1e-6, self._gap_ns * 1e-6, self._wait_ns * 1e-6, samples)
+            before_backward_ms = None if self._before_backward_ns is None else self._before_backward_ns * 1e-6
+            tally.add(step_ns * 1e-6, self._gap_ns * 1e-6, self._wait_ns * 1e-6, samples, before_backward_ms)
         self._reset(began_ns=now)
 
     @override
@@ -137,6 +155,7 @@ class HostClock(StepClock):
         self._began_ns = began_ns
         self._is_open = False
         self._wait_ns = 0
+        self._before_backward_ns = None
 
 
 class Event(Protocol):
@@ -151,6 +170,7 @@ class Event(Protocol):
 class _Cycle(NamedTuple):
     began: Event | None
     fetches: list[Event]  # begin, end, begin, end, ...
+    backward: Event | None
     ended: Event
     samples: int
     is_apart: bool
@@ -174,6 +194,7 @@ class EventClock(StepClock):
         self._stream = current_stream()
         self._began: Event | None = None
         self._fetches: list[Event] = []
+        self._backward: Event | None = None
         self._pending: deque[_Cycle] = deque()
         self._pool: list[Event] = []
 
@@ -199,11 +220,16 @@ class EventClock(StepClock):
             self.fetch_ended()
 
     @override
+    def backward_began(self) -> None:
+        if self._fetches and self._backward is None:
+            self._backward = self._record()
+
+    @override
     def step_ended(self, samples: int, is_apart: bool = False) -> None:
         ended = self._record()
         if self._fetches:
-            self._pending.append(_Cycle(self._began, self._fetches, ended, samples, is_apart))
-        self._began, self._fetches = ended, []
+            self._pending.append(_Cycle(self._began, self._fetches, self._backward, ended, samples, is_apart))
+        self._began, self._fetches, self._backward = ended, [], None
         # query() only asks; all marks are in one stream, so what came before a finished event has finished too.
         while self._pending and self._pending[0].ended.query():
             self._read(self._pending.popleft())
@@ -217,7 +243,7 @@ class EventClock(StepClock):
     def restart(self) -> None:
         super().restart()
         self._pending.clear()
-        self._began, self._fetches = None, []
+        self._began, self._fetches, self._backward = None, [], None
         self._stream = self._current_stream()
 
     @override
@@ -238,8 +264,12 @@ class EventClock(StepClock):
         gap_ms = 0.0 if cycle.began is None else began.elapsed_time(opened)
         wait_ms = sum(a.elapsed_time(b) for a, b in zip(cycle.fetches[::2], cycle.fetches[1::2], strict=True))
         step_ms = began.elapsed_time(cycle.ended) - gap_ms - wait_ms
-        (self.apart if cycle.is_apart else self.timed).add(step_ms, gap_ms, wait_ms, cycle.samples)
+        before_backward_ms = None if cycle.backward is None else began.elapsed_time(cycle.backward)
+        tally = self.apart if cycle.is_apart else self.timed
+        tally.add(step_ms, gap_ms, wait_ms, cycle.samples, before_backward_ms)
         self._pool += cycle.fetches
+        if cycle.backward is not None:
+            self._pool.append(cycle.backward)
         if cycle.began is not None:
             self._pool.append(cycle.began)  # no later cycle refers to it: each has its own end as the next one's begin
 

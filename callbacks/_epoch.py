@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
+
+from lightning_accel.callbacks._stragglers import Stragglers, compare_ranks, rank_row
 
 PREFIX = "accel/"
 _LOGGED = (
@@ -57,6 +59,7 @@ class EpochSpeed:
         loss_scale: The gradient scaler's scale at the end of the epoch.
         skipped_steps: Optimizer steps that the scaler skipped in the epoch.
         energy_j_per_sample: Of the cards alone.
+        stragglers: The ranks beside each other; None for a single one.
     """
 
     epoch: int
@@ -78,11 +81,18 @@ class EpochSpeed:
     loss_scale: float | None
     skipped_steps: int | None
     energy_j_per_sample: float | None
+    stragglers: Stragglers | None
+
+    @property
+    def slowest_rank(self) -> int | None:
+        """The rank whose steps took longest; None for a single one. See :class:`Stragglers` for who held it up."""
+        return None if self.stragglers is None else self.stragglers.slowest_rank
 
     def metrics(self) -> dict[str, float]:
         """What is logged, under ``accel/``."""
-        values = ((name, getattr(self, name)) for name in _LOGGED)
-        return {f"{PREFIX}{name}": float(value) for name, value in values if value is not None}
+        values = {name: getattr(self, name) for name in _LOGGED}
+        values |= {} if self.stragglers is None else self.stragglers.metrics()
+        return {f"{PREFIX}{name}": float(value) for name, value in values.items() if value is not None}
 
     def line(self) -> str:
         """The epoch in one line of text."""
@@ -103,6 +113,8 @@ class EpochSpeed:
             parts.append(f"loss scale {self.loss_scale:g}{skipped}")
         if self.energy_j_per_sample is not None:
             parts.append(f"{self.energy_j_per_sample:.3g} J/sample")
+        if self.stragglers is not None:
+            parts.append(self.stragglers.line())
         return f"{PREFIX} epoch {self.epoch}: " + " · ".join(parts)
 
 
@@ -110,7 +122,7 @@ class EpochSpeed:
 class RankEpoch:
     """One rank's numbers, before they are put together. NaN is "not known here".
 
-    Each field but ``step_ms`` names its reduction over the ranks in ``EpochMeter``.
+    Each field but the last three names its reduction over the ranks in ``EpochMeter``.
     """
 
     steps: float
@@ -126,6 +138,8 @@ class RankEpoch:
     loss_scale: float
     skipped_steps: float
     energy_j: float
+    data_wait_ms: float
+    before_backward_ms: Sequence[float]
     step_ms: Sequence[float]
 
 
@@ -155,27 +169,35 @@ class EpochMeter(Metric):
 
     full_state_update = False
     step_ms: list[Tensor]
+    rows: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
         for name, reduction in _REDUCTIONS.items():
             self.add_state(name, torch.tensor(math.nan), dist_reduce_fx=reduction)
         self.add_state("step_ms", [], dist_reduce_fx="cat")
+        self.add_state("rows", [], dist_reduce_fx="cat")
 
     @override
     def update(self, rank: RankEpoch) -> None:
-        for field in fields(rank):
-            value = torch.tensor(getattr(rank, field.name), dtype=torch.float32, device=self.device)
-            setattr(self, field.name, [_thin_out(value)] if field.name == "step_ms" else value)
+        for name in _REDUCTIONS:
+            setattr(self, name, torch.tensor(getattr(rank, name), dtype=torch.float32, device=self.device))
+        step_ms, before_backward_ms = (
+            _thin_out(torch.tensor(values, dtype=torch.float32, device=self.device))
+            for values in (rank.step_ms, rank.before_backward_ms)
+        )
+        self.step_ms = [step_ms]
+        self.rows = [rank_row(step_ms, before_backward_ms, rank.data_wait_ms)]
 
     @override
-    def compute(self) -> dict[str, float | None]:
+    def compute(self) -> dict[str, Any]:
         """The numbers of all ranks; ``step_ms_p50`` and ``step_ms_p95`` are NaN when no rank has made a step."""
-        values = {name: _known(getattr(self, name)) for name in _REDUCTIONS}
+        values: dict[str, Any] = {name: _known(getattr(self, name)) for name in _REDUCTIONS}
         step_ms = dim_zero_cat(self.step_ms).double().cpu()
         has_steps = step_ms.numel() > 0
         for percent in (50, 95):
             values[f"step_ms_p{percent}"] = step_ms.quantile(percent / 100).item() if has_steps else math.nan
+        values["rows"] = dim_zero_cat(self.rows)
         return values
 
 
@@ -202,13 +224,14 @@ def put_together(rank: RankEpoch, device: torch.device, **about: Any) -> EpochSp
     """
     meter = EpochMeter().to(device)
     meter.update(rank)
-    values: dict[str, Any] = meter.compute()
+    values = meter.compute()
     if math.isnan(values["step_ms_p50"]):
         return None
     energy_j, peak_flops = values.pop("energy_j"), values.pop("peak_flops")
     samples, flops, skipped = values["samples"], values["flops_per_step"], values["skipped_steps"]
     tflops = None if flops is None else flops * values["steps_per_sec"] * about["world_size"] / 1e12
     values |= {
+        "stragglers": compare_ranks(values.pop("rows")),
         "steps": round(values["steps"]),
         "samples": None if samples is None else round(samples),
         "skipped_steps": None if skipped is None else round(skipped),

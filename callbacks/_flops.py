@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 from typing_extensions import override
@@ -54,6 +55,8 @@ class FlopMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **(kwargs or {}))  # DTensor asks these for the shapes of what it is about to compute
         if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
             # A tensor subclass (DTensor, jagged tensor) unwraps first: what this rank really computes comes next.
             return NotImplemented

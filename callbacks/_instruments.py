@@ -101,6 +101,8 @@ class FitInstruments:
             loss_scale=self._loss_scale(),
             skipped_steps=skipped,
             energy_j=math.nan if self._energy is None else self._energy.joules(),
+            data_wait_ms=_per(rated.wait_ms, steps) if len(self._fetch_hooks) else math.nan,
+            before_backward_ms=rated.before_backward_ms,
             step_ms=rated.step_ms,
         )
         return put_together(

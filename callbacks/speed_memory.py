@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_accel.callbacks._epoch import EpochSpeed
@@ -18,8 +19,10 @@ class SpeedMemoryLogger(Callback):
 
     ``samples_per_sec``, ``steps_per_sec``, ``step_ms_p50``, ``step_ms_p95``, ``data_wait_frac``, ``peak_memory_mib``
     and ``host_rss_mib``; where they exist ``tflops``, ``mfu``, ``loss_scale``, ``skipped_steps`` and
-    ``energy_j_per_sample``. They go to every logger of the Trainer and can be monitored; a Trainer without a logger
-    prints one line an epoch. :attr:`history` keeps them as :class:`EpochSpeed`, which says what each one means.
+    ``energy_j_per_sample``; with several ranks ``step_ms_p95_slowest_rank`` and
+    ``before_backward_ms_p95_latest_rank``. They go to every logger of the Trainer and can be monitored; a Trainer
+    without a logger prints one line an epoch. :attr:`history` keeps them as :class:`EpochSpeed`, which says what each
+    one means.
 
     **A step** is one batch of the train dataloader: one ``training_step`` with its backward pass and, when the
     accumulation of gradients is complete, the optimizer's step.
@@ -41,6 +44,11 @@ class SpeedMemoryLogger(Callback):
 
     **Memory** is the peak of torch's device allocator, whose peak statistics are reset at each epoch's start; on other
     devices the peak of this process, and :attr:`EpochSpeed.peak_memory_source` says since when.
+
+    **Several ranks** log the same values on each: rates and FLOPs add up, memory is the largest rank's, ``step_ms`` is
+    of the steps of all. Ranks wait for each other in the backward pass, so that a slow one makes the steps of all long;
+    ``before_backward_ms`` is what a rank takes before it comes there, and the one that takes longest holds the others
+    up. :attr:`EpochSpeed.stragglers` names it, and says where this cannot be told.
 
     Args:
         batch_size_fn: The number of samples in a batch. By default it is found in the batch: its ``batch_size``, the
@@ -84,6 +92,11 @@ class SpeedMemoryLogger(Callback):
             self._fit.clock.step_began()
             if self._fit.flops.is_due:
                 self._fit.count_flops_if_time(batch_idx)
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._fit is not None:
+            self._fit.clock.backward_began()
 
     @override
     def on_train_batch_end(

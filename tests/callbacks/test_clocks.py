@@ -58,6 +58,7 @@ def train(clock: EventClock, device: SimulatedDevice, *, steps: int, fetch_ms: f
         clock.fetch_ended()
         clock.step_began()
         device.launch(work_ms)
+        clock.backward_began()
         clock.step_ended(samples=4)
 
 
@@ -104,7 +105,7 @@ def test_events_are_reused_in_the_next_epoch(clock: EventClock, device: Simulate
         clock.restart()
         train(clock, device, steps=20, fetch_ms=0, work_ms=5)
         clock.settle()
-    assert device.events < 70
+    assert device.events < 90
     assert len(clock.timed.step_ms) == 20
 
 
@@ -176,6 +177,9 @@ def run_on_host(clock: StepClock, host_ms: list[float], *parts: tuple[str, float
             clock.step_began()
             host_ms[0] += took_ms
             clock.step_ended(samples=2)
+        elif part == "backward":
+            clock.backward_began()
+            host_ms[0] += took_ms
         elif part == "pause":
             clock.pause()
             host_ms[0] += took_ms
@@ -206,6 +210,44 @@ def test_without_fetch_marks_the_wait_is_part_of_the_gap(host_ms: list[float]) -
     assert clock.timed.wait_ms == 0
 
 
+def test_what_comes_before_the_first_backward_pass_is_gap_wait_and_forward(host_ms: list[float]) -> None:
+    clock = HostClock()
+
+    def step(*parts: tuple[str, float]) -> None:
+        clock.step_began()
+        run_on_host(clock, host_ms, *parts)
+        clock.step_ended(samples=2)
+
+    run_on_host(clock, host_ms, ("fetch", 3))
+    step(("forward", 10), ("backward", 20), ("forward", 30), ("backward", 40))
+    run_on_host(clock, host_ms, ("gap", 1), ("fetch", 4))
+    step(("forward", 50), ("backward", 60))
+    run_on_host(clock, host_ms, ("fetch", 4))
+    step(("skipped", 70))
+    assert list(clock.timed.before_backward_ms) == pytest.approx([13, 55])
+
+
+def test_a_backward_pass_outside_of_the_steps_is_none_of_theirs(host_ms: list[float]) -> None:
+    clock = HostClock()
+    run_on_host(clock, host_ms, ("backward", 5), ("fetch", 3), ("step", 10), ("backward", 5), ("fetch", 3))
+    assert len(clock.timed.before_backward_ms) == 0
+
+
+def test_the_way_to_the_backward_pass_is_the_devices(clock: EventClock, device: SimulatedDevice) -> None:
+    for _ in range(3):
+        clock.fetch_began()
+        device.host_ms += 20
+        clock.fetch_ended()
+        clock.step_began()
+        device.launch(7)
+        clock.backward_began()
+        device.launch(10)
+        clock.backward_began()
+        clock.step_ended(samples=4)
+    clock.settle()
+    assert list(clock.timed.before_backward_ms) == [20 + 7, 3 + 7, 3 + 7]  # the device is busy while data is fetched
+
+
 def test_a_pause_within_a_cycle_does_nothing(host_ms: list[float]) -> None:
     """``trainer.save_checkpoint`` called from ``training_step``: part of the user's step."""
     clock = HostClock()
@@ -228,10 +270,14 @@ def test_cuda_events_time_the_device_without_synchronising() -> None:
             clock.step_began()
             for _ in range(10):
                 x @ x
+            clock.backward_began()
+            for _ in range(10):
+                x @ x
             clock.step_ended(samples=1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     clock.settle()
     assert len(clock.timed.step_ms) == 20
     assert all(step_ms > 0 for step_ms in clock.timed.step_ms)
+    assert len(clock.timed.before_backward_ms) == 20
     assert clock.timed.wait_ms < clock.timed.train_ms

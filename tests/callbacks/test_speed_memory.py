@@ -44,6 +44,9 @@ ALWAYS_LOGGED = {
 }
 
 
+LOGGED_BY_SEVERAL_RANKS = {"accel/step_ms_p95_slowest_rank", "accel/before_backward_ms_p95_latest_rank"}
+
+
 class SimulatedTime:
     """What the logger takes for the time, so that a busy machine changes nothing: it passes when a test says so."""
 
@@ -562,7 +565,7 @@ def read_rank(folder: Path, rank: int) -> dict[str, Any]:
 
 def test_every_rank_has_the_numbers_of_all(two_ranks: Path) -> None:
     assert read_rank(two_ranks, 0) == read_rank(two_ranks, 1)
-    assert set(read_rank(two_ranks, 0)["logged"]) == ALWAYS_LOGGED
+    assert set(read_rank(two_ranks, 0)["logged"]) == ALWAYS_LOGGED | LOGGED_BY_SEVERAL_RANKS
 
 
 def test_advice_is_that_of_rank_0(two_ranks: Path) -> None:
@@ -581,6 +584,15 @@ def test_ranks_are_put_together(two_ranks: Path) -> None:
         assert epoch["tflops"] == pytest.approx(2 * epoch["flops_per_step"] * epoch["steps_per_sec"] / 1e12)
 
 
+@pytest.mark.parametrize("run", ["slow loader", "slow forward"])
+def test_the_rank_that_the_others_wait_for_is_named(two_ranks: Path, run: str) -> None:
+    said = read_rank(two_ranks, 0)[run]
+    assert said["latest_rank"] == 1
+    assert said["before_backward_ms_p95_mean"] < said["before_backward_ms_p95"]
+    assert (said["data_wait_ms"] > 2 * 30) == (run == "slow loader")  # two samples, and each sleeps so long
+    assert "latest at backward rank 1: p95" in said["line"]
+
+
 def test_rank_zero_writes_for_all(two_ranks: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -593,7 +605,8 @@ def test_rank_zero_writes_for_all(two_ranks: Path) -> None:
 
 def rank_epoch(**values: Any) -> RankEpoch:
     numbers = dict.fromkeys(RankEpoch.__dataclass_fields__, 1.0)
-    return RankEpoch(**{**numbers, "step_ms": [1.0], **values})  # type: ignore[arg-type]
+    lists = {"step_ms": [1.0], "before_backward_ms": [1.0]}
+    return RankEpoch(**{**numbers, **lists, **values})  # type: ignore[arg-type]
 
 
 def test_each_number_has_its_own_reduction() -> None:
@@ -614,6 +627,7 @@ def test_each_number_has_its_own_reduction() -> None:
     values = meters[0].compute()
     assert (values["samples_per_sec"], values["steps_per_sec"], values["peak_memory_mib"]) == (40, 3, 400)
     assert values["step_ms_p50"] == 3
+    assert values["rows"][:, 0].tolist() == pytest.approx([2.9, 101.95])
 
 
 def test_what_is_not_known_is_left_out() -> None:
@@ -622,6 +636,14 @@ def test_what_is_not_known_is_left_out() -> None:
     speed = put_together(rank, torch.device("cpu"), **about)
     assert speed is not None
     assert (speed.samples, speed.samples_per_sec, speed.tflops, speed.mfu, speed.energy_j_per_sample) == (None,) * 5
+
+
+def test_a_single_rank_is_not_compared() -> None:
+    speed = put_together(rank_epoch(), torch.device("cpu"), epoch=0, world_size=1, peak_memory_source="a test")
+    assert speed is not None
+    assert speed.slowest_rank is None
+    assert not LOGGED_BY_SEVERAL_RANKS & set(speed.metrics())
+    assert "rank" not in speed.line()
 
 
 def test_percentiles_of_a_million_steps_are_kept_by_a_few_thousand() -> None:

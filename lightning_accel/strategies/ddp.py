@@ -28,6 +28,7 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
     while the backward pass runs, and nothing is searched for); otherwise unused parameters are looked for in every
     step. A model that uses all its parameters in the first step and not in a later one needs
     ``find_unused_parameters=True``, and is told so in that step. With manual optimization they are always looked for.
+    When parameters are frozen or unfrozen, the next step is a first step again.
 
     Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020),
     https://arxiv.org/abs/2006.15704.
@@ -65,6 +66,7 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         self._find_unused_parameters = find_unused_parameters
         self._static_graph = static_graph
         self._compression = gradient_compression
+        self._trained: list[bool] = []  # parameter by parameter, when the model was wrapped
         self._is_observing = False
         self._is_accumulating = False
         self._is_first_static_pass = False
@@ -72,18 +74,20 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None
         find, static = self._find_unused_parameters, self._static_graph
-        is_automatic = self.lightning_module.automatic_optimization
+        is_automatic = module.automatic_optimization
         self._is_observing = find is None and static is None and is_automatic
         self._is_static = None
+        self._trained = [parameter.requires_grad for parameter in module.parameters()]
         # What is given holds; what is not follows from it, and with manual optimization from what always works.
         self._set_up_graph(find=bool(find) or (find is None and not static and not is_automatic), static=bool(static))
         # Wrapped even when the first step goes without: that checks that the ranks have the same parameters, and gives
         # them the values of rank 0.
         super().configure_ddp()
         if self._is_observing:
-            self.model = self.lightning_module
+            self.model = module
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -99,7 +103,11 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_static is not None:
+        assert self.lightning_module is not None
+        if [parameter.requires_grad for parameter in self.lightning_module.parameters()] != self._trained:
+            self.model = self.lightning_module
+            self.configure_ddp()
+        elif self._is_static is not None:
             self._wrap_as_observed(self._is_static)
             self._is_static = None
         return super().training_step(*args, **kwargs)

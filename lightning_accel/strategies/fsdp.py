@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_accel.patch import AttributePatch
@@ -93,6 +94,7 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
         assert self.accelerator is not None
         module = self.lightning_module
         assert module is not None
+        _check_callbacks(trainer)
         if is_overridden("configure_model", module) and is_sharded(module):
             super().setup(trainer)
         else:
@@ -111,6 +113,15 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
             if is_fitting:
                 _optimizers_to_device(self.optimizers, self.root_device)
         self._steps_through_root = isinstance(module, FSDPModule) and module.automatic_optimization
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise ValueError(
+                "LBFGS works on all parameters as one vector, and accel_fsdp has them in shards of different sizes. Use"
+                " strategy='accel_ddp', or another optimizer."
+            )
 
     def _shard(self, module: LightningModule, trainer: Trainer) -> None:
         self.sharding = shard(
@@ -161,9 +172,10 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
         super().on_exception(exception)
         if _MIXED in str(exception) and self.sharding is not None:
             exception.args = (
-                f"{exception}\nA block was sharded by itself, and its weights were used without calling it (accel_fsdp"
-                f" sharded {', '.join(self.sharding.units[:4]) or 'the module as a whole'}). Call the block, or name"
-                " what is called: strategy=AccelFSDPStrategy(blocks=['LayerClass']).",
+                f"{exception}\nEither the weights of a block were used without calling it (accel_fsdp sharded"
+                f" {', '.join(self.sharding.units[:4]) or 'the module as a whole'}): call the block, or name what is"
+                " called, strategy=AccelFSDPStrategy(blocks=['LayerClass']). Or something copied the module before it"
+                " was sharded: copy its state_dict() later, or use strategy='accel_ddp'.",
             )
 
     # -- checkpoints -------------------------------------------------------------------------------------------
@@ -230,6 +242,16 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_full_optimizer_state(optimizer, state)
+
+
+def _check_callbacks(trainer: Trainer) -> None:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} keeps a copy of the whole module, which it has made before accel_fsdp"
+                " shards it. Use strategy='accel_ddp', or train without it."
+            )
 
 
 def _through_call(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -51,7 +51,7 @@ def test_two_processes_train_as_one_on_the_same_global_batch(two_ranks: Path, ru
         assert ranks[0]["weights"] == pytest.approx(weights(module), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("run", ["channels_last", "half", "refused by rank 1"])
+@pytest.mark.parametrize("run", ["channels_last", "half", "refused by rank 1", "accel_ddp, half"])
 def test_channels_last_is_in_force(two_ranks: Path, run: str) -> None:
     assert of_rank(two_ranks, run, 0)["report"]["techniques"]["memory_format"]["applied"]
 
@@ -62,7 +62,7 @@ def test_flash_attention_is_in_force(two_ranks: Path, run: str) -> None:
     assert list(said["applied"]) == ["net.layers.0", "net.layers.1", "net.layers.2"]
 
 
-@pytest.mark.parametrize("run", ["checkpointing", "unused", "attention, checkpointed"])
+@pytest.mark.parametrize("run", ["checkpointing", "unused", "attention, checkpointed", "accel_ddp, checkpointed"])
 def test_checkpointing_is_in_force(two_ranks: Path, run: str) -> None:
     assert len(of_rank(two_ranks, run, 0)["report"]["techniques"]["gradient_checkpointing"]["applied"]) == 3
 
@@ -75,7 +75,7 @@ def test_both_ranks_run_the_plan_that_rank_0_made(two_ranks: Path) -> None:
     assert "not measured" not in plans[0]["details"]
 
 
-@pytest.mark.parametrize("run", ["views", "views, no rebuilt buckets", "refused by rank 0"])
+@pytest.mark.parametrize("run", ["views", "views, no rebuilt buckets", "refused by rank 0", "accel_ddp, views"])
 def test_a_layout_is_taken_back_on_both(two_ranks: Path, run: str) -> None:
     """DDP's buckets must not notice: they would permute the gradients of weights that changed their strides."""
     for rank in (0, 1):

@@ -114,10 +114,15 @@ RUNS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": "selective",
         "net": "by hand",
     },
+    "accel_ddp, channels_last": CHANNELS_LAST,
+    "accel_ddp, views": {**CHANNELS_LAST, "kind": Views},
+    "accel_ddp, half": {**CHANNELS_LAST, "precision": "16-mixed"},
+    "accel_ddp, checkpointed": {"precision": "32-true", "gradient_checkpointing": "selective", "net": "unused"},
     "attention, by the clock": {"precision": "32-true", "flash_attention": "auto", "net": "by hand"},
 }
 EPOCHS = {"budget": 4}  # until a plan is made, measured and timed
 STRATEGIES = dict.fromkeys(["unused", "views, no rebuilt buckets"], "ddp_find_unused_parameters_true")
+STRATEGIES |= dict.fromkeys([run for run in RUNS if run.startswith("accel_ddp")], "accel_ddp")
 NETS = {
     "cnn": cnn_without_statistics,
     "fickle 0": lambda: cnn_without_statistics(lambda: Fickle(0)),

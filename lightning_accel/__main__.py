@@ -6,15 +6,24 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from lightning_accel import plan_command
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand that ``argv`` (by default the process's own arguments) names; returns the exit status."""
     parser = argparse.ArgumentParser(prog="lightning-accel", description="Tools around lightning-accel.")
     subcommands = parser.add_subparsers(dest="subcommand", required=True)
     subcommands.add_parser("doctor", help="what this machine has, what is missing and how to get it")
-    parser.parse_args(argv)
+    plan = plan_command.add_parser(subcommands)
+    arguments = parser.parse_args(argv)
+    if arguments.subcommand == "plan":
+        try:
+            plan_command.show(arguments)
+        except ValueError as error:
+            plan.error(str(error))
+        return 0
 
-    # Imported late: --help answers before torch has loaded.
+    # Imported late: --help and plan answer without torch.
     from lightning_accel.doctor import examine, show
 
     show(examine())

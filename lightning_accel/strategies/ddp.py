@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast, get_args
 
@@ -17,6 +17,10 @@ from lightning_accel.checks import check_choice
 from lightning_accel.strategies.accelerated import Accelerated
 
 Compression = Literal["bf16", "fp16"]
+_MEND = (
+    "A model whose steps use different parameters needs"
+    " Trainer(strategy=AccelDDPStrategy(find_unused_parameters=True))."
+)
 _HOOKS: dict[str, Callable[..., Any]] = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 
@@ -24,9 +28,9 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
     """``DistributedDataParallel``, set up by what the first step shows: ``Trainer(strategy="accel_ddp")``.
 
     The gradients of the first optimizer step are averaged after its backward pass, which any model allows. If every
-    parameter got one on every rank, the model is wrapped as a static graph from then on (its buckets are reduced
-    while the backward pass runs, and nothing is searched for); otherwise unused parameters are looked for in every
-    step. A model that uses all its parameters in the first step and not in a later one needs
+    parameter got one on every rank, then and in the next pass, the model is wrapped as a static graph (its buckets are
+    reduced while the backward pass runs, and nothing is searched for); otherwise unused parameters are looked for in
+    every step. A model that uses all its parameters in these steps and not in a later one needs
     ``find_unused_parameters=True``, and is told so in that step. With manual optimization they are always looked for.
     When parameters are frozen or unfrozen, the next step is a first step again.
 
@@ -127,12 +131,21 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        is_reduced = self._is_first_static_pass or not self._is_accumulating
-        self._is_first_static_pass = False
-        if self._is_observing and is_reduced:
+        is_recorded, self._is_first_static_pass = self._is_first_static_pass, False
+        if self._is_observing and not self._is_accumulating:
             self._is_static = average_gradients(self._reduced_parameters())
-        elif isinstance(self.model, DistributedDataParallel) and is_reduced:
+        elif is_recorded and self._static_graph is None:
+            # Torch has recorded what this pass used, and would fail where a later one uses more.
+            if not all_have_gradients(self._reduced_parameters()):
+                self._is_static = False
+        elif isinstance(self.model, DistributedDataParallel) and not self._is_accumulating:
             self._check_all_were_used()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if "Your training graph has changed" in str(exception):
+            exception.args = (f"{exception}\n{_MEND}",)
 
     @property
     def _ddp(self) -> DistributedDataParallel:
@@ -168,8 +181,7 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
             unused = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p.grad is None]
             raise RuntimeError(
                 f"Parameters that earlier steps used got no gradient in this one: {', '.join(unused[:4]) or 'unknown'}."
-                " Their gradients cannot be averaged over the ranks. A model whose steps use different parameters"
-                " needs Trainer(strategy=AccelDDPStrategy(find_unused_parameters=True))."
+                f" Their gradients cannot be averaged over the ranks. {_MEND}"
             ) from error
 
 
@@ -183,12 +195,8 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> bool:
         Whether every parameter had a gradient on every rank.
     """
     parameters = list(parameters)
-    if not parameters:
-        return True
     world_size = torch.distributed.get_world_size()
-    users = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
-    torch.distributed.all_reduce(users)
-    counts: list[int] = users.tolist()
+    counts = _ranks_with_gradients(parameters)
     for parameter, count in zip(parameters, counts, strict=True):
         if count == 0:
             continue
@@ -199,4 +207,19 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> bool:
         gradient /= world_size
         if gradient is not parameter.grad:
             parameter.grad.copy_(gradient)
-    return min(counts) == world_size
+    return all(count == world_size for count in counts)
+
+
+def all_have_gradients(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether every parameter has a gradient on every rank. A collective call."""
+    world_size = torch.distributed.get_world_size()
+    return all(count == world_size for count in _ranks_with_gradients(list(parameters)))
+
+
+def _ranks_with_gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
+    if not parameters:
+        return []
+    users = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    torch.distributed.all_reduce(users)
+    counts: list[int] = users.tolist()
+    return counts

@@ -10,11 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.blocks import find_blocks
 from lightning_accel.strategies.materialize import materialize
+
+_LOW_ON_CPU = (nn.Linear, _ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RMSNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +56,8 @@ def shard(
         module: Not sharded, on any device.
         mesh: One-dimensional: the processes to shard over.
         device: This process's own.
-        dtype: What parameters are gathered in; gradients are reduced in float32, and kept and stepped in the
-            parameters' own. None: everything in its own.
+        dtype: What parameters are gathered in, but for units with layers that want them in float32 under autocast;
+            gradients are reduced in float32, and kept and stepped in the parameters' own. None: everything in its own.
         blocks: Class names or module paths of the units; empty: the repeated blocks.
         apart: Whether each part of the module is a root of its own, so that several backward passes may run within
             one step. The module's own forward then gathers nothing.
@@ -76,7 +79,7 @@ def shard(
         _take_from_rank_0(own, device, mesh)
         # A root stays gathered between its forward and backward pass, unless its module steps several times within.
         reshard = True if apart or unit not in roots.values() else None
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=_policy(own, dtype))
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=_policy(own, dtype, device))
     return Sharding(units=tuple(units), roots=tuple(roots), left=left)
 
 
@@ -162,9 +165,19 @@ def _take_from_rank_0(modules: Sequence[nn.Module], device: torch.device, mesh: 
             tensor.data = moved
 
 
-def _policy(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    # Inputs are left to autocast, which stays on: model code relies on what it keeps in float32. A batch norm's
-    # kernels want their weights in the dtype of their statistics.
-    if dtype is None or any(isinstance(module, _BatchNorm) for module in modules):
+def _policy(modules: Sequence[nn.Module], dtype: torch.dtype | None, device: torch.device) -> MixedPrecisionPolicy:
+    # Inputs are left to autocast, which stays on: model code relies on what it keeps in float32.
+    if dtype is None or not all(_takes_low_weights(module, device) for module in modules):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _takes_low_weights(module: nn.Module, device: torch.device) -> bool:
+    """Whether ``module`` computes under autocast with its own weights in the low precision and any input."""
+    if not any(True for _ in module.parameters(recurse=False)):
+        return True
+    if device.type == "cpu":
+        # Autocast there casts for products and convolutions alone; norms take no weights of another dtype (torch 2.13).
+        return isinstance(module, _LOW_ON_CPU)
+    # The kernels of batch norms want their weights in the dtype of their statistics.
+    return not isinstance(module, _NormBase)

@@ -30,7 +30,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.host import Host
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.strategies import AccelDDPStrategy, AccelFSDPStrategy
-from lightning_models import Supervised, Transformer, cnn, images, tokens
+from lightning_models import Supervised, Transformer, cnn, images, tokens, vectors
 from strategies.forks import in_ranks
 
 SCENARIOS: dict[str, Callable[[], Any]] = {}
@@ -131,6 +131,11 @@ def a_parameter_is_unused_on_rank_1() -> Any:
 
 
 @scenario
+def a_parameter_is_unused_in_the_second_step() -> Any:
+    return wrapped(Wayward(lambda step, rank: step != 1), max_steps=4)
+
+
+@scenario
 def a_parameter_is_unused_in_the_third_step() -> Any:
     return wrapped(Wayward(lambda step, rank: step < 2))
 
@@ -202,8 +207,11 @@ def named_blocks_are_sharded() -> Any:
 
 @scenario
 def bfloat16() -> Any:
-    dtypes = Dtypes("net.blocks.0.out")
-    said = sharded(transformer(), dtypes, plugin={"precision": "bf16-mixed"})
+    seed_everything(0, verbose=False)
+    dtypes = Dtypes("net.1.0")
+    blocks = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+    net = nn.Sequential(nn.Embedding(11, 16), *blocks, nn.Linear(16, 11))
+    said = sharded(Supervised(net), dtypes, plugin={"precision": "bf16-mixed"})
     return said | {"gathered": dtypes.gathered, "kept": dtypes.kept, "gradient": dtypes.gradient}
 
 
@@ -213,6 +221,14 @@ def bfloat16_and_a_batch_norm() -> Any:
     dtypes = Dtypes("net.1")
     said = sharded(Supervised(cnn()), dtypes, data=images(8), plugin={"precision": "bf16-mixed"})
     return said | {"gathered": dtypes.gathered}
+
+
+@scenario
+def bfloat16_and_a_norm_of_float32_inputs() -> Any:
+    seed_everything(0, verbose=False)
+    blocks = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+    module = Supervised(nn.Sequential(*blocks, nn.Linear(8, 4)))
+    return sharded(module, data=vectors(8), plugin={"precision": "bf16-mixed"})
 
 
 class Positioned(nn.Module):

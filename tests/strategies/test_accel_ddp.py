@@ -18,6 +18,7 @@ STATIC, SEARCHED = "DistributedDataParallel static", "DistributedDataParallel se
         ("every_parameter_is_used_and_gradients_accumulate", ["Supervised", "Supervised", STATIC, STATIC]),
         ("a_parameter_is_unused", ["Wayward", SEARCHED, SEARCHED]),
         ("a_parameter_is_unused_on_rank_1", ["Wayward", SEARCHED, SEARCHED]),
+        ("a_parameter_is_unused_in_the_second_step", ["Wayward", STATIC, SEARCHED, SEARCHED]),
         ("a_parameter_is_unused_now_and_then_and_it_was_said", [SEARCHED] * 3),
         ("a_static_graph_was_said", [STATIC] * 3),
     ],
@@ -29,6 +30,7 @@ def test_the_first_step_shows_how_to_wrap(said: Said, scenario: str, wrappers: l
 @pytest.mark.parametrize(
     "scenario",
     [
+        "a_parameter_is_unused_in_the_second_step",
         "every_parameter_is_used",
         "a_parameter_is_unused_on_rank_1",
         "a_parameter_is_unused_now_and_then_and_it_was_said",

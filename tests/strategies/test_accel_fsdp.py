@@ -56,6 +56,13 @@ def test_batch_norms_are_gathered_in_float32(said: Said) -> None:
     assert said("bfloat16_and_a_batch_norm")[0]["gathered"] == "torch.float32"
 
 
+def test_norms_take_float32_inputs_in_bfloat16(said: Said) -> None:
+    """CPU autocast does not cast for norms: their weights have to stay in float32."""
+    rank = said("bfloat16_and_a_norm_of_float32_inputs")[0]
+    assert rank["sharding"]["units"] == ("net.0", "net.1", "net.2")
+    assert len(rank["losses"]) == 3
+
+
 def test_a_float32_buffer_between_layers_is_no_obstacle_in_bfloat16(said: Said) -> None:
     """Without autocast the layer after it would be given float32 for its bfloat16 weights."""
     low, full = said("bfloat16_and_a_float32_buffer")[0]["losses"], said("nothing_is_repeated")[0]["losses"]
@@ -120,10 +127,10 @@ def test_a_model_without_repetition_is_warned_about(said: Said) -> None:
     [
         ("a_module_without_parameters", "Empty has no parameters, so there is nothing to shard"),
         ("a_block_that_does_not_exist", "No block matches 'Blok'; did you mean 'Block'?"),
-        ("a_block_is_not_called", "its weights were used without calling it"),
+        ("a_block_is_not_called", "Either the weights of a block were used without calling it"),
         ("a_scalar_parameter", "'extra' is a scalar, which FSDP does not shard"),
         ("a_lazy_module", "'extra.weight' has no shape before its first batch"),
-        ("a_meta_module_without_a_start", "'extra' (Unnamed) was made on the meta device"),
+        ("a_meta_module_without_a_start", "'extra.scale' was made on the meta device, and nothing gives it a value"),
         ("a_parameter_of_a_manual_module_itself", "'extra' is a parameter of Manual itself"),
         ("a_checkpoint_of_another_model", "The checkpoint is of another model: the model has no net.blocks.2.norm1"),
     ],

@@ -1,0 +1,203 @@
+"""How much memory a training step needs on each device, by strategy: a formula, for before there is a model to measure.
+
+It is for decoders: N parameters in L repeated blocks of width D, an embedding and an output layer of V words, trained
+with parameters kept in float32, as Lightning's mixed precision keeps them. With n devices, each holds all the time
+
+=================  ============================  ==================================================================
+                   `accel`, `accel_ddp`          `accel_fsdp`
+parameters         4 N                           4 N / n
+gradients          4 N                           4 N / n; during the whole step, as under accumulation. DDP's buckets
+                                                 are the gradients
+optimizer states   k N                           k N / n; k is 8 for Adam and AdamW, 4 for SGD with momentum, else 0
+=================  ============================  ==================================================================
+
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
+https://arxiv.org/abs/1910.02054, of which `accel_fsdp` is the third stage). On top comes, for a while, what a
+:class:`Moment` counts; the peak is what is held and the fullest of the moments. With c bytes an element of the compute
+dtype, 4 or 2:
+
+- Autocast keeps a 16-bit copy of every weight that is multiplied from its first use to the backward pass: 2 bytes each.
+  There, the gradient of one weight at a time is added to the one that is held: 4 bytes, for the 4 D² of the largest.
+- FSDP2 gathers units in the compute dtype, so that autocast copies nothing. U is a block; R is the root, the embedding
+  and the output layer, and stays gathered from its forward to its backward: c R. Forward, the buffer that a unit was
+  gathered in lives until the next one is copied out of its own: 2 c R + 2 c U at the first block. After that there is
+  less than in the backward pass: a block and the buffer of the next, 2 c U; the block's gradients, another c U when its
+  activations are gone; the float32 buffer in which the block before it is reduced, 4 U; and the gradient of the output
+  layer. At the end the root's gradients, c R, are reduced in 4 R.
+- Adam's and AdamW's step makes the square roots of all second moments at once (torch's "foreach" form, the default on a
+  GPU): as much as the parameters.
+
+Activations of T tokens a device: a block keeps (14 c + 8) T D. That is the count of Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models" (2022), https://arxiv.org/abs/2205.05198, without their two
+dropout masks, and with the inputs of the two norms in float32, as autocast has them on a GPU. Attention that is not
+fused keeps its scores on top. `selective` checkpointing keeps the results of products but no scores, (10 c + 4) T D,
+and `full` the input, 4 T D. The block at work in the backward pass has all of it, and 5 c T D of gradients or two more
+tensors of scores; at its end there are (6 c + 4) T D, gradients of queries, keys and values apart and joined, and of
+the input. The loss has three float32 tensors of T V at one time, the logarithms of the probabilities and two gradients,
+besides the last norm's input and result.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_accel.checks import check_choice
+from lightning_accel.memory.decoder import Optimizer, Run, check_positive
+
+Strategy = Literal["accel", "accel_ddp", "accel_fsdp"]
+
+_STATE_BYTES: dict[Optimizer, int] = {"adamw": 8, "adam": 8, "sgd": 0, "sgd-momentum": 4}
+_STEP_BYTES: dict[Optimizer, int] = {"adamw": 4, "adam": 4, "sgd": 0, "sgd-momentum": 0}
+_MOST_DEVICES = 1_000_000
+
+
+def memory_per_device(strategy: Strategy, run: Run, devices: int) -> DeviceMemory:
+    """The memory of a training step on the fullest of ``devices``.
+
+    Args:
+        strategy: How the run is spread. With ``"accel"`` and ``"accel_ddp"`` the number of devices does not matter.
+        run: What is trained, and how.
+        devices: In all, over every machine.
+
+    Raises:
+        ValueError: There is no such strategy, or no device.
+    """
+    check_choice("strategy", strategy, get_args(Strategy))
+    check_positive("devices", devices)
+    share = -(-run.decoder.params // devices) if strategy == "accel_fsdp" else run.decoder.params
+    moments = _sharded_moments(run) if strategy == "accel_fsdp" else _whole_moments(run)
+    return DeviceMemory(
+        parameters_bytes=4 * share,
+        gradients_bytes=4 * share,
+        optimizer_bytes=_STATE_BYTES[run.optimizer] * share,
+        moments=(*moments, Moment("optimizer's step", _STEP_BYTES[run.optimizer] * share, 0)),
+    )
+
+
+def least_devices(strategy: Strategy, run: Run, memory_bytes: int) -> int | None:
+    """The least number of devices on which a step of ``run`` needs at most ``memory_bytes`` each; None: no number."""
+
+    def fits(devices: int) -> bool:
+        return memory_per_device(strategy, run, devices).peak_bytes <= memory_bytes
+
+    found = bisect_left(range(1, _MOST_DEVICES + 1), True, key=fits)
+    return found + 1 if found < _MOST_DEVICES else None
+
+
+def _whole_moments(run: Run) -> tuple[Moment, ...]:
+    """What comes and goes where every device has the whole model."""
+    kept = _activations(run)
+    stored = kept.block_bytes * run.decoder.layers
+    copies = 0 if run.compute_bytes == 4 else run.compute_bytes * run.decoder.multiplied_params
+    return (
+        Moment("loss", copies, stored + kept.loss_bytes),
+        Moment("backward", copies + 4 * 4 * run.decoder.width**2, stored + kept.work_bytes),
+    )
+
+
+def _sharded_moments(run: Run) -> tuple[Moment, ...]:
+    """What comes and goes where FSDP2 gathers one block after another."""
+    kept = _activations(run)
+    decoder, c = run.decoder, run.compute_bytes
+    root, block, output = c * decoder.root_params, c * decoder.block_params, c * decoder.output_params
+    stored = kept.block_bytes * decoder.layers
+    but_one, but_two = stored - kept.block_bytes, max(0, stored - 2 * kept.block_bytes)
+    gathered, buffer = root + output + 2 * block, 4 * decoder.block_params
+    return (
+        Moment("first block", 2 * root + 2 * block, 0),
+        Moment("loss", root, stored + kept.loss_bytes),
+        Moment("backward, last block", gathered, stored + kept.work_bytes),
+        Moment("backward", gathered + buffer, but_one + kept.work_bytes),
+        Moment("backward", gathered + buffer + block, but_two + kept.end_bytes),
+        Moment("reduction of the root", root + 4 * decoder.root_params, 0),
+    )
+
+
+def _activations(run: Run) -> _Activations:
+    """What activations need; zero where no batch is given."""
+    if run.batch is None:
+        return _Activations(block_bytes=0, work_bytes=0, end_bytes=0, loss_bytes=0)
+    batch, c = run.batch, run.compute_bytes
+    values = batch.tokens * run.decoder.width
+    scores = batch.scores if batch.attention == "plain" else 0
+    # Autocast runs softmax in float32 on a GPU and casts its result, and both are kept.
+    whole = (14 * c + 8) * values + (4 if c == 4 else 4 + c) * scores
+    kept = {"off": whole, "selective": (10 * c + 4) * values, "full": 4 * values}[run.checkpointing]
+    # Backward through softmax, when what the block did after attention is gone already.
+    scores_work = 2 * c * scores - (9 * c + 4) * values
+    return _Activations(
+        block_bytes=kept,
+        work_bytes=whole - kept + max(5 * c * values, scores_work),
+        end_bytes=(6 * c + 4) * values,
+        loss_bytes=12 * batch.tokens * run.decoder.vocab + (c + 4) * values,
+    )
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one moment of a step needs beyond what is held all the time.
+
+    Attributes:
+        name: Which it is.
+        weights_bytes: Copies, gathered parameters, gradients on their way, the optimizer's intermediate results.
+        activations_bytes: What is kept for the backward pass, and what is computed right now.
+    """
+
+    name: str
+    weights_bytes: int
+    activations_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.activations_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """The memory of a training step on one device.
+
+    Attributes:
+        parameters_bytes: Of this device's parameters.
+        gradients_bytes: Of their gradients.
+        optimizer_bytes: Of their optimizer states.
+        moments: What comes and goes, in the order of a step.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    moments: tuple[Moment, ...]
+
+    @property
+    def held_bytes(self) -> int:
+        """What is there all the time."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def fullest(self) -> Moment:
+        """The moment of the peak."""
+        return max(self.moments, key=lambda moment: moment.total_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is there at one time."""
+        return self.held_bytes + self.fullest.total_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Activations:
+    """What activations need.
+
+    Attributes:
+        block_bytes: Every block keeps this from its forward to its backward pass.
+        work_bytes: In its backward pass a block has this on top: what it recomputes, and gradients.
+        end_bytes: Of that, what is left when all the block's parameters have their gradients.
+        loss_bytes: The loss, and the last norm.
+    """
+
+    block_bytes: int
+    work_bytes: int
+    end_bytes: int
+    loss_bytes: int

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_accel.memory.by_strategy import Strategy, least_devices, memory_per_device
 from lightning_accel.memory.decoder import Batch, Decoder, Run, decoder_of
-from strategies.memory_ranks import CASES, WIDTH, Measured, expected
+from strategies.memory_ranks import CASES, WIDTH, Case, Measured, expected
 
 LLAMA_2 = decoder_of(6_738_415_616, layers=32, width=4096, vocab=32_000)
 LONG = Batch(seq_len=4096)
@@ -21,49 +24,67 @@ LOSS_BYTES = 12 * 4096 * 32_000 + 6 * 4096 * 4096  # with what goes into the las
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Measured]]:
-    """What every process of every case of ``memory_ranks.py`` held and needed."""
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Measured]]:
+    """What every process of a case of ``memory_ranks.py`` held and needed; the slow ones run when one is asked for."""
     folder = tmp_path_factory.mktemp("memory_ranks")
     script = Path(__file__).parent.parent / "strategies" / "memory_ranks.py"
-    run = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, timeout=300, cwd=folder)
-    assert run.returncode == 0, run.stderr
-    return {
-        name: [Measured(**json.loads((folder / f"{name}.{rank}.json").read_text())) for rank in range(case.processes)]
+
+    @functools.cache
+    def run(slow: bool) -> None:
+        names = [name for name, case in CASES.items() if case.is_slow == slow]
+        command = [sys.executable, script, folder, *names]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
+        assert done.returncode == 0, done.stderr
+
+    def of(name: str) -> list[Measured]:
+        run(CASES[name].is_slow)
+        ranks = range(CASES[name].processes)
+        return [Measured(**json.loads((folder / f"{name}.{rank}.json").read_text())) for rank in ranks]
+
+    return of
+
+
+def cases(wanted: Callable[[Case], bool] = lambda case: True) -> list[Any]:
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if case.is_slow else [])
         for name, case in CASES.items()
-    }
+        if wanted(case)
+    ]
 
 
 # -- what processes hold that train -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.vocab % case.processes == 0])
+@pytest.mark.parametrize("name", cases(lambda case: case.vocab % case.processes == 0))
 def test_parameters_gradients_and_optimizer_states_are_as_the_formula_says(
-    measured: dict[str, list[Measured]], name: str
+    measured: Callable[[str], list[Measured]], name: str
 ) -> None:
     formula = expected(CASES[name])
-    for rank in measured[name]:
+    for rank in measured(name):
         assert rank.parameters_bytes == formula.parameters_bytes
         assert rank.gradients_bytes == formula.gradients_bytes
         assert rank.optimizer_bytes == formula.optimizer_bytes
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.vocab % case.processes != 0])
-def test_a_weight_that_cannot_be_divided_evenly_costs_a_row(measured: dict[str, list[Measured]], name: str) -> None:
-    most = max(rank.parameters_bytes for rank in measured[name])
+@pytest.mark.parametrize("name", cases(lambda case: case.vocab % case.processes != 0))
+def test_a_weight_that_cannot_be_divided_evenly_costs_a_row(
+    measured: Callable[[str], list[Measured]], name: str
+) -> None:
+    most = max(rank.parameters_bytes for rank in measured(name))
     assert 0 < most - expected(CASES[name]).parameters_bytes < 4 * WIDTH
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_peak_of_a_step_is_as_the_formula_says(measured: dict[str, list[Measured]], name: str) -> None:
+@pytest.mark.parametrize("name", cases())
+def test_the_peak_of_a_step_is_as_the_formula_says(measured: Callable[[str], list[Measured]], name: str) -> None:
     formula = expected(CASES[name])
-    fullest = max(rank.peak_bytes for rank in measured[name])
+    fullest = max(rank.peak_bytes for rank in measured(name))
     # What comes and goes by itself: beside what is held, the whole peak would hide a term that is missing.
     assert fullest - formula.held_bytes == pytest.approx(formula.fullest.total_bytes, rel=0.03)
 
 
-def test_four_processes_hold_a_quarter_each(measured: dict[str, list[Measured]]) -> None:
-    (one,) = measured["accel on 1"]
-    assert [rank.held_bytes / one.held_bytes for rank in measured["accel_fsdp on 4"]] == [0.25] * 4
+def test_four_processes_hold_a_quarter_each(measured: Callable[[str], list[Measured]]) -> None:
+    (one,) = measured("accel on 1")
+    assert [rank.held_bytes / one.held_bytes for rank in measured("accel_fsdp on 4")] == [0.25] * 4
 
 
 # -- what is known of models ---------------------------------------------------------------------------------------

@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -24,7 +27,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_accel import AccelPlugin
 from lightning_accel.strategies import AccelDDPStrategy, AccelFSDPStrategy, AccelStrategy
 from strategies.forks import Ranks, as_torchrun_does
-from strategies.ranks import leaving, log_of, weights
+from strategies.ranks import weights
 from strategies.zoo import make
 
 TIMEOUT_S = 30  # of the process group: how long a rank waits for one that does not answer
@@ -168,14 +171,21 @@ def run(name: str, fault: Fault, folder: Path, work: Callable[[int], Any]) -> No
     else:
         environments = as_torchrun_does(world_size)
 
-    def task() -> dict[str, Any]:
-        rank = int(os.environ["SLURM_PROCID" if is_slurm else "RANK"])
+    def task(rank: int) -> None:
+        os.chdir(folder)
         if is_slurm:
             (folder / str(fault) / f"{rank}.pid").write_text(f"{os.getpid()}\n")
-        return work(rank)
+        try:
+            said = work(rank)
+        except BaseException as error:
+            traceback.print_exc()
+            said = {"error": f"{type(error).__name__}: {error}"}
+        torch.save(said, folder / f"{name}.{rank}.pt")
 
-    log = log_of(name, folder)
-    Ranks(leaving(name, folder, task), environments, patience_s=2 * TIMEOUT_S, log=log).wait()
+    def log(rank: int) -> Path:
+        return folder / f"{name}.{rank}.log"
+
+    Ranks(task, environments, patience_s=2 * TIMEOUT_S, log=log).wait()
 
 
 def break_and_resume(fault: Fault, folder: Path) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo  # which every process would import by itself otherwise
@@ -36,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_accel.memory.by_strategy import DeviceMemory, Strategy, memory_per_device
 from lightning_accel.memory.decoder import Attention, Batch, Checkpointing, Decoder, Optimizer, Precision, Run
 from lightning_accel.memory.recompute import recomputed
+from lightning_accel.strategies import sharding
 from lightning_accel.strategies.sharding import shard
 
 LAYERS, WIDTH, HEADS = 4, 128, 4
@@ -55,6 +57,7 @@ class Case:
         checkpointing: What blocks keep.
         attention: By a fused kernel, or by hand.
         optimizer: Of the parameters.
+        is_slow: Whether it is left to `make test-slow`.
     """
 
     strategy: Strategy
@@ -66,11 +69,12 @@ class Case:
     checkpointing: Checkpointing = "off"
     attention: Attention = "fused"
     optimizer: Optimizer = "adamw"
+    is_slow: bool = False
 
     @property
     def name(self) -> str:
         """With what it has of its own."""
-        own = [f"{f.name} {getattr(self, f.name)}" for f in fields(self)[2:] if getattr(self, f.name) != f.default]
+        own = [f"{f.name} {getattr(self, f.name)}" for f in fields(self)[2:-1] if getattr(self, f.name) != f.default]
         return ", ".join([f"{self.strategy} on {self.processes}", *own])
 
 
@@ -99,22 +103,22 @@ CASES = {
     case.name: case
     for case in (
         Case("accel", 1),
-        Case("accel", 1, precision="bf16-mixed", optimizer="sgd-momentum"),
-        Case("accel", 1, seq_len=512, precision="bf16-mixed"),
-        Case("accel", 1, seq_len=512, checkpointing="selective"),
+        Case("accel", 1, precision="bf16-mixed", optimizer="sgd-momentum", is_slow=True),
+        Case("accel", 1, seq_len=512, precision="bf16-mixed", is_slow=True),
+        Case("accel", 1, seq_len=512, checkpointing="selective", is_slow=True),
         Case("accel", 1, seq_len=128, checkpointing="full", optimizer="sgd-momentum"),
-        Case("accel", 1, seq_len=512, attention="plain"),
+        Case("accel", 1, seq_len=512, attention="plain", is_slow=True),
         Case("accel_ddp", 2),
-        Case("accel_ddp", 4, seq_len=512, precision="bf16-mixed"),
-        Case("accel_fsdp", 2),
+        Case("accel_ddp", 4, seq_len=512, precision="bf16-mixed", is_slow=True),
+        Case("accel_fsdp", 2, is_slow=True),
         Case("accel_fsdp", 4),
         Case("accel_fsdp", 4, vocab=509, tied=True),
-        Case("accel_fsdp", 4, vocab=8192),
+        Case("accel_fsdp", 4, vocab=8192, is_slow=True),
         Case("accel_fsdp", 4, vocab=8192, precision="bf16-mixed"),
-        Case("accel_fsdp", 4, vocab=64, seq_len=512),
-        Case("accel_fsdp", 4, vocab=8192, seq_len=128, precision="bf16-mixed"),
+        Case("accel_fsdp", 4, vocab=64, seq_len=512, is_slow=True),
+        Case("accel_fsdp", 4, vocab=8192, seq_len=128, precision="bf16-mixed", is_slow=True),
         Case("accel_fsdp", 4, seq_len=512, checkpointing="full"),
-        Case("accel_fsdp", 4, vocab=64, seq_len=512, precision="bf16-mixed", checkpointing="selective"),
+        Case("accel_fsdp", 4, vocab=64, seq_len=512, precision="bf16-mixed", checkpointing="selective", is_slow=True),
     )
 }
 
@@ -145,7 +149,8 @@ def spread(case: Case, net: Net) -> nn.Module:
         return DistributedDataParallel(net, gradient_as_bucket_view=True)
     if case.strategy == "accel_fsdp":
         dtype = torch.bfloat16 if case.precision == "bf16-mixed" else None
-        shard(net, init_device_mesh("cpu", (case.processes,)), torch.device("cpu"), dtype=dtype)
+        with mock.patch.object(sharding, "_LOW_ON_CPU", (*sharding._LOW_ON_CPU, Norm)):
+            shard(net, init_device_mesh("cpu", (case.processes,)), torch.device("cpu"), dtype=dtype)
     return net
 
 
@@ -263,7 +268,7 @@ class Block(nn.Module):
 
 
 class Norm(nn.LayerNorm):
-    """In float32, as autocast computes it on a GPU, though not on a CPU."""
+    """In float32 whatever its weights are in, as autocast computes it on a GPU, though not on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)

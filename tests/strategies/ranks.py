@@ -1,15 +1,16 @@
 """Trains the models of the zoo on one, two and four CPU processes; each rank writes what it got to ``<row>.<rank>.pt``.
 
-Run by a test in a process of its own: python ranks.py FOLDER quick|slow. Each row runs in forks of that process, a fork
-a rank: a row that fails or hangs takes no other with it.
+Run by a test in a process of its own: python ranks.py FOLDER quick|slow. Rows that take as many processes run one after
+another in the same forks of that process, a fork a rank: starting them is most of what a row would cost.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -118,8 +119,16 @@ def resumptions() -> list[Row]:
 
 
 def is_slow(row: Row) -> bool:
-    """Left to `make test-slow`: on four processes, all variants but the one that combines them."""
-    return row.does == "fit" and row.world_size == 4 and row.variant != "all"
+    """Left to `make test-slow`: what is shown otherwise, by all variants together, by the transformer, by two ranks."""
+    if row.does == "fit" and row.kind in MODELS:
+        if row.variant in ("plain", "all"):
+            return row.variant == "plain" and row.world_size == 4
+        return row.kind != "transformer" or row.world_size != 2
+    if row.does == "fit":
+        return row.strategy == "accel"
+    if row.does == "resume":
+        return row.kind != "transformer" and "accel_ddp" in (row.strategy, row.source and row.source.strategy)
+    return row.strategy == "accel" or (row.does == "fit twice" and row.kind == "cnn")
 
 
 def with_what_they_need(rows: Iterable[Row]) -> list[Row]:
@@ -214,42 +223,50 @@ def whole(tensor: Tensor) -> Tensor:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def leaving(name: str, folder: Path, work: Callable[[], dict[str, Any]]) -> Callable[[int], None]:
-    """``work`` on a rank: what it returns, or ``error``, goes to ``<name>.<rank>.pt`` in ``folder``."""
+def groups(rows: Iterable[Row]) -> list[list[Row]]:
+    """``rows`` by how many processes they take, those that start from another's checkpoint after all others."""
+    found: dict[tuple[bool, int], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.source is not None, row.world_size), []).append(row)
+    ordered = [found[key] for key in sorted(found)]
+    # Single processes run two by two, on the two processors that there are.
+    return [half for group in ordered for half in ([group[::2], group[1::2]] if group[0].world_size == 1 else [group])]
 
-    def on_rank(rank: int) -> None:
-        os.chdir(folder)
+
+def run_all(rows: Iterable[Row], folder: Path) -> None:
+    """Runs ``rows``, those of a group one after another in the same processes."""
+    beside: list[Ranks] = []
+    for group in groups(rows):
+        world_size = group[0].world_size
+        if world_size > 1 or len(beside) == 2:
+            finish(beside)
+        environments = as_torchrun_does(world_size) if world_size > 1 else [{}]
+        work = functools.partial(run_group, group, folder)
+        beside.append(Ranks(work, environments, patience_s=_PATIENCE_S + 2 * len(group)))
+        if world_size > 1:
+            finish(beside)
+    finish(beside)
+
+
+def finish(beside: list[Ranks]) -> None:
+    for ranks in beside:
+        ranks.wait()
+    beside.clear()
+
+
+def run_group(group: list[Row], folder: Path, rank: int) -> None:
+    """Runs rows on a rank; what each returns, or ``error``, goes to ``<row>.<rank>.pt``, what it prints to ``.log``."""
+    os.chdir(folder)
+    for row in group:
+        with (folder / f"{row}.{rank}.log").open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
         try:
-            said = work()
+            said = run(row, folder)
         except BaseException as error:
             traceback.print_exc()
             said = {"error": f"{type(error).__name__}: {error}"}
-        torch.save(said, folder / f"{name}.{rank}.pt")
-
-    return on_rank
-
-
-def log_of(name: str, folder: Path) -> Callable[[int], Path]:
-    return lambda rank: folder / f"{name}.{rank}.log"
-
-
-def run_all(rows: list[Row], folder: Path) -> None:
-    """Runs ``rows`` in turn, as many beside each other as there are processors."""
-    running: dict[Row, Ranks] = {}
-
-    def finish_oldest() -> None:
-        running.pop(next(iter(running))).wait()
-
-    for row in rows:
-        while running and (
-            row.source in running or sum(r.world_size for r in running) + row.world_size > (os.cpu_count() or 1)
-        ):
-            finish_oldest()
-        environments = as_torchrun_does(row.world_size) if row.world_size > 1 else [{}]
-        work = leaving(str(row), folder, lambda row=row: run(row, folder))  # type: ignore[misc]
-        running[row] = Ranks(work, environments, patience_s=_PATIENCE_S, log=log_of(str(row), folder))
-    while running:
-        finish_oldest()
+        torch.save(said, folder / f"{row}.{rank}.pt")
 
 
 def table(which: str) -> list[Row]:

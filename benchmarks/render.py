@@ -66,8 +66,8 @@ REMARKS = {
     " Numba gains is not worth the dependency to a thread that waits for the step: NumPy it is.",
     "device_pipeline": "Asked for: preprocessing that takes 60% of a step costs less than 10% of the throughput, on two"
     " cores with one thread each. *Inline* is the same preprocessing at the transfer of each batch.",
-    "sharding_memory": "Asked for: what four processes of `accel_fsdp` hold each is at most 35% of what one holds. Held are"
-    " parameters, gradients and optimizer states after a step; the peak is of tensors alive within one.",
+    "sharding_memory": "Asked for: what four processes of `accel_fsdp` hold each is at most 35% of what one holds. Held"
+    " are parameters, gradients and optimizer states after a step; the peak is of tensors alive within one.",
     "strategies": "Asked for: at least as fast. The same plugin on both sides, one thread a process, float32.",
 }
 PLOTS = {

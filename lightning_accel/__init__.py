@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from lightning_accel.strategies.registration import register_strategies
 
 if TYPE_CHECKING:
+    from lightning_accel.assembly import accelerate
     from lightning_accel.cli import AccelCLI
-    from lightning_accel.engine import AccelError, AccelWarning, accelerate
+    from lightning_accel.engine import AccelError, AccelWarning
     from lightning_accel.host import Host
     from lightning_accel.memory.memory_plan import MemoryPlan
     from lightning_accel.plan import CheckpointingPlan, FlashAttentionPlan, OffloadingPlan, Plan
@@ -37,7 +38,7 @@ _HOMES = {
     "OffloadingPlan": "plan",
     "Plan": "plan",
     "Report": "report",
-    "accelerate": "engine",
+    "accelerate": "assembly",
     "plan_memory": "planning",
 }
 

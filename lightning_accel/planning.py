@@ -13,7 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_accel.engine import AccelError, accelerate
+from lightning_accel.assembly import accelerate
+from lightning_accel.engine import AccelError
 from lightning_accel.isolation import Snapshot, cuda_devices
 from lightning_accel.memory.memory_plan import MemoryPlan
 from lightning_accel.memory.planner import MAX_STEPS

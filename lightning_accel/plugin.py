@@ -21,8 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accel.data import Preprocess, Transform
-from lightning_accel.engine import Decisions, Engine, module_techniques
+from lightning_accel.assembly import module_techniques
+from lightning_accel.data import Transform
+from lightning_accel.engine import Decisions, Engine
 from lightning_accel.host import Host
 from lightning_accel.layout import restore_layouts
 from lightning_accel.memory.memory_plan import MemoryPlan
@@ -42,7 +43,7 @@ from lightning_accel.plan import (
 )
 from lightning_accel.report import Report
 from lightning_accel.strategies.agreement import check_devices, gather
-from lightning_accel.strategies.feeding import Feeding
+from lightning_accel.strategies.feeding import Feeding, feeding_for
 from lightning_accel.strategies.hooks import logging_nothing, strategy_hooks
 from lightning_accel.techniques.base import Verdict
 from lightning_accel.techniques.memory_format import MemoryFormat, wants_channels_last
@@ -145,7 +146,9 @@ class AccelPlugin(Precision):
         self._is_fitting = trainer.state.fn == TrainerFn.FITTING
         host = Host.detect(trainer.strategy.root_device)
         precision, reason = resolve_precision(self.plan.precision, host)
-        check_devices(host, precision)
+        has_others = trainer.world_size > 1
+        if has_others:
+            check_devices(host, precision)
         self.device = host.device_type
         self._set_precision(cast(ResolvedPrecision, precision))
         if self._decided_for is None or self._decided_for() is not module:
@@ -159,8 +162,8 @@ class AccelPlugin(Precision):
             self.plan,
             host,
             techniques,
-            agree=trainer.strategy.broadcast if trainer.world_size > 1 else None,
-            gather=gather if trainer.world_size > 1 else None,
+            agree=trainer.strategy.broadcast if has_others else None,
+            gather=gather if has_others else None,
             is_sharded=isinstance(trainer.strategy, ModelParallelStrategy),
             # What was tried without gradients does not hold with them: fitting decides for evaluating, not the reverse.
             decisions=self._decisions if self._is_fitting else self._decisions_without_gradients | self._decisions,
@@ -347,20 +350,7 @@ class AccelPlugin(Precision):
 
     def _feed(self, trainer: Trainer, channels_last: Callable[[], bool]) -> None:
         assert self._engine is not None
-        preprocess: Preprocess | None = None
-        if self.plan.transforms:
-            preprocess = Preprocess(
-                self.plan.transforms,
-                device=trainer.strategy.root_device,
-                dtype=DTYPES.get(self.precision, torch.float32),
-                channels_last=channels_last,
-                rank=trainer.global_rank,
-            )
-            if preprocess.complaint:
-                self._engine.degrade(f"preprocess: {preprocess.complaint}. Until then NumPy does it on the host.")
-        self.feeding = Feeding(trainer, preprocess, self._report.note)
-        record = self._report.of("preprocess")
-        record.is_on, record.status = preprocess is not None, self.feeding.status()
+        self.feeding = feeding_for(trainer, self._engine, DTYPES.get(self.precision, torch.float32), channels_last)
         self._hook(self.feeding.patches())
 
     def _hook(self, patches: Iterable[Patch]) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import lightning_accel
-from lightning_accel.engine import AccelError, AccelWarning, Engine, accelerate
+from lightning_accel.assembly import accelerate
+from lightning_accel.engine import AccelError, AccelWarning, Engine
 from lightning_accel.host import Host
 from lightning_accel.patch import AttributePatch, Patch, PatchSet
 from lightning_accel.plan import Plan

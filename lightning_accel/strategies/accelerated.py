@@ -65,7 +65,8 @@ class Accelerated(Strategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._roster = Roster.gather()
+        # Others may be there that have no part in this run: a Trainer on one device, after one on many.
+        self._roster = Roster.gather() if getattr(self, "world_size", 1) > 1 else None
         if type(getattr(self, "_layer_sync", None)) is TorchSyncBatchNorm:
             vars(self)["_layer_sync"] = AnyDeviceSyncBatchNorm()
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel.data import DevicePipeline, Position, Preprocess
+from lightning_accel.engine import Engine
 from lightning_accel.patch import MethodPatch, Patch
 
 _DEPTH = 2  # batches prepared ahead
@@ -156,6 +158,32 @@ class Feeding:
             batch_idx=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             loader_idx=loader_idx,
         )
+
+
+def feeding_for(trainer: Trainer, engine: Engine, dtype: torch.dtype, channels_last: Callable[[], bool]) -> Feeding:
+    """The feeding that the plan of ``engine`` asks for, noted in its report.
+
+    Args:
+        trainer: About to run.
+        engine: At work on its module.
+        dtype: What images come out in.
+        channels_last: Asked for each batch: whether images are laid out so.
+    """
+    preprocess: Preprocess | None = None
+    if engine.plan.transforms:
+        preprocess = Preprocess(
+            engine.plan.transforms,
+            device=trainer.strategy.root_device,
+            dtype=dtype,
+            channels_last=channels_last,
+            rank=trainer.global_rank,
+        )
+        if preprocess.complaint:
+            engine.degrade(f"preprocess: {preprocess.complaint}. Until then NumPy does it on the host.")
+    feeding = Feeding(trainer, preprocess, engine.report.note)
+    record = engine.report.of("preprocess")
+    record.is_on, record.status = preprocess is not None, feeding.status()
+    return feeding
 
 
 def _can_be_ahead(loader: Any) -> bool:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import trial
+from lightning_accel.assembly import accelerate
 from lightning_accel.data import Map
-from lightning_accel.engine import Engine, accelerate
+from lightning_accel.engine import Engine
 from lightning_accel.host import Host
 from lightning_accel.plan import Plan
 from lightning_accel.techniques import compilation

@@ -15,7 +15,8 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 from lightning_accel import compiled
-from lightning_accel.engine import AccelError, AccelWarning, Engine, accelerate
+from lightning_accel.assembly import accelerate
+from lightning_accel.engine import AccelError, AccelWarning, Engine
 from lightning_accel.host import Host
 from lightning_accel.plan import CompileSetting, Plan
 from lightning_accel.techniques import compilation

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accel.engine import AccelError, AccelWarning, Engine, accelerate
+from lightning_accel.assembly import accelerate
+from lightning_accel.engine import AccelError, AccelWarning, Engine
 from lightning_accel.plan import Plan
 from models import TASKS, ResidualBlock, Task, TinyCNN, TinyTransformer, TransformerBlock
 

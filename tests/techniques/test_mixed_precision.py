@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.engine import accelerate
+from lightning_accel.assembly import accelerate
 from lightning_accel.host import Host
 from lightning_accel.plan import Plan, PrecisionSetting
 from lightning_accel.techniques.mixed_precision import (

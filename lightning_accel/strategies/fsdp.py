@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -31,6 +31,7 @@ from lightning_accel.strategies.full_state import (
     load_full_model_state,
     load_full_optimizer_state,
 )
+from lightning_accel.strategies.scalars import ReplicatedScalars
 from lightning_accel.strategies.sharding import Sharding, is_sharded, shard
 from lightning_accel.techniques.mixed_precision import DTYPES
 
@@ -78,6 +79,7 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
         )
         self._blocks = tuple(blocks)
         self._steps_through_root = False
+        self._scalars: ReplicatedScalars | None = None
         self._loads_whole_checkpoint = True
         self.sharding: Sharding | None = None
 
@@ -108,7 +110,9 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
             self.barrier()
             is_fitting = trainer.state.fn == TrainerFn.FITTING
             if is_fitting:
-                self.setup_optimizers(trainer)
+                self._scalars = ReplicatedScalars(module, self.device_mesh["data_parallel"])
+                with self._scalars.for_optimizers():
+                    self.setup_optimizers(trainer)
             self.setup_precision_plugin()
             if is_fitting:
                 _optimizers_to_device(self.optimizers, self.root_device)
@@ -166,6 +170,18 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
         step = getattr(module, name)
         with context:
             return _through_call(module, step, args, kwargs) if self._steps_through_root else step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._scalars is not None:
+            self._scalars.before_backward()
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._scalars is not None:
+            self._scalars.after_backward()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

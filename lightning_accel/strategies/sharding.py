@@ -47,6 +47,8 @@ def shard(
 ) -> Sharding:
     """Shards parameters in place, from rank 0's values; gradients and optimizer states made of them are shards too.
 
+    Scalar parameters get rank 0's values too and stay whole: see :mod:`lightning_accel.strategies.scalars`.
+
     Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023),
     https://arxiv.org/abs/2304.11277. Each unit moves to the device, gets the weights of rank 0 and is sharded
     before the next does, so a device never holds more than its shards and one unit; one that is on the meta device is
@@ -72,14 +74,23 @@ def shard(
     roots = dict(_parts(module)) if apart else {"": module}
     units = {site: unit for site, unit in found.items() if site not in roots}
     managed: set[nn.Module] = set()
-    for unit in (*units.values(), *roots.values()):
+
+    def prepare(unit: nn.Module) -> list[nn.Module]:
         own = [part for part in unit.modules() if part not in managed]
         managed.update(own)
         materialize(module, own, device, may_be_empty=may_be_empty)
         _take_from_rank_0(own, device, mesh)
+        return own
+
+    for unit in (*units.values(), *roots.values()):
+        own = prepare(unit)
         # A root stays gathered between its forward and backward pass, unless its module steps several times within.
         reshard = True if apart or unit not in roots.values() else None
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=_policy(own, dtype, device))
+        policy = _policy(own, dtype, device)
+        # Looked for anew: what was on the meta device is another object now.
+        scalars = {parameter for parameter in unit.parameters() if parameter.dim() == 0}
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
+    prepare(module)  # with roots apart: buffers beside them
     return Sharding(units=tuple(units), roots=tuple(roots), left=left)
 
 
@@ -100,14 +111,9 @@ def _check(module: nn.Module, *, apart: bool) -> None:
             f"{lazy[0]!r} has no shape before its first batch (a lazy module), and cannot be sharded. Call the module"
             " once in configure_model or before fit, or give its sizes."
         )
-    if scalars := [name for name, parameter in parameters.items() if parameter.dim() == 0]:
-        raise ValueError(
-            f"{scalars[0]!r} is a scalar, which FSDP does not shard. Give it one dimension,"
-            " nn.Parameter(torch.ones(1)), or use strategy='accel_ddp'."
-        )
     if not apart:
         return
-    if own := [name for name, _ in module.named_parameters(recurse=False)]:
+    if own := [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 0]:
         raise ValueError(
             f"{own[0]!r} is a parameter of {type(module).__name__} itself. With manual optimization its parts are"
             " gathered one by one: move the parameter into one of them, or use strategy='accel_ddp'."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_accel.strategies import AccelFSDPStrategy
 from lightning_models import Supervised, Transformer, tokens
 from strategies.fsdp_scenarios import Positioned, sharded
-from strategies.scenarios import fit, is_rank_1, scenario, transformer
+from strategies.scenarios import fit, is_rank_1, scenario, transformer, whole_weights
 
 
 class Tied(Transformer):
@@ -104,9 +104,24 @@ def a_block_is_not_called() -> Any:
     return sharded(Supervised(Iterating()))
 
 
+class Scaled(Extra):
+    """Its outputs are scaled by a learned number, and by one in a block."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Parameter(torch.tensor(1.5)))
+        self.net.blocks[0].gate = nn.Parameter(torch.tensor(0.5))  # type: ignore[index, union-attr]
+        self.unused = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.extra * self.net.blocks[0].gate  # type: ignore[index, union-attr]
+
+
 @scenario
-def a_scalar_parameter() -> Any:
-    return sharded(Extra(nn.Parameter(torch.ones(()))))
+def scalar_parameters() -> Any:
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    alone = Scaled()
+    fit(alone, tokens(8), "accel_ddp", **options)
+    return sharded(Scaled(), **options) | {"weights of accel_ddp": whole_weights(alone)}
 
 
 @scenario

@@ -47,6 +47,12 @@ def test_blocks_that_share_a_weight_are_left_to_the_root(said: Said) -> None:
     }
 
 
+def test_scalar_parameters_train_as_they_are(said: Said) -> None:
+    for rank in said("scalar_parameters"):
+        torch.testing.assert_close(rank["weights"], rank["weights of accel_ddp"], rtol=1e-5, atol=1e-6)
+        assert rank["shards"]["extra"] is False
+
+
 def test_weights_are_gathered_in_bfloat16_and_kept_in_float32(said: Said) -> None:
     rank = said("bfloat16")[1]
     assert (rank["gathered"], rank["kept"], rank["gradient"]) == ("torch.bfloat16", "torch.float32", "torch.float32")
@@ -128,7 +134,6 @@ def test_a_model_without_repetition_is_warned_about(said: Said) -> None:
         ("a_module_without_parameters", "Empty has no parameters, so there is nothing to shard"),
         ("a_block_that_does_not_exist", "No block matches 'Blok'; did you mean 'Block'?"),
         ("a_block_is_not_called", "Either the weights of a block were used without calling it"),
-        ("a_scalar_parameter", "'extra' is a scalar, which FSDP does not shard"),
         ("a_lazy_module", "'extra.weight' has no shape before its first batch"),
         ("a_meta_module_without_a_start", "'extra.scale' was made on the meta device, and nothing gives it a value"),
         ("a_parameter_of_a_manual_module_itself", "'extra' is a parameter of Manual itself"),

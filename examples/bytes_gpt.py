@@ -109,7 +109,7 @@ class BytesGPT(LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val/loss", self._loss(batch), prog_bar=True)
+        self.log("val/loss", self._loss(batch), prog_bar=True, sync_dist=True)
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch

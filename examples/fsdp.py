@@ -62,14 +62,14 @@ def train(
     seed_everything(0)
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[PrintHeld(), ModelCheckpoint(folder, save_last=True)],
+        callbacks=[PrintHeld(), ModelCheckpoint(folder / "checkpoints", save_last=True)],
         default_root_dir=folder,
         limit_train_batches=50,
         limit_val_batches=10,
         gradient_clip_val=1.0,
         **options,
     )
-    ckpt_path = folder / "last.ckpt" if resume else None
+    ckpt_path = folder / "checkpoints" / "last.ckpt" if resume else None
     trainer.fit(BytesGPT(), datamodule=StdlibText(batch_size=batch_size), ckpt_path=ckpt_path, weights_only=False)
     return trainer
 

@@ -92,6 +92,30 @@ def test_both_sides_start_alike_and_see_the_same_batches(example: ModuleType, mo
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_the_sharded_example_resumes_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In one process; the strategies' own tests have more."""
+    import bytes_gpt
+    import fsdp
+
+    shrunk(monkeypatch, bytes_gpt)
+    monkeypatch.setattr(fsdp, "BytesGPT", bytes_gpt.BytesGPT)
+    monkeypatch.setattr(fsdp, "StdlibText", bytes_gpt.StdlibText)
+    quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+    quiet |= {"enable_model_summary": False, "folder": tmp_path, "batch_size": 4}
+    fsdp.train(strategy="accel", max_epochs=1, **quiet)
+    assert fsdp.train(strategy="accel", max_epochs=2, resume=True, **quiet).global_step == 100
+
+
+@pytest.mark.slow
+def test_two_processes_of_the_sharded_example_hold_half_each(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "fsdp.py", "--accelerator=cpu", "--devices=2", "--epochs=1", "--batch-size=1"]
+    run = subprocess.run([*command, "--folder", tmp_path], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    for rank in (0, 1):
+        assert f"rank {rank} holds 25.6 MiB of 51.2 MiB: 50%" in run.stdout
+
+
 def test_the_gpt_has_a_few_million_parameters_and_megabytes_to_read() -> None:
     import bytes_gpt
 

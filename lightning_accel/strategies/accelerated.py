@@ -62,6 +62,11 @@ class Accelerated(Strategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
+    def note(self, line: str) -> None:
+        """Adds a line to the report of the run's AccelPlugin."""
+        if isinstance(self.precision_plugin, AccelPlugin):
+            self.precision_plugin.report.note(line)
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()

@@ -158,6 +158,11 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
 
     def _wrap_as_observed(self, is_static: bool) -> None:
         self._is_observing = False
+        self.note(
+            "accel_ddp: every parameter got a gradient: static graph"
+            if is_static
+            else "accel_ddp: not every parameter got a gradient on every rank: unused ones are looked for in each step"
+        )
         self._set_up_graph(find=not is_static, static=is_static)
         module = cast(nn.Module, self.lightning_module)
         before = self._ddp_kwargs

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -137,8 +137,11 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
             apart=not module.automatic_optimization,
             may_be_empty=trainer.ckpt_path is not None,
         )
+        units = self.sharding.units
+        ends = f" ({units[0]} to {units[-1]})" if units else ""
+        self.note(f"accel_fsdp: {len(units)} blocks{ends} are gathered one by one, the rest together")
         for site, reason in self.sharding.left.items():
-            rank_zero_info(f"accel_fsdp: {site} is not sharded by itself: it {reason}.")
+            self.note(f"accel_fsdp: {site} is not gathered by itself: it {reason}")
         if not self.sharding.units and len(self.sharding.roots) == 1:
             rank_zero_warn(
                 f"accel_fsdp found no repeated blocks in {type(module).__name__}: the model is gathered as a whole in"

@@ -21,6 +21,12 @@ def test_blocks_are_sharded_one_by_one_and_the_rest_as_a_whole(said: Said) -> No
     assert (sharding["units"], sharding["roots"], sharding["left"]) == (BLOCKS, ("",), {})
 
 
+def test_the_report_says_what_is_gathered_one_by_one(said: Said) -> None:
+    (note,) = said("blocks_are_sharded")[0]["notes"]
+    assert note == "accel_fsdp: 3 blocks (net.blocks.0 to net.blocks.2) are gathered one by one, the rest together"
+    assert any("net.blocks.1 is not gathered by itself" in n for n in said("a_block_shares_its_weight")[0]["notes"])
+
+
 def test_each_rank_holds_its_rows_of_every_parameter(said: Said) -> None:
     first, second = (rank["shards"] for rank in said("blocks_are_sharded"))
     assert first["net.head.weight"] == (6, 16)  # of eleven

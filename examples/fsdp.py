@@ -19,16 +19,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import lightning_accel  # noqa: F401  # makes the strategies known
 from bytes_gpt import BytesGPT, StdlibText
+from lightning_accel import AccelPlugin  # the import makes the strategies known
 
 
 class PrintHeld(Callback):
     """Prints, once, how many bytes of parameters, gradients and optimizer state each process holds."""
 
+    def __init__(self) -> None:
+        self.is_due = True
+
     def on_before_zero_grad(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
-        if trainer.global_step != 1:
+        if not (self.is_due and optimizer.state):
             return
+        self.is_due = False
         parameters = list(pl_module.parameters())
         gradients = [parameter.grad for parameter in parameters]
         state = [value for values in optimizer.state.values() for value in values.values()]
@@ -98,6 +102,8 @@ def main() -> None:
         max_epochs=args.epochs,
     )
     if trainer.is_global_zero:
+        if isinstance(trainer.precision_plugin, AccelPlugin):
+            print(trainer.precision_plugin.report.summary())
         print(f"val/loss {trainer.callback_metrics['val/loss']:.4f}")
 
 

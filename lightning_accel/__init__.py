@@ -21,14 +21,20 @@ if TYPE_CHECKING:
     from lightning_accel.planning import plan_memory
     from lightning_accel.plugin import AccelPlugin
     from lightning_accel.report import Report
+    from lightning_accel.strategies.ddp import AccelDDPStrategy
+    from lightning_accel.strategies.fsdp import AccelFSDPStrategy
+    from lightning_accel.strategies.single_device import AccelStrategy
     from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AccelCLI": "cli",
+    "AccelDDPStrategy": "strategies.ddp",
     "AccelError": "engine",
+    "AccelFSDPStrategy": "strategies.fsdp",
     "AccelPlugin": "plugin",
+    "AccelStrategy": "strategies.single_device",
     "AccelWarning": "engine",
     "CheckpointingPlan": "plan",
     "FlashAttentionPlan": "plan",
@@ -44,8 +50,11 @@ _HOMES = {
 
 __all__ = [
     "AccelCLI",
+    "AccelDDPStrategy",
     "AccelError",
+    "AccelFSDPStrategy",
     "AccelPlugin",
+    "AccelStrategy",
     "AccelWarning",
     "CheckpointingPlan",
     "FlashAttentionPlan",

@@ -20,7 +20,7 @@ from lightning_accel.plugin import AccelPlugin
 
 # Strategies of Lightning's that refuse other precision plugins than their own, by the start of their names.
 _INSTEAD = {
-    "fsdp": "use trainer.strategy=accel_fsdp, which shards the same.",
+    "fsdp": "use trainer.strategy=accel_fsdp, which shards parameters, gradients and optimizer state too.",
     "deepspeed": "use trainer.strategy=accel_fsdp, which shards what ZeRO's third stage does.",
     "xla": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
     "single_xla": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",

@@ -102,6 +102,7 @@ class Engine:
         except BaseException:
             self.undo()
             raise
+        self._stay_together({name: {patch.site for patch in patches} for name, patches in self._patches.items()})
         self.carry_out(self.decisions)
 
     # -- the life of a run -------------------------------------------------------------------------------------
@@ -262,22 +263,27 @@ class Engine:
                 self.decisions[technique.name] = verdicts
             self._carry_out(technique, verdicts)
         if on_trial:
-            self._stay_together()
+            self._stay_together({name: {p.site for p in ps if p.is_applied} for name, ps in self._patches.items()})
         self._trial_step = 1 if self._trial_step == 0 else None
 
-    def _stay_together(self) -> None:
-        """Stops all ranks, each with the same error, where one could not follow what rank 0 decided."""
-        applied = {name: {p.site for p in patches if p.is_applied} for name, patches in self._patches.items()}
-        ranks = self._gather({name: (sites, self.report.of(name).refusals) for name, sites in applied.items()})
-        for name in applied:
-            decided = ranks[0].get(name, (set(), {}))[0]
+    def _stay_together(self, sites: Mapping[str, set[str]]) -> None:
+        """Stops all ranks, each with the same error, where one cannot do what rank 0 does.
+
+        Args:
+            sites: Technique → where this rank has it.
+        """
+        records = self.report.techniques
+        ranks = self._gather({n: (sites.get(n, set()), r.refusals, r.status) for n, r in records.items()})
+        for name in records:
+            decided = ranks[0][name][0]
             for rank, techniques in enumerate(ranks):
-                done = techniques.get(name, (set(), {}))[0]
+                done = techniques[name][0]
                 if done == decided:
                     continue
                 site = min(done ^ decided)
                 without, having = (0, rank) if site in done else (rank, 0)
-                reason = ranks[without].get(name, (set(), {}))[1].get(site, "it has no such site")
+                _, refusals, status = ranks[without][name]
+                reason = refusals.get(site, status or "it has no such site")
                 raise AccelError(
                     f"The ranks do not do the same: rank {without} goes without {name} at {site or 'the model'!r}"
                     f" ({reason}), rank {having} with it. All of them stop here. Set {name} to 'off', or make their"

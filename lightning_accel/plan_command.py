@@ -102,7 +102,7 @@ def show(arguments: argparse.Namespace) -> None:
     table.add_row("when", *(plan.fullest.name for plan in plans.values()))
     if arguments.memory is not None:
         usable = USABLE * arguments.memory
-        title = f"fits into {usable / 2**power:,.1f} of {arguments.memory / 2**power:,.1f}"
+        title = f"fits into {USABLE:.0%} of {arguments.memory / 2**power:,.1f}"
         table.add_row(title, *("yes" if plan.peak_bytes <= usable else "no" for plan in plans.values()))
     console.print(*_about(run, arguments), sep="\n", soft_wrap=True, highlight=False, markup=False)
     console.print(table)
@@ -119,6 +119,8 @@ def _run_of(given: argparse.Namespace) -> Run:
     )
     if given.seq_len is None and given.batch_size is not None:
         raise ValueError(f"--batch-size {given.batch_size} needs --seq-len: activations are counted by tokens.")
+    if given.heads is not None and given.attention != "plain":
+        raise ValueError(f"--heads {given.heads} needs --attention plain: a fused kernel keeps nothing by heads.")
     if given.tied_embeddings and given.vocab is None:
         raise ValueError("--tied-embeddings needs --vocab: the size of the weight that is shared.")
     batch = None
@@ -181,7 +183,7 @@ def _advice(plans: dict[Strategy, DeviceMemory], run: Run, given: argparse.Names
     least = least_devices("accel_fsdp", run, usable)
     if least is not None:
         return [*lines, f"accel_fsdp fits from {least} such {'device' if least == 1 else 'devices'} on."]
-    smaller = "" if run.batch is None else "a smaller batch, "
+    smaller = "" if run.batch is None else "a smaller batch, " if run.batch.batch_size > 1 else "shorter sequences, "
     recomputed = "" if run.batch is None or run.checkpointing == "full" else "--checkpointing full, "
     return [f"No number of such devices is enough. What helps: {smaller}{recomputed}devices with more memory."]
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
+from types import FunctionType
 from typing import Any
 
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
@@ -29,6 +32,15 @@ def leaves(data: Any) -> list[Any]:
     if is_dataclass(data) and not isinstance(data, type):
         return [leaf for field in fields(data) for leaf in leaves(getattr(data, field.name, None))]
     return [data]
+
+
+# What a call cannot change, or (tensors) is seen to change; a batch or cache object of the user's can be.
+_PLAIN = (Tensor, type(None), int, float, complex, str, bytes, Enum, torch.dtype, torch.device, nn.Module, FunctionType)
+
+
+def changeable_argument(args: Any, kwargs: Any) -> str | None:
+    """The class of an argument that a call may change (a key/value cache), so that a second call differs; or None."""
+    return next((type(leaf).__name__ for leaf in leaves((args, kwargs)) if not isinstance(leaf, _PLAIN)), None)
 
 
 def tensors_in(data: Any) -> list[Tensor]:

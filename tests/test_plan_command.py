@@ -37,7 +37,7 @@ def test_prints_the_terms_by_strategy(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_says_what_fits_and_the_trainer_to_write(capsys: pytest.CaptureFixture[str]) -> None:
     printed = printed_by(capsys, "--params", "7e9", "--gpus", "8", "--memory", "80GiB")
-    assert row(printed, "fits into 72.0 of 80.0") == ["no", "no", "yes"]
+    assert row(printed, "fits into 90% of 80.0") == ["no", "no", "yes"]
     assert 'Trainer(strategy="accel_fsdp", devices=8, plugins=[AccelPlugin(precision="bf16-mixed")])' in printed
     assert "accel_fsdp fits from 2 such devices on." in printed
 
@@ -68,8 +68,12 @@ def test_says_how_many_devices_it_takes_where_nothing_fits(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("memory", "arguments", "helps"),
     [
-        ("16GiB", ["--seq-len", "65536"], "a smaller batch, --checkpointing full, devices with more memory"),
-        ("1GiB", ["--seq-len", "65536", "--checkpointing", "full"], "a smaller batch, devices with more memory"),
+        ("16GiB", ["--seq-len", "65536"], "shorter sequences, --checkpointing full, devices with more memory"),
+        (
+            "1GiB",
+            ["--seq-len", "65536", "--batch-size", "2", "--checkpointing", "full"],
+            "a smaller batch, devices with more memory",
+        ),
         ("1GiB", [], "devices with more memory"),
     ],
 )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any, cast, get_args
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, cast, get_args
 
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -35,6 +38,11 @@ class Accelerated(Strategy):
     """
 
     feeds_itself = True  # what lightning_accel.strategies.feeding asks
+    # What to say beside errors of torch's, by a part of their text.
+    explanations: ClassVar[Mapping[str, str]] = {
+        "Cannot copy out of meta tensor": "The module was made on the meta device: accel_fsdp gives it memory and"
+        " values, the other strategies take one that has them."
+    }
     _roster: Roster | None = None
     _deferred: DeferredSignals | None = None
 
@@ -55,7 +63,9 @@ class Accelerated(Strategy):
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
         elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
+            inner = self._checkpoint_io.checkpoint_io
+            if inner is None or type(inner) is TorchCheckpointIO:
+                self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -96,8 +106,20 @@ class Accelerated(Strategy):
         super().teardown()
 
     @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        if Path(checkpoint_path).is_dir():
+            raise ValueError(
+                f"{checkpoint_path} is a folder of shards, as accel_fsdp writes them: resume with strategy='accel_fsdp'"
+                " or put them together: python -m lightning.fabric.utilities.consolidate_checkpoint FOLDER."
+            )
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        for part, explanation in self.explanations.items():
+            if part in str(exception):
+                exception.args = (f"{exception}\n{explanation}",)
         if self._roster is not None:
             name_lost_ranks(exception, self._roster)
 
@@ -146,7 +168,7 @@ def _check_samples(dataloader: object) -> None:
     samples = len(sampler.dataset)  # type: ignore[arg-type]
     if samples < sampler.num_replicas:
         raise ValueError(
-            f"The dataset {type(sampler.dataset).__name__} has {samples} samples for {sampler.num_replicas} processes:"
-            " some would get none, and the others wait for them. Use at most"
-            f" {max(samples, 1)} devices, or a larger dataset."
+            f"A loader's dataset ({type(sampler.dataset).__name__}) has {samples} samples for {sampler.num_replicas}"
+            " processes: some would get none, and the others wait for them. Train on fewer devices, or with a larger"
+            " dataset; if it is the validation set, that one."
         )

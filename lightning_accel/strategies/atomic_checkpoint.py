@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import glob
+import hashlib
 import os
 import shutil
 import socket
@@ -140,8 +141,9 @@ def _beside(target: Path, suffix: str) -> Path:
 
 
 def _prefix(target: Path) -> str:
-    # With the host, as processes of others cannot be asked whether they live; short, as names are of 255 bytes at most.
-    return f".{target.name[:100]}.{socket.gethostname()}."
+    # With the host, as processes of others cannot be asked whether they live. Names are of 255 bytes at most.
+    name = target.name if len(target.name.encode()) <= 100 else hashlib.sha256(target.name.encode()).hexdigest()
+    return f".{name}.{socket.gethostname()}."
 
 
 def _remove_leftovers(target: Path) -> None:

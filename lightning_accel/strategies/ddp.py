@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_accel.checks import check_choice
+from lightning_accel.checks import check_choice, check_names
 from lightning_accel.strategies.accelerated import Accelerated
+from lightning_accel.strategies.sharding import is_sharded
 
 Compression = Literal["bf16", "fp16"]
 _MEND = (
@@ -27,10 +30,10 @@ _HOOKS: dict[str, Callable[..., Any]] = {"bf16": bf16_compress_hook, "fp16": fp1
 class AccelDDPStrategy(Accelerated, DDPStrategy):
     """``DistributedDataParallel``, set up by what the first step shows: ``Trainer(strategy="accel_ddp")``.
 
-    The gradients of the first optimizer step are averaged after its backward pass, which any model allows. If every
-    parameter got one on every rank, then and in the next pass, the model is wrapped as a static graph (its buckets are
-    reduced while the backward pass runs, and nothing is searched for); otherwise unused parameters are looked for in
-    every step. A model that uses all its parameters in these steps and not in a later one needs
+    The gradients of the first optimizer step are averaged at the end of its backward pass, which any model allows. If
+    every parameter got one on every rank, then and in the next pass, the model is wrapped as a static graph (its
+    buckets are reduced while the backward pass runs, and nothing is searched for); otherwise unused parameters are
+    looked for in every step. A model that uses all its parameters in these steps and not in a later one needs
     ``find_unused_parameters=True``, and is told so in that step. With manual optimization they are always looked for.
     When parameters are frozen or unfrozen, the next step is a first step again.
 
@@ -49,6 +52,7 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
     """
 
     strategy_name = "accel_ddp"
+    explanations: ClassVar[Mapping[str, str]] = {**Accelerated.explanations, "Your training graph has changed": _MEND}
 
     def __init__(
         self,
@@ -65,14 +69,18 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
                     f"gradient_compression={gradient_compression!r} and ddp_comm_hook: DDP takes one hook. Wrap yours:"
                     " ddp_comm_wrapper=bf16_compress_wrapper, from torch.distributed.algorithms.ddp_comm_hooks."
                 )
+        known = {n for c in (DDPStrategy, DistributedDataParallel) for n in inspect.signature(c.__init__).parameters}
+        check_names(settings, allowed=sorted(known - {"self", "kwargs", "module"}), owner="AccelDDPStrategy")
         settings.setdefault("gradient_as_bucket_view", True)
         super().__init__(**settings)
         self._find_unused_parameters = find_unused_parameters
         self._static_graph = static_graph
         self._compression = gradient_compression
-        self._trained: list[bool] = []  # parameter by parameter, when the model was wrapped
+        self._parameters: list[nn.Parameter] = []
+        self._wrapped_for: list[bool] = []  # what is trained, and how, when the model was wrapped
         self._is_observing = False
         self._is_accumulating = False
+        self._is_averaged = False
         self._is_first_static_pass = False
         self._is_static: bool | None = None  # what the observed step showed, until the model is wrapped for it
 
@@ -84,7 +92,13 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         is_automatic = module.automatic_optimization
         self._is_observing = find is None and static is None and is_automatic
         self._is_static = None
-        self._trained = [parameter.requires_grad for parameter in module.parameters()]
+        if is_sharded(module):
+            raise ValueError(
+                f"An earlier run of accel_fsdp left {type(module).__name__} sharded, which accel_ddp cannot wrap. Make"
+                " a new one, and load that run's checkpoint: trainer.fit(..., ckpt_path=...)."
+            )
+        self._parameters = list(module.parameters())
+        self._wrapped_for = self._settings()
         # What is given holds; what is not follows from it, and with manual optimization from what always works.
         self._set_up_graph(find=bool(find) or (find is None and not static and not is_automatic), static=bool(static))
         # Wrapped even when the first step goes without: that checks that the ranks have the same parameters, and gives
@@ -107,8 +121,7 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        if [parameter.requires_grad for parameter in self.lightning_module.parameters()] != self._trained:
+        if self._settings() != self._wrapped_for:
             self.model = self.lightning_module
             self.configure_ddp()
         elif self._is_static is not None:
@@ -129,11 +142,21 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
             self._is_accumulating = False
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._is_averaged = False
+        if self._is_observing and not self._is_accumulating and closure_loss.requires_grad:
+            # As DDP's own: hooks after the backward pass, which clip gradients say, must see the average.
+            average = Variable._execution_engine.queue_callback
+            closure_loss.register_hook(lambda _: average(self._average))  # type: ignore[no-untyped-call]
+
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         is_recorded, self._is_first_static_pass = self._is_first_static_pass, False
         if self._is_observing and not self._is_accumulating:
-            self._is_static = average_gradients(self._reduced_parameters())
+            if not self._is_averaged:  # a backward of the user's own began elsewhere
+                self._average()
         elif is_recorded and self._static_graph is None:
             # Torch has recorded what this pass used, and would fail where a later one uses more.
             if not all_have_gradients(self._reduced_parameters()):
@@ -141,11 +164,14 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         elif isinstance(self.model, DistributedDataParallel) and not self._is_accumulating:
             self._check_all_were_used()
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if "Your training graph has changed" in str(exception):
-            exception.args = (f"{exception}\n{_MEND}",)
+    def _average(self) -> None:
+        self._is_static = average_gradients(self._reduced_parameters())
+        self._is_averaged = True
+
+    def _settings(self) -> list[bool]:
+        module = self.lightning_module
+        assert module is not None
+        return [module.automatic_optimization, *(parameter.requires_grad for parameter in self._parameters)]
 
     @property
     def _ddp(self) -> DistributedDataParallel:
@@ -198,13 +224,21 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> bool:
 
     Returns:
         Whether every parameter had a gradient on every rank.
+
+    Raises:
+        ValueError: A gradient is sparse on some ranks only; on every rank alike.
     """
     parameters = list(parameters)
     world_size = torch.distributed.get_world_size()
-    counts = _ranks_with_gradients(parameters)
-    for parameter, count in zip(parameters, counts, strict=True):
+    users = _ranks_with_gradients(parameters)
+    for parameter, (count, sparse) in zip(parameters, users, strict=True):
         if count == 0:
             continue
+        if 0 < sparse < world_size:
+            raise ValueError(
+                f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient on {sparse} of {world_size} ranks:"
+                " DDP reduces those of all or none. Set sparse=False in its embedding."
+            )
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad if parameter.grad.is_sparse else parameter.grad.contiguous()
@@ -212,19 +246,21 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> bool:
         gradient /= world_size
         if gradient is not parameter.grad:
             parameter.grad.copy_(gradient)
-    return all(count == world_size for count in counts)
+    return all(count == world_size for count, _ in users)
 
 
 def all_have_gradients(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether every parameter has a gradient on every rank. A collective call."""
     world_size = torch.distributed.get_world_size()
-    return all(count == world_size for count in _ranks_with_gradients(list(parameters)))
+    return all(count == world_size for count, _ in _ranks_with_gradients(list(parameters)))
 
 
-def _ranks_with_gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
+def _ranks_with_gradients(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    """Of each parameter, how many ranks have a gradient, and how many a sparse one."""
     if not parameters:
         return []
-    users = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    own = [(p.grad is not None, p.grad is not None and p.grad.is_sparse) for p in parameters]
+    users = torch.tensor(own, dtype=torch.int32, device=parameters[0].device)
     torch.distributed.all_reduce(users)
-    counts: list[int] = users.tolist()
+    counts: list[tuple[int, int]] = users.tolist()
     return counts

@@ -4,41 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS
 from typing_extensions import override
 
+from lightning_accel.checks import check_names
 from lightning_accel.patch import AttributePatch
 from lightning_accel.strategies.accelerated import Accelerated
-from lightning_accel.strategies.atomic_checkpoint import AtomicCheckpointIO, begin_replacing, commit, discard
-from lightning_accel.strategies.full_state import (
-    full_model_state,
-    gathered,
-    load_full_model_state,
-    load_full_optimizer_state,
-)
+from lightning_accel.strategies.block_order import BlockOrder
 from lightning_accel.strategies.scalars import ReplicatedScalars
-from lightning_accel.strategies.sharding import Sharding, is_sharded, shard
+from lightning_accel.strategies.sharded_checkpoints import ShardedCheckpoints
+from lightning_accel.strategies.sharding import Sharding, is_sharded, shard, sharding_of
 from lightning_accel.techniques.mixed_precision import DTYPES
 
-_MIXED = "got mixed torch.Tensor and DTensor"
+_CALL_BLOCKS = (
+    "Either the weights of a block were used without calling it: call the block, or name what is called,"
+    " strategy=AccelFSDPStrategy(blocks=['LayerClass']). Or something copied the module before it was sharded: copy its"
+    " state_dict() later. Or use strategy='accel_ddp'."
+)
 
 
-class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
+class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
     """FSDP2 on a module as it is: ``Trainer(strategy="accel_fsdp")``.
 
     The repeated blocks are sharded one by one, then the rest, after AccelPlugin's edits (checkpointing, compilation)
@@ -61,6 +58,15 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
     """
 
     strategy_name = "accel_fsdp"
+    explanations: ClassVar[Mapping[str, str]] = {
+        **Accelerated.explanations,
+        "got mixed torch.Tensor and DTensor": _CALL_BLOCKS,
+        "does not have a sharding strategy registered": _CALL_BLOCKS,
+        "Sharding propagation failed": "Torch has no form of this operation for sharded tensors. If it is the"
+        " optimizer's, take another (AdamW, SGD), or use strategy='accel_ddp'.",
+        "out of bounds for storage of size 0": "Weights were needed after their block had given them back: a gradient"
+        " of gradients (create_graph=True) does that. Use strategy='accel_ddp'.",
+    }
 
     def __init__(
         self,
@@ -71,16 +77,20 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
         tensor_parallel_size: int = 1,
         **settings: Any,
     ) -> None:
+        allowed = ("process_group_backend", "timeout")
+        check_names(settings, allowed=allowed, owner="AccelFSDPStrategy")
         super().__init__(
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
             **settings,
         )
+        if isinstance(blocks, str):
+            raise TypeError(f"blocks={blocks!r} is a text: give a list of class names or module paths, [{blocks!r}].")
         self._blocks = tuple(blocks)
         self._steps_through_root = False
         self._scalars: ReplicatedScalars | None = None
-        self._loads_whole_checkpoint = True
+        self._order: BlockOrder | None = None
         self.sharding: Sharding | None = None
 
     @override
@@ -104,7 +114,9 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
             if self._layer_sync and not is_sharded(module):
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
-            if not is_sharded(module):  # by an earlier run
+            if is_sharded(module):
+                self._check_earlier(module)
+            else:
                 self._shard(module, trainer)
             self.model_to_device()
             self.barrier()
@@ -117,6 +129,7 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
             if is_fitting:
                 _optimizers_to_device(self.optimizers, self.root_device)
         self._steps_through_root = isinstance(module, FSDPModule) and module.automatic_optimization
+        self._order = BlockOrder(module)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -127,12 +140,26 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
                 " strategy='accel_ddp', or another optimizer."
             )
 
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        return DTYPES.get(getattr(self.precision_plugin, "precision", ""))
+
+    def _check_earlier(self, module: LightningModule) -> None:
+        """An earlier run has sharded the module, and the dtype in which it is gathered stays."""
+        self.sharding = sharding_of(module)
+        gathered = self.sharding and self.sharding.dtype
+        if gathered is not None and gathered != self._dtype:
+            raise ValueError(
+                f"An earlier run of accel_fsdp sharded the module to be gathered in {gathered}; this one is to compute"
+                f" in {self._dtype or torch.float32}. Make a new module, and load that run's checkpoint into it."
+            )
+
     def _shard(self, module: LightningModule, trainer: Trainer) -> None:
         self.sharding = shard(
             module,
             self.device_mesh["data_parallel"],
             self.root_device,
-            dtype=DTYPES.get(getattr(self.precision_plugin, "precision", "")),
+            dtype=self._dtype,
             blocks=self._blocks,
             apart=not module.automatic_optimization,
             may_be_empty=trainer.ckpt_path is not None,
@@ -153,6 +180,8 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._order is not None:
+            self._order.begin_step()
         return self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
 
     @override
@@ -183,84 +212,17 @@ class AccelFSDPStrategy(Accelerated, ModelParallelStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        if self._order is not None:
+            self._order.check()
         if self._scalars is not None:
             self._scalars.after_backward()
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if _MIXED in str(exception) and self.sharding is not None:
-            exception.args = (
-                f"{exception}\nEither the weights of a block were used without calling it (accel_fsdp sharded"
-                f" {', '.join(self.sharding.units[:4]) or 'the module as a whole'}): call the block, or name what is"
-                " called, strategy=AccelFSDPStrategy(blocks=['LayerClass']). Or something copied the module before it"
-                " was sharded: copy its state_dict() later, or use strategy='accel_ddp'.",
-            )
-
-    # -- checkpoints -------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return self._loads_whole_checkpoint
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._save_distributed_checkpoint:
-            return super().lightning_module_state_dict()
-        assert self.lightning_module is not None
-        return full_model_state(self.lightning_module, keep=self.is_global_zero)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._save_distributed_checkpoint:
-            return super().optimizer_state(optimizer)
-        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state: dict[str, Any] = gathered(inner.state_dict(), keep=self.is_global_zero)
-        return state if self.is_global_zero else {}
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        if not self._save_distributed_checkpoint:
-            # Callbacks may hold sharded tensors too, averages of the weights say.
-            checkpoint = gathered(checkpoint, keep=self.is_global_zero)
-            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-            return
-        target = Path(self.broadcast(filepath))
-        folder = Path(self.broadcast(begin_replacing(target) if self.is_global_zero else target))
-        try:
-            super().save_checkpoint(checkpoint, folder, storage_options)
-            self.barrier()
-        except BaseException:
-            if self.is_global_zero:
-                discard(folder)
-            raise
-        if self.is_global_zero:
-            commit(folder, target)
-        self.barrier()
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
-        self._loads_whole_checkpoint = not path.is_dir()
-        if path.is_dir():
-            return super().load_checkpoint(path, weights_only)
-        if path.is_file() and type(self.checkpoint_io) is AtomicCheckpointIO:
-            # Mapped, not read: each rank takes its shards out of the file, and the ranks of a host share its pages.
-            loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            return loaded
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        if self._loads_whole_checkpoint:
-            load_full_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_full_optimizer_state(optimizer, state)
+    def teardown(self) -> None:
+        if self._order is not None:
+            self._order.close()
+            self._order = None
+        super().teardown()
 
 
 def _check_callbacks(trainer: Trainer) -> None:

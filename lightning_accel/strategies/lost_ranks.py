@@ -7,15 +7,20 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch.distributed as dist
 
-# What gloo says of a connection that is gone or silent, and not what it says of tensors that do not fit.
+# What gloo, the store and NCCL say of a connection that is gone or silent, and not of tensors that do not fit, nor of
+# cards that are given out twice.
 _BROKEN = re.compile(
-    r"gloo/.*(connection (closed|reset|refused)|broken pipe|timed ?out|timeout|(read|write) error)", re.I | re.S
+    r"(gloo/|nccl|watchdog).*"
+    r"(connection (was )?(closed|reset|refused)|broken pipe|timed ?out|timeout|(read|write) error|remote process)"
+    r"|Application timeout caused pair closure",
+    re.I | re.S,
 )
 _CLOCK_SLACK_S = 5.0  # start times shift with the system's clock; a number is not given to a new process that soon
 _OLD_S = 3600.0
@@ -105,7 +110,8 @@ def explain(exception: BaseException, roster: Roster, patience_s: float = 2.0) -
     """
     if len(roster.members) == 1 or not is_broken_collective(exception):
         return None
-    _mark(roster.own).touch()
+    with suppress(OSError):  # no room for it: the others may then name this rank
+        _mark(roster.own).touch()
     give_up_at = time.monotonic() + patience_s
     while True:
         lost = [member for member in roster.lost() if not _mark(member).exists()]
@@ -118,9 +124,10 @@ def explain(exception: BaseException, roster: Roster, patience_s: float = 2.0) -
 
 def is_broken_collective(exception: BaseException) -> bool:
     """Whether ``exception`` comes from other processes that are gone or do not answer."""
-    return isinstance(exception, dist.DistError) or (
-        isinstance(exception, RuntimeError) and _BROKEN.search(str(exception)) is not None
-    )
+    if isinstance(exception, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    # NCCL's errors, of one class whatever they are about, are RuntimeErrors as gloo's.
+    return isinstance(exception, RuntimeError) and _BROKEN.search(str(exception)) is not None
 
 
 def _of_lost(lost: Sequence[Member], roster: Roster) -> str:

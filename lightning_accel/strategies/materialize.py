@@ -17,7 +17,8 @@ def materialize(
     """Makes the meta parameters and buffers of ``modules`` real, and initialises them.
 
     A module is initialised by its ``reset_parameters()``, as torch's own layers have it, and then by the
-    ``_init_weights(module)`` of every module around it that has one, as models in the style of Hugging Face's do.
+    ``_init_weights(module)`` of every module around it that has one, as models in the style of Hugging Face's do: these
+    are called with modules that only hold others, too.
     Tied weights stay tied, with the values that their first owner gives them.
 
     Args:
@@ -34,10 +35,14 @@ def materialize(
         return
     names = {module: name for name, module in root.named_modules()}
     owners = _allocate(meta, device)
-    for module in reversed(meta):  # a module's own values after those of its children, as when they are constructed
+    made = set(meta)
+    for module in reversed(modules):  # a module's own values after those of its children, as when they are constructed
+        # What holds others may have values for them; not where some of them are real, or shards, already.
+        if not all(part in made or not any(_own_tensors(part)) for part in module.modules()):
+            continue
         tied = [tensor for _, tensor in _own_tensors(module) if owners.get(id(tensor), module) is not module]
         values = [tensor.detach().clone() for tensor in tied]
-        for initialise in _initialisers(root, names[module], module):
+        for initialise in _initialisers(root, names[module], module, resets=module in made):
             initialise()
         with torch.no_grad():
             for tensor, value in zip(tied, values, strict=True):
@@ -91,9 +96,9 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _initialisers(root: nn.Module, name: str, module: nn.Module) -> Iterator[Callable[[], Any]]:
+def _initialisers(root: nn.Module, name: str, module: nn.Module, *, resets: bool) -> Iterator[Callable[[], Any]]:
     for method in ("reset_parameters", "_reset_parameters"):  # the latter in nn.MultiheadAttention
-        if callable(reset := getattr(module, method, None)):
+        if resets and callable(reset := getattr(module, method, None)):
             yield reset
             break
     path = name.split(".") if name else []

@@ -70,12 +70,16 @@ class DeferredSignals(Callback):
         self._callbacks.append(self)
 
     def undo(self) -> None:
-        """Leaves the run. The next thing that Lightning does is to put back what handled the signals before it.
+        """Ends the deferring. Lightning's handlers are not put back: it does away with them itself, right after this.
 
-        Until then its own handlers stay away: a second signal, on the heels of the first, would have one of the ranks
-        call the others, which are leaving.
+        A second signal on the heels of the first would otherwise have one of the ranks call the others, which are
+        leaving.
         """
-        self._callbacks.remove(self)
+        if self in self._callbacks:
+            self._callbacks.remove(self)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def _receive(self, number: int, frame: Any) -> None:
         self._received.add(number)

@@ -15,7 +15,8 @@ class ReplicatedScalars:
     """The scalar parameters of a module, which its code sees as they are and its optimizers as DTensors.
 
     An optimizer, a gradient scaler and the clipping of gradients take parameters of one kind, DTensors where all others
-    are. The two share their memory, so that a step of the optimizer is seen by the code.
+    are. The two share their memory, so that a step of the optimizer is seen by the code. As under DDP, a backward pass
+    that only some of the ranks take leaves these waiting.
 
     Args:
         module: Its other parameters are sharded; these are the same on every rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,11 +29,16 @@ class Sharding:
         units: The blocks that are gathered one at a time.
         roots: The modules that hold the rest: the module itself, or its parts.
         left: Block → why it is no unit of its own.
+        dtype: What parameters are gathered in; None: their own.
     """
 
     units: tuple[str, ...]
     roots: tuple[str, ...]
     left: Mapping[str, str]
+    dtype: torch.dtype | None
+
+
+_shardings: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
 
 
 def shard(
@@ -86,12 +92,19 @@ def shard(
         own = prepare(unit)
         # A root stays gathered between its forward and backward pass, unless its module steps several times within.
         reshard = True if apart or unit not in roots.values() else None
+        _check_dtypes(module, own)
         policy = _policy(own, dtype, device)
         # Looked for anew: what was on the meta device is another object now.
         scalars = {parameter for parameter in unit.parameters() if parameter.dim() == 0}
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
     prepare(module)  # with roots apart: buffers beside them
-    return Sharding(units=tuple(units), roots=tuple(roots), left=left)
+    sharding = _shardings[module] = Sharding(units=tuple(units), roots=tuple(roots), left=left, dtype=dtype)
+    return sharding
+
+
+def sharding_of(module: nn.Module) -> Sharding | None:
+    """How :func:`shard` has sharded it, in this run or an earlier one; None: it has not."""
+    return _shardings.get(module)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -111,6 +124,16 @@ def _check(module: nn.Module, *, apart: bool) -> None:
             f"{lazy[0]!r} has no shape before its first batch (a lazy module), and cannot be sharded. Call the module"
             " once in configure_model or before fit, or give its sizes."
         )
+    if hooked := [n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]:
+        raise ValueError(
+            f"{hooked[0]!r} has a hook on its gradient, which would be lost: sharding makes another parameter of it."
+            " Register the hook in on_fit_start, when the module is sharded, or use strategy='accel_ddp'."
+        )
+    if sparse := [n for n, m in module.named_modules() if getattr(m, "sparse", False) is True]:
+        raise ValueError(
+            f"{sparse[0]!r} is to get a sparse gradient (sparse=True), which FSDP does not reduce. Set sparse=False, or"
+            " use strategy='accel_ddp'."
+        )
     if not apart:
         return
     if own := [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 0]:
@@ -127,6 +150,18 @@ def _check(module: nn.Module, *, apart: bool) -> None:
                     f" {type(module).__name__} are gathered one by one: put the two into one module, or use"
                     " strategy='accel_ddp'."
                 )
+
+
+def _check_dtypes(module: nn.Module, parts: Sequence[nn.Module]) -> None:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    trained = [p for part in parts for p in part.parameters(recurse=False) if p.requires_grad and p.dim() > 0]
+    other = next((p for p in trained if p.dtype != trained[0].dtype), None)
+    if other is not None:
+        raise ValueError(
+            f"{names[id(trained[0])]!r} is {trained[0].dtype} and {names[id(other)]!r} is {other.dtype}: FSDP reduces"
+            " the gradients of a block together, in one dtype. Convert the module to one (module.float()), freeze one"
+            " of the two, or use strategy='accel_ddp'."
+        )
 
 
 def _separable(module: nn.Module, blocks: dict[str, nn.Module]) -> tuple[dict[str, nn.Module], dict[str, str]]:

@@ -35,7 +35,10 @@ def separated(model: nn.Module) -> nn.Module:
 
 
 class AnyDeviceSyncBatchNorm(TorchSyncBatchNorm):
-    """Lightning's ``Trainer(sync_batchnorm=True)``, on every device, with the user's own modules back afterwards."""
+    """Lightning's ``Trainer(sync_batchnorm=True)``, on every device.
+
+    The user's own modules are back afterwards; not under ``accel_fsdp``, which leaves a module as it has sharded it.
+    """
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:

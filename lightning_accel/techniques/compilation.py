@@ -19,6 +19,7 @@ from lightning_accel.host import Host
 from lightning_accel.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.plan import CompileSetting
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.tree import changeable_argument
 from lightning_accel.trial import NOT_SLOWER, Contender, Trial
 
 Prepare = Callable[[GraphModule], None]
@@ -153,6 +154,8 @@ class Compilation(Technique):
 
     def _try(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
         block = patch.block
+        if (strange := changeable_argument(args, kwargs)) is not None:
+            return Verdict(keep=False, reason=f"takes a {strange}, which its trial would change")
         # All samples: another batch size would have the block compiled a second time, for any size, and slower.
         trial = Trial(block, args, kwargs, with_gradients=torch.is_grad_enabled(), samples=None)
         eager, compiled = Contender(_eager_call(block)), Contender(_call(block), state=lambda: _applied(patch))

@@ -41,6 +41,11 @@ def simulated(changes: dict[str, Any], **options: Any) -> Any:
         return fit(transformer(), tokens(8), "accel_ddp", **options)
 
 
+@scenario
+def a_rank_without_a_compiler() -> Any:
+    return simulated({"compiler": None} if is_rank_1() else {}, plugin={"compile": "auto"})
+
+
 class Stubborn(nn.ReLU):
     """Cannot be set in place on rank 1."""
 

@@ -72,6 +72,24 @@ def a_parameter_is_unused_on_rank_1() -> Any:
     return wrapped(Wayward(lambda step, rank: rank == 0))
 
 
+class Looking(Supervised):
+    """Looks up rows on rank 0 alone, and their gradient is sparse."""
+
+    def __init__(self) -> None:
+        seed_everything(0, verbose=False)
+        super().__init__(Transformer(dropout=0.0))
+        self.rows = nn.Embedding(4, 3, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.global_rank else loss + self.rows(batch[0][:, :1] % 4).sum()
+
+
+@scenario
+def a_sparse_gradient_is_there_on_rank_0() -> Any:
+    return wrapped(Looking())
+
+
 @scenario
 def a_parameter_is_unused_in_the_second_step() -> Any:
     return wrapped(Wayward(lambda step, rank: step != 1), max_steps=4)
@@ -85,6 +103,48 @@ def a_parameter_is_unused_in_the_third_step() -> Any:
 @scenario
 def a_parameter_is_unused_now_and_then_and_it_was_said() -> Any:
     return wrapped(Wayward(lambda step, rank: step < 2), AccelDDPStrategy(find_unused_parameters=True))
+
+
+class Clamping(Supervised):
+    """Changes its gradients after the backward pass, when DDP has averaged them."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+@scenario
+def gradients_are_changed_after_the_backward_pass() -> Any:
+    def weights_under(strategy: str) -> Tensor:
+        seed_everything(0, verbose=False)
+        module = Clamping(Transformer(dropout=0.0))
+        fit(module, tokens(8), strategy)
+        return whole_weights(module)
+
+    return {"accel_ddp": weights_under("accel_ddp"), "ddp": weights_under("ddp")}
+
+
+class Turning(Supervised):
+    """Takes its steps by hand from the second epoch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def on_train_epoch_end(self) -> None:
+        self.automatic_optimization = False
+
+
+@scenario
+def optimization_becomes_manual() -> Any:
+    seed_everything(0, verbose=False)
+    return wrapped(Turning(Transformer(dropout=0.0)), max_epochs=2, max_steps=-1, limit_train_batches=2)
 
 
 @scenario

@@ -7,11 +7,11 @@ import warnings
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 
 from lightning_accel.strategies import AccelFSDPStrategy
-from lightning_models import Supervised, Transformer, tokens
+from lightning_models import Supervised, Transformer, tokens, vectors
 from strategies.fsdp_scenarios import Positioned, sharded
 from strategies.scenarios import fit, is_rank_1, scenario, transformer, whole_weights
 
@@ -125,6 +125,115 @@ def scalar_parameters() -> Any:
 
 
 @scenario
+def a_hook_on_a_gradient() -> Any:
+    module = transformer()
+    module.net.head.weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[union-attr]
+    return sharded(module)
+
+
+@scenario
+def two_dtypes_in_a_block() -> Any:
+    module = transformer()
+    module.net.blocks[1].norm1.double()  # type: ignore[index, union-attr]
+    return sharded(module)
+
+
+@scenario
+def a_sparse_gradient() -> Any:
+    return sharded(Extra(nn.Embedding(4, 4, sparse=True)))
+
+
+class Dropping(Transformer):
+    """Drops another block on each rank."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            if number != is_rank_1():
+                x = block(x)
+        return self.head(x)
+
+
+@scenario
+def ranks_that_run_other_blocks() -> Any:
+    seed_everything(0, verbose=False)
+    return sharded(Supervised(Dropping(dropout=0.0)))
+
+
+class Penalized(Supervised):
+    """A penalty on the gradients of what its blocks compute from."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs = batch[0].requires_grad_()
+        out = self(inputs)
+        (gradient,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+        return out.square().mean() + gradient.square().mean()
+
+
+@scenario
+def a_gradient_penalty() -> Any:
+    seed_everything(0, verbose=False)
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+    return sharded(Penalized(nn.Sequential(*blocks)), data=vectors(8))
+
+
+@scenario
+def an_optimizer_that_shards_do_not_suit() -> Any:
+    return sharded(Supervised(Transformer(dropout=0.0), torch.optim.Adafactor))
+
+
+@scenario
+def another_precision_than_before() -> Any:
+    seed_everything(0, verbose=False)
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+    module = Supervised(nn.Sequential(*blocks, nn.Linear(8, 4)))
+    sharded(module, data=vectors(8), plugin={"precision": "bf16-mixed"})
+    return sharded(module, data=vectors(8), plugin={"precision": "32-true"})
+
+
+@scenario
+def accel_ddp_after_accel_fsdp() -> Any:
+    module = transformer()
+    sharded(module)
+    return fit(module, tokens(8), "accel_ddp")
+
+
+def shards_of(module: LightningModule) -> str:
+    trainer = fit(module, tokens(8), AccelFSDPStrategy(save_distributed_checkpoint=True))
+    path: str = trainer.strategy.broadcast(f"{tempfile.mkdtemp()}/shards.ckpt")
+    trainer.save_checkpoint(path)
+    return path
+
+
+def resume(module: LightningModule, strategy: str, path: str) -> None:
+    Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        logger=False,
+        enable_progress_bar=False,
+        max_steps=5,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    ).fit(module, tokens(8), ckpt_path=path)
+
+
+def other_transformer() -> Supervised:
+    seed_everything(0, verbose=False)
+    return Supervised(Transformer(dim=32, blocks=2, dropout=0.0))
+
+
+@scenario
+def shards_for_accel_ddp() -> Any:
+    resume(transformer(), "accel_ddp", shards_of(transformer()))
+
+
+@scenario
+def shards_of_another_model() -> Any:
+    resume(other_transformer(), "accel_fsdp", shards_of(transformer()))
+
+
+@scenario
 def a_lazy_module() -> Any:
     return sharded(Extra(nn.LazyLinear(3)))
 
@@ -157,19 +266,7 @@ def a_block_that_does_not_exist() -> Any:
 
 @scenario
 def a_checkpoint_of_another_model() -> Any:
-    module = transformer()
-    trainer = fit(module, tokens(8), "accel_fsdp")
+    trainer = fit(transformer(), tokens(8), "accel_fsdp")
     path = trainer.strategy.broadcast(f"{tempfile.mkdtemp()}/other.ckpt")
     trainer.save_checkpoint(path)
-    seed_everything(0, verbose=False)
-    other = Supervised(Transformer(dim=32, blocks=2, dropout=0.0))
-    Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="accel_fsdp",
-        logger=False,
-        enable_progress_bar=False,
-        max_steps=5,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    ).fit(other, tokens(8), ckpt_path=path)
+    resume(other_transformer(), "accel_fsdp", path)

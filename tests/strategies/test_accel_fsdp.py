@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_accel.strategies import AccelFSDPStrategy
 from strategies.conftest import Said
 
 BLOCKS = ("net.blocks.0", "net.blocks.1", "net.blocks.2")
@@ -134,12 +135,32 @@ def test_a_model_without_repetition_is_warned_about(said: Said) -> None:
     assert any("found no repeated blocks" in warning for warning in said("nothing_is_repeated")[0]["warnings"])
 
 
+def test_a_text_is_no_list_of_blocks() -> None:
+    with pytest.raises(TypeError, match=r"blocks='Block' is a text: give a list"):
+        AccelFSDPStrategy(blocks="Block")
+
+
+def test_a_misspelt_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="AccelFSDPStrategy has no setting 'block'"):
+        AccelFSDPStrategy(block=["Block"])
+
+
 @pytest.mark.parametrize(
     ("scenario", "complaint"),
     [
         ("a_module_without_parameters", "Empty has no parameters, so there is nothing to shard"),
         ("a_block_that_does_not_exist", "No block matches 'Blok'; did you mean 'Block'?"),
         ("a_block_is_not_called", "Either the weights of a block were used without calling it"),
+        ("a_hook_on_a_gradient", "'net.head.weight' has a hook on its gradient, which would be lost"),
+        ("two_dtypes_in_a_block", "'net.blocks.1.norm1.weight' is torch.float64 and 'net.blocks.1.norm2.weight' is"),
+        ("another_precision_than_before", "sharded the module to be gathered in torch.bfloat16"),
+        ("a_sparse_gradient", "'extra' is to get a sparse gradient"),
+        ("ranks_that_run_other_blocks", "Rank 1 ran 'net.blocks.0' where rank 0 ran 'net.blocks.1'"),
+        ("a_gradient_penalty", "Weights were needed after their block had given them back"),
+        ("an_optimizer_that_shards_do_not_suit", "Torch has no form of this operation for sharded tensors"),
+        ("accel_ddp_after_accel_fsdp", "An earlier run of accel_fsdp left"),
+        ("shards_for_accel_ddp", "is a folder of shards, as accel_fsdp writes them"),
+        ("shards_of_another_model", "is of another model:"),
         ("a_lazy_module", "'extra.weight' has no shape before its first batch"),
         ("a_meta_module_without_a_start", "'extra.scale' was made on the meta device, and nothing gives it a value"),
         ("a_parameter_of_a_manual_module_itself", "'extra' is a parameter of Manual itself"),

@@ -143,7 +143,7 @@ def test_fewer_samples_than_processes_are_refused() -> None:
     strategy = AccelStrategy()
     loader = images(batches=1, batch_size=3)
     sampler: DistributedSampler[Any] = DistributedSampler(loader.dataset, num_replicas=4, rank=0)
-    with pytest.raises(ValueError, match=r"has 3 samples for 4 processes.*Use at most 3 devices"):
+    with pytest.raises(ValueError, match="has 3 samples for 4 processes: some would get none"):
         strategy.process_dataloader(DataLoader(loader.dataset, sampler=sampler))
 
 

@@ -13,6 +13,7 @@ from strategies.conftest import Said
     [
         ("different_types_of_devices", "The ranks run on different types of devices: rank 0 has"),
         ("different_precisions", "precision='auto' comes to different precisions"),
+        ("a_rank_without_a_compiler", "rank 1 goes without compile at 'net.blocks.0' (nothing to build kernels with"),
         ("a_rank_that_cannot_follow", "rank 1 goes without inplace_activations at 'net.1' (could not be applied"),
     ],
 )

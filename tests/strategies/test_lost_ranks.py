@@ -144,6 +144,7 @@ def test_what_is_said_is_added_to_the_exception() -> None:
         RuntimeError("[../gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation"),
         dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
         dist.DistNetworkError("The client socket has timed out"),
+        RuntimeError("Application timeout caused pair closure"),
     ],
     ids=lambda error: str(error)[-30:],
 )
@@ -154,6 +155,7 @@ def test_errors_of_broken_collectives_are_known(error: Exception) -> None:
 @pytest.mark.parametrize(
     "error",
     [
+        dist.DistBackendError("NCCL error: invalid usage. Duplicate GPU detected : rank 0 and rank 1"),
         RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"),
         RuntimeError("Timed out waiting for the licence server"),
         ConnectionResetError("Connection reset by peer"),

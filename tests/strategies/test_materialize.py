@@ -76,6 +76,28 @@ def test_init_weights_of_the_model_around_has_the_last_word() -> None:
     assert torch.equal(made(module).layer.weight, torch.full((4, 4), 7.0))  # type: ignore[union-attr, arg-type]
 
 
+def test_init_weights_is_called_with_modules_that_only_hold_others() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = Pair()
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, Pair):
+                module.second.weight.fill_(7.0)
+
+    with torch.device("meta"):
+        module = Model()
+    made(module)
+    assert torch.equal(module.pair.second.weight, torch.full((4, 4), 7.0))
+    assert module.pair.first.weight.std() > 0
+
+
 class Masked(nn.Module):
     """Its mask is there from the constructor alone."""
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from enum import Enum
-from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
@@ -23,11 +21,8 @@ from lightning_accel.memory.recompute import Recomputation, keeps_statistics
 from lightning_accel.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.plan import CheckpointingPlan
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
-from lightning_accel.tree import leaves
+from lightning_accel.tree import changeable_argument
 from lightning_accel.trial import Contender, Trial
-
-# Arguments that a block cannot change, or (tensors) is seen to change; a batch or cache object of the user's can be.
-_PLAIN = (Tensor, type(None), int, float, complex, str, bytes, Enum, torch.dtype, torch.device, nn.Module, FunctionType)
 
 
 def checkpoint_block(site: str, block: nn.Module, mode: Recomputation) -> MethodPatch:
@@ -165,7 +160,7 @@ def try_block(
     block: nn.Module, original: Callable[..., Any], checkpointed: Callable[..., Any], args: Any, kwargs: Any
 ) -> Verdict:
     """Whether the checkpointed call gives the original's numbers and leaves nothing behind twice."""
-    strange = next((type(x).__name__ for x in leaves((args, kwargs)) if not isinstance(x, _PLAIN)), None)
+    strange = changeable_argument(args, kwargs)
     if strange is not None:
         return Verdict(keep=False, reason=f"takes a {strange}, which may not be the same when the block is recomputed")
     found = Trial(block, args, kwargs).numbers(Contender(original), Contender(checkpointed), with_oracle=False)

@@ -236,8 +236,8 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> bool:
             continue
         if 0 < sparse < world_size:
             raise ValueError(
-                f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient on {sparse} of {world_size} ranks:"
-                " DDP reduces those of all or none. Set sparse=False in its embedding."
+                f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient on {sparse} of {world_size}"
+                " ranks: DDP reduces those of all or none. Set sparse=False in its embedding."
             )
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

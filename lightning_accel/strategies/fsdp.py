@@ -155,6 +155,11 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
             )
 
     def _shard(self, module: LightningModule, trainer: Trainer) -> None:
+        if self._tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size={self._tensor_parallel_size} and no configure_model that parallelises"
+                f" {type(module).__name__}: accel_fsdp shards data-parallel only. Leave it at 1, or write the hook."
+            )
         self.sharding = shard(
             module,
             self.device_mesh["data_parallel"],

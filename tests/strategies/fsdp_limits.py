@@ -125,6 +125,11 @@ def scalar_parameters() -> Any:
 
 
 @scenario
+def tensor_parallelism_of_nobody() -> Any:
+    return sharded(transformer(), strategy=AccelFSDPStrategy(tensor_parallel_size=2))
+
+
+@scenario
 def a_hook_on_a_gradient() -> Any:
     module = transformer()
     module.net.head.weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[union-attr]

@@ -151,6 +151,7 @@ def test_a_misspelt_setting_is_refused() -> None:
         ("a_module_without_parameters", "Empty has no parameters, so there is nothing to shard"),
         ("a_block_that_does_not_exist", "No block matches 'Blok'; did you mean 'Block'?"),
         ("a_block_is_not_called", "Either the weights of a block were used without calling it"),
+        ("tensor_parallelism_of_nobody", "tensor_parallel_size=2 and no configure_model"),
         ("a_hook_on_a_gradient", "'net.head.weight' has a hook on its gradient, which would be lost"),
         ("two_dtypes_in_a_block", "'net.blocks.1.norm1.weight' is torch.float64 and 'net.blocks.1.norm2.weight' is"),
         ("another_precision_than_before", "sharded the module to be gathered in torch.bfloat16"),

@@ -125,7 +125,7 @@ def is_slow(row: Row) -> bool:
             return row.variant == "plain" and row.world_size == 4
         return row.kind != "transformer" or row.world_size != 2
     if row.does == "fit":
-        return row.strategy == "accel"
+        return row.strategy == "accel" or row.kind in ("scheduler", "never called")
     if row.does == "resume":
         return row.kind != "transformer" and "accel_ddp" in (row.strategy, row.source and row.source.strategy)
     return row.strategy == "accel" or (row.does == "fit twice" and row.kind == "cnn")

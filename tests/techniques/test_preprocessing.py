@@ -81,7 +81,7 @@ def test_nothing_is_done_to_batches_after_undo() -> None:
 @pytest.fixture
 def simulated_gpu_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's device is said to be a GPU, on which CuPy is not installed."""
-    monkeypatch.setattr("lightning_accel.engine.device_of", lambda model: torch.device("cuda", 0))
+    monkeypatch.setattr("lightning_accel.assembly.device_of", lambda model: torch.device("cuda", 0))
     monkeypatch.setattr(arrays, "_why_no_cupy", lambda index: "CuPy is not installed: pip install 'x[cuda13]'")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

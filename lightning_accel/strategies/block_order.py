@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -25,9 +29,13 @@ class BlockOrder:
         self._called: list[int] = []
         self._steps = 0
         self._handles = [
-            module.get_submodule(name).register_forward_pre_hook(lambda *_, number=number: self._called.append(number))
+            module.get_submodule(name).register_forward_pre_hook(functools.partial(self._note, number))
             for number, name in enumerate(self._blocks)
         ]
+
+    def _note(self, number: int, *_: Any) -> None:
+        if torch.is_grad_enabled():  # an evaluation has no steps that would clear it away
+            self._called.append(number)
 
     def begin_step(self) -> None:
         self._called.clear()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 from lightning_accel.memory.by_strategy import Strategy, least_devices, memory_per_device
 from lightning_accel.memory.decoder import Batch, Decoder, Run, decoder_of
+from scripts import run_script
 from strategies.memory_ranks import CASES, WIDTH, Case, Measured, expected
 
 LLAMA_2 = decoder_of(6_738_415_616, layers=32, width=4096, vocab=32_000)
@@ -31,10 +30,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[M
 
     @functools.cache
     def run(slow: bool) -> None:
-        names = [name for name, case in CASES.items() if case.is_slow == slow]
-        command = [sys.executable, script, folder, *names]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
-        assert done.returncode == 0, done.stderr
+        run_script(script, folder, *(name for name, case in CASES.items() if case.is_slow == slow))
 
     def of(name: str) -> list[Measured]:
         run(CASES[name].is_slow)

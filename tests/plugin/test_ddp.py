@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from plugin.two_ranks import RUNS, train, weights
+from scripts import run_script
 
 # Their numbers are those of "channels_last" or "attention" once their layout is taken back, or given up.
 SHOWN_BY_OTHERS = ("views, no rebuilt buckets", "refused by rank 0", "attention, by the clock", "accel_ddp, views")
@@ -20,10 +21,7 @@ SHOWN_BY_OTHERS = ("views, no rebuilt buckets", "refused by rank 0", "attention,
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the runs of ``two_ranks.py`` left what each rank got, and what they printed."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    script = Path(__file__).with_name("two_ranks.py")
-    run = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, timeout=300, cwd=folder)
-    assert run.returncode == 0, run.stderr
-    (folder / "printed.txt").write_text(run.stdout + run.stderr)
+    (folder / "printed.txt").write_text(run_script(Path(__file__).with_name("two_ranks.py"), folder))
     return folder
 
 

@@ -135,6 +135,24 @@ def techniques_that_cannot_be() -> Any:
     return said | {"warnings": [str(warning.message) for warning in caught]}
 
 
+class Remembered(Callback):
+    """How many calls of blocks the strategy remembers at the end of a validation."""
+
+    calls = 0
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        order: Any = trainer.strategy._order  # type: ignore[attr-defined]
+        self.calls = len(order._called)
+
+
+@scenario
+def an_evaluation_between_steps() -> Any:
+    module, remembered = transformer(), Remembered()
+    module.val_dataloader = lambda: tokens(8)  # type: ignore[method-assign]
+    said = sharded(module, remembered, max_epochs=1, max_steps=-1)
+    return said | {"calls": remembered.calls}
+
+
 class Samples(Callback):
     """Calls the module outside of its steps, as callbacks that draw samples do."""
 

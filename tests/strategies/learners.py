@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
+
+from lightning_models import Supervised
 
 VOCABULARY, DIM = 11, 16
 
@@ -19,27 +20,11 @@ def adamw(parameters: Any, lr: float = 3e-3) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=lr, eps=1e-5)
 
 
-class Learner(LightningModule):
-    """A network and its cross-entropy; it remembers the loss of every training step."""
+class Learner(Supervised):
+    """Its metrics are those of all ranks."""
 
     def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.losses: list[float] = []
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self(x).flatten(0, -2), y.flatten())
-
-    @override
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.losses.append(float(loss.detach()))
-        return loss
+        super().__init__(net, adamw)
 
     @override
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -48,14 +33,6 @@ class Learner(LightningModule):
     @override
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", self.loss(batch), sync_dist=True)
-
-    @override
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
-
-    @override
-    def configure_optimizers(self) -> Any:
-        return adamw([p for p in self.parameters() if p.requires_grad])
 
 
 # -- a transformer whose head is its embedding -------------------------------------------------------------------------

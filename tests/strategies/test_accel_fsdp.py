@@ -83,7 +83,6 @@ def test_a_float32_buffer_between_layers_is_no_obstacle_in_bfloat16(said: Said) 
 
 
 def test_gathered_weights_are_not_offloaded(said: Said) -> None:
-    """What is saved are activations: of batches of 4x6 tokens less than the weights, 40 KiB in float32."""
     rank = said("offloading_leaves_gathered_weights_alone")[0]
     assert rank["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-6)
     assert rank["offloaded_parameters"] == []
@@ -104,6 +103,10 @@ def test_a_technique_that_cannot_be_is_named_where_it_was_asked_for(said: Said) 
 
 def test_the_module_can_be_called_outside_of_its_steps(said: Said) -> None:
     assert said("the_module_is_called_between_epochs")[0]["shape"] == (1, 4, 11)
+
+
+def test_evaluations_leave_nothing_behind_that_grows(said: Said) -> None:
+    assert said("an_evaluation_between_steps")[0]["calls"] == 3  # those of the last training step
 
 
 def test_a_module_that_shards_itself_is_left_as_it_is(said: Said) -> None:

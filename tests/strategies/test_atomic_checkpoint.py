@@ -22,6 +22,7 @@ from lightning_accel.strategies.atomic_checkpoint import (
     replacing_folder,
     save_atomically,
 )
+from scripts import run_script
 
 pytest.importorskip("resource")  # of POSIX: how a disk is made full here
 
@@ -35,9 +36,7 @@ BESIDE: dict[str, set[str]] = {"file": set(), "folder": set(), "trainer": {"best
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the runs of ``interrupted_saves.py`` left their checkpoints."""
     folder = tmp_path_factory.mktemp("interrupted")
-    script = Path(__file__).with_name("interrupted_saves.py")
-    run = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, timeout=120, cwd=folder)
-    assert run.returncode == 0, run.stderr
+    run_script(Path(__file__).with_name("interrupted_saves.py"), folder)
     return folder
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from scripts import run_script
 from strategies.faults import BATCHES, JOB_ID, KILLS, REQUEUES, STEPS_TO_A_CHECKPOINT, STRATEGIES, Fault
 from strategies.zoo import VARIANTS
 
@@ -18,9 +17,7 @@ from strategies.zoo import VARIANTS
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs of ``faults.py`` left what each rank got."""
     folder = tmp_path_factory.mktemp("faults")
-    script = Path(__file__).with_name("faults.py")
-    done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, timeout=280, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    run_script(Path(__file__).with_name("faults.py"), folder)
     return folder
 
 

@@ -22,6 +22,7 @@ from lightning_accel.strategies.lost_ranks import (
     is_broken_collective,
     name_lost_ranks,
 )
+from scripts import run_script
 
 HERE = socket.gethostname()
 CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]")
@@ -39,11 +40,7 @@ def _marks_in_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs of ``lost_ranks_runs.py`` left what each rank was told."""
     folder = tmp_path_factory.mktemp("lost_ranks")
-    command = [sys.executable, Path(__file__).with_name("lost_ranks_runs.py"), folder]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env={**os.environ, "TMPDIR": str(folder)}
-    )
-    assert run.returncode == 0, run.stderr
+    run_script(Path(__file__).with_name("lost_ranks_runs.py"), folder, TMPDIR=str(folder))
     return folder
 
 

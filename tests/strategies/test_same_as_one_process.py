@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scripts import run_script
 from strategies.ranks import (
     MODELS,
     SAVED,
@@ -53,10 +52,7 @@ class Runs:
 
 
 def launched(which: str, folder: Path) -> Runs:
-    script = Path(__file__).with_name("ranks.py")
-    command = [sys.executable, script, folder, which]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    run_script(Path(__file__).with_name("ranks.py"), folder, which, timeout_s=500)
     return Runs(folder)
 
 

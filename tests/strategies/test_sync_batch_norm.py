@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.strategies.sync_batch_norm import AnyDeviceSyncBatchNorm, GlobalBatchNorm
+from scripts import run_script
 from strategies.batch_norm_ranks import CASES, fit, train
 
 WORLDS = (2, 4)
@@ -23,10 +22,7 @@ WORLDS = (2, 4)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs of ``batch_norm_ranks.py`` left what each rank computed."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("batch_norm_ranks.py")
-    command = [sys.executable, script, folder, *map(str, WORLDS)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
-    assert run.returncode == 0, run.stderr
+    run_script(Path(__file__).with_name("batch_norm_ranks.py"), folder, *map(str, WORLDS))
     return folder
 
 

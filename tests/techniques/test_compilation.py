@@ -350,47 +350,6 @@ def test_a_block_that_is_not_called_on_the_trial_step_stays_eager(monkeypatch: p
     handle.undo()
 
 
-class Cache:
-    """What decoders hand from block to block: each call adds to it."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-
-class Caching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        cache.seen += 1
-        return self.layer(x).relu()
-
-
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Caching() for _ in range(3))
-
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        for block in self.blocks:
-            x = block(x, cache)
-        return x
-
-
-def test_a_block_that_is_given_a_cache_is_left_alone() -> None:
-    """A trial calls it several times: the run would find in the cache what the trial has put there."""
-    model = Decoder()
-    handle = compiling(model)
-    for _ in range(3):
-        cache = Cache()
-        with handle.step():
-            model(torch.ones(2, 4), cache).sum().backward()
-        assert cache.seen == 3
-    assert handle.report.refused("compile")["blocks.0"] == "takes a Cache, which its trial would change"
-    handle.undo()
-
-
 def test_modules_of_torch_nn_are_compiled_too() -> None:
     """``module.compile()`` compiles nothing there: the compiler starts at no frame whose code is torch's."""
     seen: list[Any] = []

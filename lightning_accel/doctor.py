@@ -12,7 +12,9 @@ from typing import Literal
 import torch
 from packaging.requirements import Requirement
 
+from lightning_accel.decisions import ExampleModel, by_default
 from lightning_accel.host import Host, usable_cores
+from lightning_accel.techniques.compilation import Compilation
 from lightning_accel.techniques.flash_attention.backends import installed_backends
 from lightning_accel.techniques.mixed_precision import resolve_precision
 
@@ -79,10 +81,7 @@ class Diagnosis:
 def examine(host: Host | None = None) -> Diagnosis:
     """Looks at this machine, or judges a ``host`` that is not at hand."""
     host = host if host is not None else Host.detect()
-    advice = []
-    if host.compiler is None:
-        need = "a C compiler (gcc), which Triton needs" if host.kind in ("cuda", "rocm") else "a C++ compiler (g++)"
-        advice.append(f"compile: not possible without {need}; on Debian and Ubuntu: apt install build-essential")
+    advice = list(_not_had(host))
     extras = tuple(_extras(host))
     if not extras:
         advice.append(f"{_PROJECT} runs straight from a checkout, so its extras are not known: pip install -e .")
@@ -110,6 +109,21 @@ def show(diagnosis: Diagnosis) -> None:
         console.print(f"! {escape(line)}", soft_wrap=True)
 
 
+def _not_had(host: Host) -> Iterator[str]:
+    """What of the settings a run here goes without, with the mend where there is one."""
+    if host.kind == "xla":
+        yield (
+            "Trainer: Lightning's strategies for XLA take its own precision plugin only, and so no AccelPlugin;"
+            " lightning_accel.accelerate(model) is for a loop without Lightning"
+        )
+    for decision in by_default(host, ExampleModel()):
+        if not decision.is_had and not decision.setting.startswith("precision"):  # which is a fact above
+            yield f"{decision.setting}: {decision.words}"
+    reason = Compilation("on").unavailable(host)
+    if reason is not None:
+        yield f"compile: {reason}"
+
+
 def _extras_table(extras: tuple[Extra, ...]) -> object:
     from rich.markup import escape
     from rich.table import Table
@@ -133,12 +147,14 @@ def _facts(host: Host) -> dict[str, str]:
         "device": f"{host.device_name} ({host.kind})",
         "memory": _memory(host),
         "CPU cores": _cores(),
-        "bfloat16": "native" if host.native_bf16 else "not native",
+        "bfloat16": _bfloat16(host),
         "compiler": host.compiler or "none",
         "attention backends": ", ".join(backend.name for backend in installed_backends(host)),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "Python": platform.python_version(),
     }
+    if host.arch:
+        facts["architecture"] = host.arch
     if host.capability is not None:
         facts["compute capability"] = ".".join(str(part) for part in host.capability)
     for package in ("torch", "lightning", _PROJECT):
@@ -161,6 +177,12 @@ def _memory(host: Host) -> str:
     except ModuleNotFoundError:
         parts.append("host unknown: pip install psutil")
     return "; ".join(parts)
+
+
+def _bfloat16(host: Host) -> str:
+    if host.native_bf16:
+        return "native"
+    return "not native" if host.kind in ("cuda", "rocm", "cpu") else "not known"
 
 
 def _cores() -> str:

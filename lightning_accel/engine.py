@@ -195,13 +195,11 @@ class Engine:
         reason = technique.unavailable(self.host)
         if reason is None and self._is_sharded and technique.why_not_sharded:
             reason = f"not with sharded parameters: {technique.why_not_sharded}"
-            if not technique.explicit:  # a default of ours, which nobody will miss
-                self.report.of(technique.name).status = reason
-                return False
         if reason is None:
             return True
         self.report.of(technique.name).status = reason
-        self.degrade(f"{technique.name}: {reason}")
+        if technique.explicit or not technique.on_by_default:  # nobody will miss a default of ours
+            self.degrade(f"{technique.name}: {reason}")
         return False
 
     def _claim(self, technique: Technique) -> None:

@@ -6,7 +6,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,7 +34,7 @@ def isolated(module: nn.Module) -> Iterator[list[str]]:
     with ExitStack() as stack:
         token = _under_trial.set(True)
         stack.callback(_under_trial.reset, token)
-        stack.enter_context(torch.random.fork_rng(devices=cuda_devices(module)))
+        stack.enter_context(own_rng(device_of(module)))
         # Someone may be counting FLOPs or watching storages, or (a checkpoint around this module) counting what is
         # saved for backward: a trial is none of their business.
         stack.enter_context(_disable_current_modes())
@@ -174,7 +174,7 @@ def device_of(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
-def cuda_devices(module: nn.Module) -> list[torch.device]:
-    """The GPU whose random stream the module draws from, if it is on one."""
-    device = device_of(module)
-    return [device] if device.type == "cuda" else []
+def own_rng(device: torch.device) -> AbstractContextManager[None]:
+    """What is drawn inside leaves the random streams of the host, and of ``device`` if that is a GPU, as they were."""
+    devices = [device] if device.type in ("cuda", "mps") else []
+    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")

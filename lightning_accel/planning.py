@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_accel.assembly import accelerate
 from lightning_accel.engine import AccelError
-from lightning_accel.isolation import Snapshot, cuda_devices
+from lightning_accel.isolation import Snapshot, device_of, own_rng
 from lightning_accel.memory.memory_plan import MemoryPlan
 from lightning_accel.memory.planner import MAX_STEPS
 from lightning_accel.plan import CheckpointingPlan, OffloadingPlan, OffloadingSetting, Plan
@@ -106,7 +106,7 @@ def _leaving_no_trace(model: nn.Module) -> Iterator[None]:
 
     hook = register_optimizer_step_pre_hook(keep_state)
     try:
-        with torch.random.fork_rng(devices=cuda_devices(model)):
+        with own_rng(device_of(model)):
             yield
     finally:
         hook.remove()

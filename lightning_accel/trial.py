@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.isolation import cuda_devices, device_of, dropout_off, isolated
+from lightning_accel.isolation import device_of, dropout_off, isolated, own_rng
 from lightning_accel.tree import map_tensors, tensors_in
 
 ORACLE_SAMPLES = 4
@@ -102,10 +102,10 @@ class Trial:
         """
         try:
             with isolated(self.module) as left_behind, dropout_off(self.module) if with_oracle else nullcontext():
-                with torch.random.fork_rng(devices=cuda_devices(self.module)), original.state():
+                with own_rng(device_of(self.module)), original.state():
                     args, kwargs = self._samples(original.call) if with_oracle else (self.args, self.kwargs)
                     oracle = self._oracle(original.call, args, kwargs) if with_oracle else None
-                with torch.random.fork_rng(devices=cuda_devices(self.module)), original.state():
+                with own_rng(device_of(self.module)), original.state():
                     expected = self._run(original.call, args, kwargs)
                 with candidate.state():
                     actual = self._run(candidate.call, args, kwargs)
@@ -265,7 +265,9 @@ def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> floa
 
 
 def _finite_part(tensor: Tensor) -> Tensor:
-    return torch.nan_to_num(tensor.double(), nan=0.0, posinf=0.0, neginf=0.0)
+    # Metal has no float64: there the host compares.
+    wide = (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+    return torch.nan_to_num(wide, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def synchronize(module: nn.Module) -> None:
@@ -273,6 +275,8 @@ def synchronize(module: nn.Module) -> None:
     device = device_of(module)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def _autocast_eps(module: nn.Module) -> float:

@@ -14,6 +14,8 @@ from lightning_accel.host import Host
 
 H200 = Host(kind="cuda", device_name="NVIDIA H200", capability=(9, 0), native_bf16=True, compiler="triton")
 OLD_CPU = Host(kind="cpu", device_name="Some old CPU")
+TPU = Host(kind="xla", device_name="TPU v5", native_bf16=True)
+APPLE = Host(kind="mps", device_name="Apple M3")
 
 
 def extras_of(diagnosis: doctor.Diagnosis) -> dict[str, doctor.Extra]:
@@ -82,8 +84,31 @@ def test_nvidia_extras_are_for_nvidia_machines(monkeypatch: pytest.MonkeyPatch) 
 
 def test_advises_on_a_missing_compiler() -> None:
     (line,) = doctor.examine(OLD_CPU).advice
-    assert "g++" in line
-    assert "apt install" in line
+    assert line.startswith("compile: ")
+    assert "apt-get install g++" in line
+
+
+def test_says_what_a_run_goes_without_and_what_else_there_is() -> None:
+    assert doctor.examine(H200).advice == ()
+    for name in ("flash_attention", "inplace_activations", "memory_format", "compile"):
+        assert any(line.startswith(name) for line in doctor.examine(TPU).advice)
+    (compile_line,) = doctor.examine(APPLE).advice
+    assert "module.compile()" in compile_line
+
+
+def test_says_that_on_a_tpu_a_trainer_takes_no_plugin() -> None:
+    assert any("accelerate(model)" in line for line in doctor.examine(TPU).advice)
+
+
+def test_claims_nothing_of_a_device_that_cannot_be_asked() -> None:
+    assert doctor.examine(APPLE).facts["bfloat16"] == "not known"
+    assert doctor.examine(OLD_CPU).facts["bfloat16"] == "not native"
+
+
+def test_an_amd_card_is_described_by_its_architecture() -> None:
+    facts = doctor.examine(Host(kind="rocm", device_name="MI300X", arch="gfx942", compiler="triton")).facts
+    assert facts["architecture"] == "gfx942"
+    assert "compute capability" not in facts
 
 
 def test_runs_from_a_checkout_that_is_not_installed(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_accel.host import Host
+from lightning_accel.host import Host, HostKind
 
 
 def test_this_machine_is_described() -> None:
@@ -73,12 +77,170 @@ def test_amd_cards_are_rocm_although_torch_calls_them_cuda() -> None:
 def test_a_gpu_is_described_by_what_torch_says(
     monkeypatch: pytest.MonkeyPatch, is_rocm: bool, kind: str, capability: tuple[int, int] | None
 ) -> None:
-    monkeypatch.setattr(torch.version, "hip", "6.0" if is_rocm else None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    simulate_gpu(monkeypatch, arch="gfx1030" if is_rocm else "")
     host = Host.detect("cuda:0")
     assert (host.kind, host.device_name, host.capability, host.native_bf16) == (kind, "a card", capability, False)
+
+
+def simulate_gpu(monkeypatch: pytest.MonkeyPatch, arch: str = "") -> None:
+    """A card that torch sees: AMD's with an architecture, else NVIDIA's, of compute capability 7.5."""
+    monkeypatch.setattr(torch.version, "hip", "6.0" if arch else None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
+    # Of AMD cards torch says that all take bfloat16.
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or bool(arch))
+
+
+@pytest.mark.parametrize(
+    ("reported", "arch", "native_bf16"),
+    [
+        ("gfx942:sramecc+:xnack-", "gfx942", True),  # MI300X
+        ("gfx90a:sramecc+:xnack-", "gfx90a", True),  # MI200
+        ("gfx1100", "gfx1100", True),  # RX 7900
+        ("gfx1201", "gfx1201", True),  # RX 9070
+        ("gfx1030", "gfx1030", False),  # RX 6900
+        ("gfx906:sramecc+:xnack-", "gfx906", False),  # MI50
+    ],
+)
+def test_of_an_amd_card_the_architecture_tells_whether_bfloat16_is_native(
+    monkeypatch: pytest.MonkeyPatch, reported: str, arch: str, native_bf16: bool
+) -> None:
+    simulate_gpu(monkeypatch, arch=reported)
+    host = Host.detect("cuda")
+    assert (host.arch, host.native_bf16) == (arch, native_bf16)
+
+
+@pytest.mark.parametrize(
+    ("files", "kernels"),
+    [
+        ([], set()),
+        (["flash_attn/__init__.py"], {"flash-attn"}),
+        (["flash_attn/__init__.py", "flash_attn/cute/__init__.py"], {"flash-attn", "fa4"}),
+        (["flash_attn/cute/__init__.py"], {"fa4"}),  # FlashAttention 4 by itself makes a namespace of the package
+        (["flash_attn_interface.py"], {"fa3"}),
+    ],
+)
+def test_installed_attention_kernels_are_found_without_being_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: list[str], kernels: set[str]
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("raise ImportError('built for another torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    simulate_gpu(monkeypatch)
+    assert Host.detect("cuda").kernels == kernels
+
+
+# -- XLA, simulated ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def simulate_xla(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a torch_xla into place whose answers are given; what is None raises as torch_xla does where it fails."""
+
+    def simulate(device_type: str = "TPU", *, tpus: int | None = 4, version: int | None = 5) -> None:
+        def answer(value: object) -> Callable[[], object]:
+            def give() -> object:
+                if value is None:
+                    raise OSError("no metadata server")
+                return value
+
+            return give
+
+        runtime, tpu = ModuleType("torch_xla.runtime"), ModuleType("torch_xla._internal.tpu")
+        vars(runtime).update(device_type=answer(device_type))
+        vars(tpu).update(num_available_devices=answer(tpus), version=answer(version))
+        for name in ("torch_xla", "torch_xla._internal"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, runtime.__name__, runtime)
+        monkeypatch.setitem(sys.modules, tpu.__name__, tpu)
+
+    return simulate
+
+
+def test_a_tpu_is_named_and_computes_in_bfloat16(simulate_xla: Callable[..., None]) -> None:
+    simulate_xla()
+    assert Host.detect("xla") == Host.detect() == Host(kind="xla", device_name="TPU v5", native_bf16=True)
+
+
+def test_a_tpu_of_unknown_version_is_a_tpu(simulate_xla: Callable[..., None]) -> None:
+    simulate_xla(version=None)
+    assert Host.detect("xla") == Host(kind="xla", device_name="TPU", native_bf16=True)
+
+
+def test_xla_on_something_else_promises_nothing(simulate_xla: Callable[..., None]) -> None:
+    simulate_xla("CPU", tpus=0)
+    assert Host.detect("xla") == Host(kind="xla", device_name="XLA")
+    assert Host.detect().kind != "xla"
+
+
+def test_an_xla_that_cannot_answer_is_none(simulate_xla: Callable[..., None]) -> None:
+    simulate_xla(tpus=None)
+    assert Host.detect().kind != "xla"
+
+
+# -- the default ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _lightning_asks_again() -> Iterator[None]:
+    """Lightning remembers whether there is an Apple GPU."""
+    from lightning.fabric.accelerators.mps import MPSAccelerator
+
+    MPSAccelerator.is_available.cache_clear()
+    yield
+    MPSAccelerator.is_available.cache_clear()
+
+
+@pytest.mark.usefixtures("_lightning_asks_again")
+@pytest.mark.parametrize(
+    ("has_tpu", "has_mps", "has_cuda", "kind"),
+    [
+        (True, True, True, "xla"),
+        (False, True, True, "mps"),
+        (False, False, True, "cuda"),
+        (False, False, False, "cpu"),
+    ],
+)
+def test_of_several_devices_the_default_is_the_one_that_lightning_takes(
+    monkeypatch: pytest.MonkeyPatch,
+    simulate_xla: Callable[..., None],
+    has_tpu: bool,
+    has_mps: bool,
+    has_cuda: bool,
+    kind: HostKind,
+) -> None:
+    from lightning.fabric.accelerators.xla import XLAAccelerator
+    from lightning.fabric.utilities.device_parser import _select_auto_accelerator
+
+    simulate_xla(tpus=int(has_tpu))
+    monkeypatch.setattr(XLAAccelerator, "is_available", lambda: has_tpu)  # it would look for an installed package
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M3")
+    monkeypatch.setattr(platform, "processor", lambda: "arm")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(has_cuda))
+    simulate_gpu(monkeypatch)
+    assert Host.detect().kind == kind
+    assert _select_auto_accelerator().replace("tpu", "xla") == kind
+
+
+@pytest.mark.parametrize(("variable", "processor"), [("1", "arm"), ("0", "i386")])
+def test_an_apple_gpu_that_lightning_would_not_take_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, variable: str, processor: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("DISABLE_MPS", variable)
+        patch.setattr(torch.backends.mps, "is_available", lambda: True)
+        patch.setattr(platform, "processor", lambda: processor)
+        assert Host.detect().kind != "mps"
+
+
+def test_an_apple_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M3")
+    assert Host.detect("mps") == Host(kind="mps", device_name="Apple M3")
 
 
 def test_a_host_is_a_value() -> None:

@@ -454,3 +454,23 @@ def test_isolation_ends_with_an_exception_too() -> None:
         interrupted()
     assert module.calls == 0
     assert torch.equal(module.norm.running_mean, torch.zeros(4))
+
+
+class OnMetal(Tensor):
+    """A tensor that says it is on an Apple GPU, which has no float64 (simulated: it lies in the host's memory)."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.device.__get__:  # made anew at each access
+            return torch.device("mps")
+        if func is Tensor.double:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        if func is Tensor.cpu:
+            return args[0].as_subclass(Tensor)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_on_a_device_without_float64_the_host_compares() -> None:
+    expected = torch.tensor([3.0, 4.0]).as_subclass(OnMetal)
+    actual = torch.tensor([3.0, 4.5]).as_subclass(OnMetal)
+    assert relative_error([actual], [expected]) == pytest.approx(0.1)

@@ -54,11 +54,15 @@ class ActivationOffloading(Technique):
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        if host.kind in ("mps", "xla"):
-            shared = " (whose memory is the host's)" if host.kind == "mps" else ""
+        if host.kind == "mps":
             return (
-                f"nothing is moved off {host.kind}{shared}: it has no copies beside the computation to do it with."
-                " Use gradient_checkpointing to need less memory there"
+                "an Apple GPU computes in the host's memory, of which moving would free none, and to a disk nothing is"
+                " moved from there. Use gradient_checkpointing to need less memory"
+            )
+        if host.kind == "xla":
+            return (
+                "XLA moves what it computes with itself, and nothing can be copied beside it. Use"
+                " torch_xla.utils.checkpoint to need less memory"
             )
         return None
 

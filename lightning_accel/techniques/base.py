@@ -56,6 +56,8 @@ class Technique:
             find again and a changed program would make them wrong.
         acts_without_sites: Whether it acts though it edits no module (mixed precision does).
         why_not_sharded: Why it cannot act on a module whose parameters are sharded over processes; empty: it can.
+        on_by_default: Whether plans have it without being asked for it: on a host that it is not for, the report says
+            so and nobody is warned.
         explicit: Whether the user asked for it by name, so that finding nothing to do is worth a warning.
         status: One line for the report; empty: the engine counts the sites.
         objections: Site → why its patch must be taken back, for what a technique notices after its trial.
@@ -71,6 +73,7 @@ class Technique:
     remembers: ClassVar[bool] = True
     acts_without_sites: ClassVar[bool] = False
     why_not_sharded: ClassVar[str] = ""
+    on_by_default: ClassVar[bool] = False
     explicit: bool = False
     status: str = ""
     objections: Mapping[str, str] = MappingProxyType({})

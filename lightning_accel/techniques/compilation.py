@@ -75,8 +75,13 @@ class Compilation(Technique):
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        if host.kind not in ("cpu", "cuda", "rocm"):
-            return f"TorchInductor does not build kernels for {host.kind} here"
+        if host.kind == "xla":
+            return "XLA compiles every step itself, and TorchInductor builds no kernels for it. Use compile='off'"
+        if host.kind == "mps":
+            return (
+                "TorchInductor's part for Apple GPUs calls itself an early prototype, and was not measured here. Use"
+                " compile='off', or module.compile() on blocks of your choice"
+            )
         if host.compiler is None:
             needed = (
                 "a C++ compiler (Debian, Ubuntu: apt-get install g++)"

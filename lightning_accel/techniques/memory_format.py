@@ -120,6 +120,7 @@ class MemoryFormat(Technique):
 
     name: ClassVar[str] = "memory_format"
     applied_before_trial: ClassVar[bool] = True
+    on_by_default: ClassVar[bool] = True
     why_not_sharded: ClassVar[str] = "FSDP keeps weights row by row, in their ordinary layout"
 
     def __init__(
@@ -141,6 +142,12 @@ class MemoryFormat(Technique):
         self._is_trying = False
         self._is_timed = False
         self._is_timed_at_once = False
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind == "xla":
+            return "XLA lays tensors out itself, whatever their strides say. Use memory_format='preserve'"
+        return None
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:

@@ -26,13 +26,21 @@ def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[str, str]:
     """What ``setting`` means on ``host``.
 
     Returns:
-        The precision, one of ``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, and the reason in words.
+        The precision, one of ``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, and the reason in words. Where the host
+        cannot have what was asked for, it is another one.
     """
-    if setting != "auto":
-        emulated = setting == "bf16-mixed" and not host.native_bf16
-        return setting, "as asked" + (
-            f"; {host.device_name} only emulates bfloat16, expect no speed" if emulated else ""
+    if setting == "16-mixed" and host.kind == "xla":
+        return "32-true", (
+            "float16 needs a gradient scaler, which would stop XLA at every step, and TPUs compute in bfloat16:"
+            " precision='bf16-mixed' is for them"
         )
+    if setting != "auto":
+        remark = ""
+        if setting != "32-true" and host.kind in ("mps", "xla"):
+            remark = f"; not measured on {host.kind} yet"
+        elif setting == "bf16-mixed" and not host.native_bf16:
+            remark = f"; {host.device_name} only emulates bfloat16, expect no speed"
+        return setting, f"as asked{remark}"
     if host.native_bf16 and host.kind in ("cuda", "rocm", "cpu"):
         return "bf16-mixed", "the device computes in bfloat16 natively"
     if host.kind in ("cuda", "rocm"):
@@ -188,6 +196,8 @@ class MixedPrecision(Technique):
     def __init__(self, setting: PrecisionSetting, host: Host) -> None:
         self.precision, reason = resolve_precision(setting, host)
         self.status = f"{self.precision}: {reason}"
+        if setting not in ("auto", self.precision):
+            self.complaints = (f"precision={setting!r}: {reason}",)
         self._device_type = host.device_type
         self.scaler = torch.amp.GradScaler(self._device_type, enabled=self.precision == "16-mixed")
 

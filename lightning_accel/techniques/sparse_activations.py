@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_accel.host import Host
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.saved import saving
 from lightning_accel.techniques.base import Technique
@@ -38,6 +39,19 @@ class SparseActivations(Technique):
         self.packer = packer or Packer()
         self.status = "waiting for the first step"
         self._model = model
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind == "mps":
+            return (
+                "tensors are packed on CPUs, NVIDIA and AMD GPUs only. Use gradient_checkpointing to need less memory"
+            )
+        if host.kind == "xla":
+            return (
+                "how large a packed tensor is depends on its values, and XLA compiles for sizes that are known before."
+                " Use torch_xla.utils.checkpoint to need less memory"
+            )
+        return None
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:

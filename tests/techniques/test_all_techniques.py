@@ -64,7 +64,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], str, float]] = {
     "offloading, host": ({"activation_offloading": HOST_MEMORY}, "activation_offloading", 0.0),
     "offloading, disk": ({"activation_offloading": DISK}, "activation_offloading", 0.0),
     "compilation": ({"compile": "on"}, "compile", 1e-5),
-    "all in float32": ({**ALL, "compile": "on"}, "gradient_checkpointing", 1e-5),
+    "all in float32": (ALL, "gradient_checkpointing", 1e-5),
+    "all, compiled": ({**ALL, "compile": "on"}, "gradient_checkpointing", 1e-5),
     "all in bfloat16": ({**ALL, "precision": "bf16-mixed"}, "gradient_checkpointing", 0.05),
     "all in float16": (
         {**ALL, "precision": "16-mixed", "gradient_checkpointing": "selective"},
@@ -97,7 +98,9 @@ pytestmark = [
 ]
 
 every_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-every_setting = pytest.mark.parametrize("name", SETTINGS)
+every_setting = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "all, compiled" else []) for name in SETTINGS]
+)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -257,14 +258,15 @@ def test_a_mode_is_torchs(monkeypatch: pytest.MonkeyPatch, mode: CompileSetting)
     [
         (Host(kind="cpu", device_name="a CPU"), r"install a C\+\+ compiler \(Debian, Ubuntu: apt-get install g\+\+\)"),
         (Host(kind="cuda", device_name="a card"), "install Triton and a C compiler"),
-        (Host(kind="mps", device_name="M1", compiler="clang"), "does not build kernels for mps"),
+        (Host(kind="mps", device_name="M1", compiler="clang"), r"early prototype.*module\.compile\(\)"),
+        (Host(kind="xla", device_name="TPU"), "XLA compiles every step itself"),
     ],
 )
 def test_a_machine_that_cannot_compile_is_told_how_to_and_goes_on(host: Host, reason: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), *(TransformerBlock(8) for _ in range(2)))
     with pytest.warns(AccelWarning, match=f"compile: .*{reason}"):
         handle = compiling(model, host=host)
-    assert reason.replace("\\", "") in handle.report.of("compile").status
+    assert re.search(reason, handle.report.of("compile").status)
     assert any("compile: " in note for note in handle.report.notes)
     handle.undo()
     with pytest.raises(AccelError, match="strict=True"):

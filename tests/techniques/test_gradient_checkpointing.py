@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel.assembly import accelerate
 from lightning_accel.engine import AccelError, AccelWarning, Engine
-from lightning_accel.plan import Plan
+from lightning_accel.host import Host
+from lightning_accel.plan import CheckpointingPlan, OffloadingPlan, Plan
+from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing, MemoryBudget
 from models import TASKS, ResidualBlock, Task, TinyCNN, TinyTransformer, TransformerBlock
 
 MODES = ["full", "selective"]
@@ -31,9 +33,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* is not in force anywhere")
 
 def checkpointed(model: nn.Module, mode: str = "full", blocks: list[str] | None = None, **settings: Any) -> Engine:
     setting: Any = {"mode": mode, "blocks": blocks} if blocks else mode
+    host = settings.pop("host", None)
     quiet: dict[str, Any] = {"precision": "32-true", "memory_format": "preserve", "inplace_activations": False}
     quiet["flash_attention"] = "off"  # whose trial goes by the clock
-    return accelerate(model, Plan(**{**quiet, **settings}, gradient_checkpointing=setting))
+    return accelerate(model, Plan(**{**quiet, **settings}, gradient_checkpointing=setting), host=host)
 
 
 class CountingOperators(TorchDispatchMode):
@@ -539,6 +542,47 @@ def test_a_torchscript_block_is_refused_and_nothing_left_is_a_warning() -> None:
             model[index] = torch.jit.script(model[index])
     with pytest.warns(AccelWarning, match="asked for and found no site: a TorchScript module"):
         checkpointed(model, blocks=["1", "2"]).undo()
+
+
+def attention(dropout: float) -> nn.Module:
+    return nn.MultiheadAttention(8, 2, dropout=dropout)
+
+
+@pytest.mark.parametrize(
+    ("dropping", "plain"),
+    [
+        (nn.Dropout(0.1), nn.Dropout(0.0)),
+        (nn.Dropout2d(0.1), nn.Identity()),
+        (nn.RReLU(), nn.LeakyReLU()),
+        (attention(0.1), attention(0.0)),
+    ],
+)
+def test_on_an_apple_gpu_blocks_that_draw_random_numbers_are_left_alone(dropping: nn.Module, plain: nn.Module) -> None:
+    """There torch does not bring them back for the recomputation, and the gradient would silently be another's."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), dropping), nn.Sequential(nn.Linear(8, 8), plain))
+    handle = checkpointed(model, blocks=["0", "1"], host=Host(kind="mps", device_name="M3"))
+    assert list(handle.report.refused("gradient_checkpointing")) == ["0"]
+    assert handle.report.applied("gradient_checkpointing") == ["1"]
+    handle.undo()
+    handle = checkpointed(model, blocks=["0", "1"])
+    assert handle.report.applied("gradient_checkpointing") == ["0", "1"]
+    handle.undo()
+
+
+@pytest.mark.parametrize(
+    ("host", "full", "budget"),
+    [
+        (Host(kind="xla", device_name="TPU"), "torch_xla.utils.checkpoint", "torch_xla.utils.checkpoint"),
+        (Host(kind="mps", device_name="M3"), None, "gradient_checkpointing='selective' or 'full'"),
+        (Host(kind="rocm", device_name="MI300X"), None, None),
+    ],
+)
+def test_where_it_saves_nothing_it_says_why_and_what_does(host: Host, full: str | None, budget: str | None) -> None:
+    plan, in_budget = CheckpointingPlan(mode="full"), CheckpointingPlan(budget="1GiB")
+    reason = GradientCheckpointing(plan).unavailable(host)
+    budget_reason = MemoryBudget(in_budget, OffloadingPlan(to="off"), torch.device("cpu")).unavailable(host)
+    for found, mend in ((reason, full), (budget_reason, budget)):
+        assert found is None if mend is None else mend in (found or "")
 
 
 def test_lazy_blocks_are_refused_until_they_are_made() -> None:

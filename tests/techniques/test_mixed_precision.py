@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.assembly import accelerate
+from lightning_accel.engine import AccelError, AccelWarning
 from lightning_accel.host import Host
 from lightning_accel.plan import Plan, PrecisionSetting
 from lightning_accel.techniques.mixed_precision import (
@@ -41,6 +42,9 @@ TPU = Host(kind="xla", device_name="TPU")
         ("auto", TPU, "32-true", "not measured on xla yet"),
         ("bf16-mixed", OLD_CPU, "bf16-mixed", "Core 2 only emulates bfloat16"),
         ("bf16-mixed", A100, "bf16-mixed", "as asked"),
+        ("bf16-mixed", TPU, "bf16-mixed", "as asked; not measured on xla yet"),
+        ("16-mixed", M1, "16-mixed", "as asked; not measured on mps yet"),
+        ("16-mixed", TPU, "32-true", "precision='bf16-mixed' is for them"),
         ("16-mixed", XEON, "16-mixed", "as asked"),
         ("32-true", A100, "32-true", "as asked"),
     ],
@@ -49,6 +53,18 @@ def test_the_precision_suits_the_device(setting: PrecisionSetting, host: Host, p
     found, why = resolve_precision(setting, host)
     assert found == precision
     assert reason in why
+
+
+def test_a_precision_that_the_device_cannot_have_is_a_warning_and_the_loop_goes_on_in_float32() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.warns(AccelWarning, match="precision='16-mixed': .*TPUs compute in bfloat16"):
+        handle = accelerate(model, Plan(precision="16-mixed"), host=TPU)
+    with handle.step():
+        loss = model(torch.ones(1, 4)).sum()
+    assert handle.scaler.scale(loss) is loss
+    handle.undo()
+    with pytest.raises(AccelError, match="precision='16-mixed'"):
+        accelerate(model, Plan(precision="16-mixed", strict=True), host=TPU)
 
 
 @pytest.mark.parametrize(

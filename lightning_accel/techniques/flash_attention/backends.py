@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,10 @@ from lightning_accel.host import Host
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 
 _HALF = (torch.float16, torch.bfloat16)
+
+# What torch's kernels for AMD cards, AOTriton's, are built for; some of it is experimental, which torch itself says of
+# each call (`lacks`). From evaluate_platform_supports_flash_attention in torch/testing/_internal/common_cuda.py.
+_AOTRITON_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx115", "gfx120")
 
 
 class Backend(ABC):
@@ -72,7 +75,11 @@ class SdpaKernel(Backend):
             return (
                 None if self.name == "flash" else f"torch has no {self.name} attention kernel for the CPU: use 'sdpa'"
             )
-        return _needs_cuda(self.name, host, self._min_capability)
+        if self._kernel == SDPBackend.CUDNN_ATTENTION:
+            return _needs_nvidia(host, self._min_capability)
+        if host.kind == "rocm" and host.arch and not host.arch.startswith(_AOTRITON_ARCHITECTURES):
+            return f"torch has no {self.name} attention kernel for AMD's {host.arch}: use 'sdpa'"
+        return _needs_gpu(host, self._min_capability)
 
     @override
     def lacks(self, call: AttentionCall) -> str | None:
@@ -109,8 +116,8 @@ class FlashImplementation(SdpaKernel):
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        reason = _needs_cuda(self.name, host, self._min_capability)
-        if reason is None and not _is_installed(self._package):
+        reason = _needs_nvidia(host, self._min_capability)
+        if reason is None and self.name not in host.kernels:
             reason = f"needs the package {self._package!r}: {self._mend}"
         return reason
 
@@ -136,11 +143,14 @@ class FlashAttn(Backend):
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        if host.kind not in ("cuda", "rocm"):
-            return f"flash-attn runs on NVIDIA and AMD GPUs, not on {host.kind}"
-        reason = _needs_cuda(self.name, host, (8, 0))
-        if reason is None and not _is_installed("flash_attn"):
-            reason = "needs the package 'flash-attn': pip install 'lightning-accel[flash]' --no-build-isolation"
+        reason = _needs_gpu(host, (8, 0))
+        if reason is None and self.name not in host.kernels:
+            mend = (
+                "build it from github.com/Dao-AILab/flash-attention, which says how for ROCm"
+                if host.kind == "rocm"
+                else "pip install 'lightning-accel[flash]' --no-build-isolation"
+            )
+            reason = f"needs the package 'flash-attn': {mend}"
         return reason
 
     @override
@@ -190,7 +200,7 @@ class Flex(Backend):
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        reason = _needs_cuda(self.name, host, (8, 0))
+        reason = _needs_gpu(host, (8, 0))
         if reason is None and host.compiler is None:
             reason = "needs Triton and a C compiler to build its kernel"
         return reason
@@ -265,12 +275,18 @@ def _kind(query: Tensor) -> str:
     return f"{str(query.dtype).removeprefix('torch.')} heads of {query.shape[-1]}"
 
 
-def _needs_cuda(name: str, host: Host, min_capability: tuple[int, int]) -> str | None:
+def _needs_nvidia(host: Host, min_capability: tuple[int, int]) -> str | None:
+    if host.kind == "rocm":
+        return f"for NVIDIA's GPUs, and {host.device_name} is AMD's: use 'sdpa'"
+    return _needs_gpu(host, min_capability)
+
+
+def _needs_gpu(host: Host, min_capability: tuple[int, int]) -> str | None:
     if host.kind not in ("cuda", "rocm"):
-        return f"{name} runs on GPUs, not on {host.kind}: use 'sdpa'"
+        return f"runs on NVIDIA and AMD GPUs, not on {host.kind}: use 'sdpa'"
     if host.capability is not None and host.capability < min_capability:
         have, want = (f"{major}.{minor}" for major, minor in (host.capability, min_capability))
-        return f"{host.device_name} is too old for {name}: compute capability {have}, {want} is needed; use 'sdpa'"
+        return f"{host.device_name} is too old for it: compute capability {have}, {want} is needed; use 'sdpa'"
     return None
 
 
@@ -283,14 +299,6 @@ def _cpu_flash_lacks(call: AttentionCall) -> str | None:
     if call.mask is not None and call.mask.requires_grad:
         return "the CPU's flash kernel has no gradient for a bias"
     return None
-
-
-@functools.cache
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the parent package
-        return False
 
 
 @contextmanager

@@ -50,6 +50,7 @@ class FlashAttention(Technique):
 
     name: ClassVar[str] = "flash_attention"
     applied_before_trial: ClassVar[bool] = True
+    on_by_default: ClassVar[bool] = True
 
     def __init__(self, plan: FlashAttentionPlan, *, verify: bool = True) -> None:
         self._plan = plan
@@ -69,7 +70,10 @@ class FlashAttention(Technique):
     @override
     def unavailable(self, host: Host) -> str | None:
         if host.kind == "xla":
-            return "XLA compiles attention itself; torch's fused kernels are not for it"
+            return (
+                "XLA compiles attention itself, and torch's fused kernels are not for it. For long sequences call the"
+                " kernel that torch_xla brings: torch_xla.experimental.custom_kernel.flash_attention"
+            )
         if self._plan.backend == "auto":
             return None
         reason = BACKENDS[self._plan.backend].unavailable(host)
@@ -81,7 +85,7 @@ class FlashAttention(Technique):
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
         self._model = model
-        self._backends = {name: WatchedBackend(BACKENDS[name]) for name in self._names(host)}
+        self._backends = {name: WatchedBackend(BACKENDS[name]) for name in self.candidates(host)}
         self._check_names(model)
         for claim in find_sites(model):
             if hasattr(vars(model.get_submodule(claim.site)).get("forward"), "is_fused"):
@@ -271,7 +275,8 @@ class FlashAttention(Technique):
         is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
         return not torch.are_deterministic_algorithms_enabled() and (is_alone or self._is_trial_step)
 
-    def _names(self, host: Host) -> list[str]:
+    def candidates(self, host: Host) -> list[str]:
+        """The names of the backends that are tried on ``host``, in order of preference."""
         if self._plan.backend != "auto":
             return [self._plan.backend]
         if host.kind == "cpu":  # where torch's own choice is the flash kernel whenever that can

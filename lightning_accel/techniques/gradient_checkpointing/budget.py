@@ -69,6 +69,15 @@ class MemoryBudget(GradientCheckpointing):
         return None if self._planner is None else self._planner.state.plan
 
     @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind == "mps":
+            return (
+                "memory is metered on CPUs, NVIDIA and AMD GPUs only, so that no budget could be kept. Use"
+                " gradient_checkpointing='selective' or 'full'"
+            )
+        return super().unavailable(host)
+
+    @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
         budget = budget_bytes(self._plan, self._device)
         fixed = FixedMemory.of(model)

@@ -70,6 +70,16 @@ class GradientCheckpointing(Technique):
         self._untried: dict[str, MethodPatch] = {}
 
     @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind == "xla":
+            # https://github.com/pytorch/xla/issues/3455
+            return (
+                "XLA finds that a block is computed twice and computes it once: nothing would be saved. Wrap blocks in"
+                " torch_xla.utils.checkpoint.checkpoint, which keeps the two apart"
+            )
+        return None
+
+    @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
         self._blocks = blocks_for(self._plan, model)
         if not self._blocks:
@@ -88,6 +98,9 @@ class GradientCheckpointing(Technique):
             elif keeps_statistics(block) and is_inside_compiled(model, site):
                 # Only backends that plan the backward pass themselves (Inductor) know not to repeat a statistic.
                 yield Refusal(site, "compiled by you, with running statistics that some compilers would move twice")
+            elif host.kind == "mps" and _draws(block):
+                # https://github.com/pytorch/pytorch/issues/127676
+                yield Refusal(site, "has dropout, which torch recomputes with other random numbers on an Apple GPU")
             else:
                 yield self._edit(site, block)
 
@@ -154,6 +167,16 @@ class GradientCheckpointing(Technique):
             yield
         finally:
             probe.undo()
+
+
+def _draws(block: nn.Module) -> bool:
+    """Whether modules of ``block`` draw random numbers in training; what its own code draws, its trial shows."""
+    return any(
+        (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0)
+        or (isinstance(m, nn.MultiheadAttention) and m.dropout > 0)
+        or isinstance(m, nn.RReLU)
+        for m in block.modules()
+    )
 
 
 def try_block(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_accel.isolation import own_rng
 
 _MAX_SIDE = 16
 
@@ -22,7 +22,7 @@ def differs_in_place(site: nn.Module, x: Tensor) -> str | None:
         Why the in-place form is no good here; None when it is.
     """
     with_grad = torch.is_grad_enabled() and x.requires_grad
-    with _disable_current_modes(), torch.inference_mode(False), torch.set_grad_enabled(with_grad), _own_rng(x):
+    with _disable_current_modes(), torch.inference_mode(False), torch.set_grad_enabled(with_grad), own_rng(x.device):
         corner = x.detach()[tuple(slice(0, _MAX_SIDE) for _ in x.shape)].clone()
         state = _rng_state(corner)
         outcomes = []
@@ -60,13 +60,6 @@ def _run(site: nn.Module, corner: Tensor, *, inplace: bool) -> tuple[list[Tensor
     if y.requires_grad:
         results += torch.autograd.grad(y, leaf, torch.linspace(0.5, 1.5, y.numel()).to(y).view_as(y))
     return [result.contiguous().view(torch.uint8) for result in results if result.dim()], copies
-
-
-@contextmanager
-def _own_rng(x: Tensor) -> Iterator[None]:
-    devices = [] if x.device.type == "cpu" else [x.device]
-    with torch.random.fork_rng(devices, device_type=x.device.type if devices else "cuda", enabled=True):
-        yield
 
 
 def _rng_state(x: Tensor) -> Tensor:

@@ -31,10 +31,17 @@ class InplaceActivations(Technique):
 
     name: ClassVar[str] = "inplace_activations"
     remembers: ClassVar[bool] = False
+    on_by_default: ClassVar[bool] = True
 
     def __init__(self, *, skip: Mapping[str, str] | None = None) -> None:
         self._skip = dict(skip or {})
         self._proofs: dict[str, Proof] = {}
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind == "xla":
+            return "XLA turns what is done in place into new values and plans memory itself: there is nothing to gain"
+        return None
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:

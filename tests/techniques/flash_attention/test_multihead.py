@@ -408,7 +408,7 @@ def test_a_backend_that_does_not_work_here_is_refused_when_called() -> None:
     attn = FlashMultiheadAttention(EMBED_DIM, NUM_HEADS, backend="fa3")
     x = torch.randn(5, 2, EMBED_DIM)
 
-    with pytest.raises(ValueError, match=r"backend='fa3'\) does not work here: fa3 runs on GPUs"):
+    with pytest.raises(ValueError, match=r"backend='fa3'\) does not work here: runs on NVIDIA and AMD GPUs"):
         attn(x, x, x, need_weights=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -18,7 +19,7 @@ from lightning_accel import AccelError, AccelPlugin, AccelWarning, FlashMultihea
 from lightning_accel.engine import Engine
 from lightning_accel.plan import FlashAttentionSetting
 from lightning_accel.techniques.flash_attention import hand_written
-from lightning_accel.techniques.flash_attention.backends import BACKENDS
+from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
 from lightning_accel.techniques.flash_attention.call import sdpa
 from lightning_accel.techniques.flash_attention.technique import FlashAttention
 from lightning_accel.trial import Comparison, Trial
@@ -306,12 +307,46 @@ NEW = Host(kind="cuda", device_name="H200", capability=(9, 0), native_bf16=True,
 
 def test_a_gpu_that_is_too_old_is_told_so() -> None:
     reason = BACKENDS["flash"].unavailable(OLD)
-    assert reason == "Tesla T4 is too old for flash: compute capability 7.5, 8.0 is needed; use 'sdpa'"
+    assert reason == "Tesla T4 is too old for it: compute capability 7.5, 8.0 is needed; use 'sdpa'"
 
 
-def test_a_package_that_is_missing_is_named_with_the_way_to_get_it() -> None:
-    reason = BACKENDS["flash-attn"].unavailable(NEW)
-    assert reason is None or "pip install 'lightning-accel[flash]'" in reason
+@pytest.mark.parametrize(
+    ("backend", "mend"),
+    [
+        ("flash-attn", "pip install 'lightning-accel[flash]'"),
+        ("fa3", "github.com/Dao-AILab/flash-attention"),
+        ("fa4", "pip install flash-attn-4"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_the_way_to_get_it(backend: str, mend: str) -> None:
+    assert mend in (BACKENDS[backend].unavailable(NEW) or "")
+    assert BACKENDS[backend].unavailable(dataclasses.replace(NEW, kernels=frozenset({backend}))) is None
+
+
+AMD = Host(kind="rocm", device_name="MI300X", arch="gfx942", native_bf16=True, compiler="triton")
+
+
+@pytest.mark.parametrize(
+    ("arch", "found"),
+    [
+        ("gfx942", ["sdpa", "flash", "efficient", "flex"]),
+        ("gfx1100", ["sdpa", "flash", "efficient", "flex"]),
+        ("gfx1151", ["sdpa", "flash", "efficient", "flex"]),  # experimental: torch says so of each call
+        ("gfx1030", ["sdpa", "flex"]),
+        ("", ["sdpa", "flash", "efficient", "flex"]),  # not known: torch is asked when it is tried
+    ],
+)
+def test_on_amd_cards_there_are_the_kernels_that_torch_has_for_the_architecture(arch: str, found: list[str]) -> None:
+    host = dataclasses.replace(AMD, arch=arch)
+    assert [backend.name for backend in installed_backends(host)] == found
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [("cudnn", "MI300X is AMD's"), ("fa3", "MI300X is AMD's"), ("fa4", "is AMD's"), ("flash-attn", "for ROCm")],
+)
+def test_on_amd_cards_the_others_say_why_not(backend: str, reason: str) -> None:
+    assert reason in (BACKENDS[backend].unavailable(AMD) or "")
 
 
 def test_asked_for_and_nothing_there_is_a_warning() -> None:

@@ -1,0 +1,97 @@
+"""Writes the tables of docs/hosts.md: what the techniques say of machines that are not at hand.
+
+python benchmarks/_hosts.py
+
+A test holds that the page is what this writes, on whatever machine it runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from lightning_accel.decisions import Decision, ExampleModel, by_default, when_asked
+from lightning_accel.host import Host
+from lightning_accel.simulated_hosts import SIMULATED_HOSTS
+
+PAGE = Path(__file__).parent.parent / "docs" / "hosts.md"
+
+COLUMNS = {
+    'precision="auto"': "precision",
+    'flash_attention="auto"': "attention",
+    "inplace_activations=True": "in place",
+    'memory_format="auto"': "memory format",
+    'gradient_checkpointing="full"': "checkpointing",
+    "gradient_checkpointing={'budget': '12GiB'}": "memory budget",
+    'activation_offloading="disk"': "offloading",
+    'sparse_activations="auto"': "sparse activations",
+    'compile="on"': "compile",
+}
+
+
+def page() -> str:
+    """docs/hosts.md with its tables written anew."""
+
+    def block(match: re.Match[str]) -> str:
+        chosen = {name: host for name, host in SIMULATED_HOSTS.items() if match[2] in ("all", host.kind)}
+        written = _overview(chosen) if match[2] == "all" else "\n\n".join(itertools.starmap(_section, chosen.items()))
+        return f"{match[1]}\n{written}\n{match[3]}"
+
+    text = PAGE.read_text(encoding="utf-8")
+    return re.sub(r"(<!-- hosts:begin (\w+)[^\n]*-->).*?(<!-- hosts:end -->)", block, text, flags=re.DOTALL)
+
+
+def _overview(hosts: dict[str, Host]) -> str:
+    model = ExampleModel()
+    rows = []
+    for name, host in hosts.items():
+        found = {decision.setting: decision.brief for decision in (*by_default(host, model), *when_asked(host, model))}
+        rows.append([name, *(found[setting] for setting in COLUMNS)])
+    return _table(["", *COLUMNS.values()], rows)
+
+
+def _section(name: str, host: Host) -> str:
+    model = ExampleModel()
+    parts = [f"### {name}", f"`{_written(host)}`"]
+    parts.append(_table(["`AccelPlugin()`", "does"], _rows(by_default(host, model))))
+    parts.append(_table(["asked for by name", "does"], _rows(when_asked(host, model))))
+    return "\n\n".join(parts)
+
+
+def _rows(decisions: Iterable[Decision]) -> Iterable[list[str]]:
+    """Settings of which the same is to be said share a line, and those of one name the name."""
+    lines: dict[str, dict[str, list[str]]] = {}
+    for decision in decisions:
+        name, _, value = decision.setting.partition("=")
+        words = f"no: {decision.words}" if decision.brief == "no" else decision.words
+        lines.setdefault(words, {}).setdefault(name, []).append(value)
+    for words, settings in lines.items():
+        yield [", ".join(f"`{name}={'`, `'.join(values)}`" for name, values in settings.items()), words]
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _written(host: Host) -> str:
+    """As in code, without what is left at its default."""
+    given = []
+    for field in fields(host):
+        value = getattr(host, field.name)
+        if value != field.default:
+            value = f"frozenset({sorted(value)})" if isinstance(value, frozenset) else repr(value)
+            given.append(f"{field.name}={value}".replace("'", '"'))
+    return f"Host({', '.join(given)})"
+
+
+def main() -> None:
+    """Writes the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

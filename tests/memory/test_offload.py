@@ -54,11 +54,13 @@ def make(tmp_path: Path) -> Iterator[Make]:
         made.append(Offloader(settings.pop("device"), to, **settings))  # type: ignore[arg-type]
         return made[-1]
 
+    gc.freeze()  # to look for garbage among what the test makes, not among all that the suite has imported
     yield make
     for offloader in made:
         offloader.close()
     made.clear()
     gc.collect()
+    gc.unfreeze()
     assert not copying_threads()
     assert list(folder.iterdir()) == []
     assert psutil.Process().num_fds() <= before

@@ -40,22 +40,24 @@ bench: $(STAMP)  ## Every benchmark that runs on a CPU
 	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
-results: $(STAMP)  ## Measure everything again, and write the tables of README.md and docs/results (20 minutes)
+results: $(STAMP)  ## Measure everything again, and write the tables of README.md and docs (25 minutes)
 	$(BIN)/python examples/demo.py --json docs/results/demo.json
 	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" --json docs/results || exit 1; done
+	$(BIN)/lightning-accel claims
 	$(BIN)/python benchmarks/render.py
 
 # No network, no venv, no install: PYTHON is the machine's own, with torch and Lightning in it. The package is laid out
-# as it would be installed (callbacks/ inside it) in a temporary folder, and everything runs from there: `python -m`
-# puts the current folder first on the path, where the checkout's lightning_accel/ has no callbacks.
+# as it would be installed (callbacks/ and benchmarks/claims/ inside it) in a temporary folder, and everything runs from
+# there: `python -m` puts the current folder first on the path, where the checkout's lightning_accel/ has neither.
 gpu:  ## GPU tests, then GPU benchmarks, with the machine's own PYTHON=python3 as it is
 	@set -e; tree=$$(mktemp -d); trap 'rm -rf "$$tree"' EXIT; \
 	cp -R lightning_accel "$$tree/lightning_accel"; cp -R callbacks "$$tree/lightning_accel/callbacks"; \
+	cp -R benchmarks/claims "$$tree/lightning_accel/claims"; \
 	cd "$$tree"; export PYTHONPATH="$$tree$${PYTHONPATH:+:$$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1; \
 	status=0; $(PYTHON) -m pytest -c "$(CURDIR)/pyproject.toml" -p no:cacheprovider -m gpu "$(CURDIR)/tests" || status=$$?; \
 	if [ $$status -eq 5 ]; then echo "no GPU test was selected"; status=0; fi; \
-	for script in gpu gpu_attention gpu_memory gpu_offloading gpu_packing gpu_preprocessing gpu_pipeline gpu_strategies; do \
+	for script in gpu gpu_attention gpu_memory gpu_offloading gpu_packing gpu_preprocessing gpu_pipeline gpu_strategies gpu_claims; do \
 		$(PYTHON) "$(CURDIR)/benchmarks/$$script.py" --out "$(abspath $(RESULTS))" || status=$$?; done; \
 	exit $$status
 

@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _measure import interleaved_ms, publish
+from _measure import publish
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import Plan, accelerate
+from lightning_accel.claims.measure import interleaved_ms
 from lightning_accel.engine import Engine
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _measure import interleaved_ms, median_ratio, peak_step_bytes, publish
+from _measure import publish
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
+from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
 from lightning_accel.engine import Engine
 
 WIDTH, HEADS, BLOCKS, BATCH, LENGTH = 512, 8, 12, 8, 256

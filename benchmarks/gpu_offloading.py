@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from _gpu import arguments, table, write
-from _measure import interleaved_ms, median_ratio, peak_step_bytes
 from _networks import TransformerBlock
 from torch import nn
 
+from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
 from lightning_accel.plan import OffloadingPlan
 from lightning_accel.techniques.activation_offloading import ActivationOffloading
 

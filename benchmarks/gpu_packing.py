@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 from _gpu import arguments, is_possible, table, write
-from _measure import interleaved_ms, median_ratio, peak_step_bytes
 from gpu_attention import median_ms
 from packing import Codec, cases
 from torch import Tensor, nn
 
+from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.packing_budget import TRIALS
 from lightning_accel.techniques.sparse_activations import SparseActivations

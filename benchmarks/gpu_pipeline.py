@@ -16,11 +16,11 @@ from dataclasses import asdict
 
 import torch
 from _gpu import arguments, is_possible, write
-from _measure import interleaved_ms, median_ratio
 from _networks import ResNet50
 from gpu_preprocessing import Batch, Time, make_batch, make_preprocess, time_table
 from torch.nn import functional as F
 
+from lightning_accel.claims.measure import interleaved_ms, median_ratio
 from lightning_accel.data import DevicePipeline, Position
 
 DISTINCT = 4  # batches, which come again and again

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 from _gpu import arguments, is_possible, table, write
-from _measure import interleaved_ms
 from torch import Tensor
 
+from lightning_accel.claims.measure import interleaved_ms
 from lightning_accel.data import Normalize, Position, Preprocess, RandomCrop, RandomHorizontalFlip
 from lightning_accel.data.arrays import why_no_cupy
 from lightning_accel.data.single_pass import SinglePass

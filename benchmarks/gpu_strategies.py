@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from _gpu import arguments, is_possible, table, write
-from _measure import median_ratio
 from _strategies import LanguageModel, step_times
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import lightning_accel  # noqa: F401  # registers the names
+from lightning_accel.claims.measure import median_ratio
 
 SIDES = ("SingleDeviceStrategy", "accel", "ddp", "accel_ddp", "accel_fsdp")
 

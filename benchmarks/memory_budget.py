@@ -19,11 +19,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from _measure import interleaved_ms, median_ratio, peak_step_bytes, publish
+from _measure import publish
 from _networks import resnet_task, transformer_task, unet_task
 from torch import Tensor, nn
 
 from lightning_accel import MemoryPlan, Plan, accelerate
+from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
 from lightning_accel.memory.memory_plan import FixedMemory, state_of
 from lightning_accel.memory.saved import unique_bytes
 

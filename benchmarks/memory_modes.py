@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import interleaved_ms, median_ratio, peak_step_bytes, publish
+from _measure import publish
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import Plan, accelerate
+from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
 from lightning_accel.memory.memory_plan import FixedMemory, state_of
 from lightning_accel.memory.saved import unique_bytes
 

@@ -16,9 +16,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from _measure import interleaved_ms, median_ratio, peak_step_bytes, publish
+from _measure import publish
 from torch import Tensor, nn
 
+from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.packing import (
     NonZeros,

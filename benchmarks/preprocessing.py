@@ -15,16 +15,16 @@ To answer: at least 2x, and at most a third of the peak.
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from _measure import interleaved_ms, median_ratio, peak_step_bytes, publish
+from _measure import publish
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_bytes
 from lightning_accel.data import Normalize, Position, Preprocess, RandomCrop, RandomHorizontalFlip
 from lightning_accel.data.single_pass import PassBuilder, SinglePass
 from lightning_accel.data.transform import Shape
@@ -82,19 +82,6 @@ def numba_pass(images: Tensor, drawn: SinglePass) -> Callable[[], Any] | None:
 
 def _affine() -> list[tuple[float, float]]:
     return [(1 / (255 * std), -mean / std) for mean, std in zip(MEAN, STD, strict=True)]
-
-
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """Of torch and NumPy together, each at its own peak: at least what it was."""
-    peaks = [0]
-
-    def traced() -> None:
-        tracemalloc.start()
-        call()
-        peaks[0] = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-
-    return peak_step_bytes(traced) + peaks[0]
 
 
 def main() -> None:

@@ -150,7 +150,7 @@ def results_page() -> str:
     return "\n".join(parts)
 
 
-_KINDS = re.compile("gpu-(attention|memory|offloading|packing|preprocessing|pipeline|strategies)-")
+_KINDS = re.compile("gpu-(attention|memory|offloading|packing|preprocessing|pipeline|strategies|claims)-")
 
 
 def gpu_section() -> str:
@@ -163,7 +163,7 @@ def gpu_section() -> str:
             " memory, MFU, loss), attention by hand against every kernel there is, over 512 to 16,384 tokens, the"
             " largest batch of a 350M GPT within 24 GiB in every mode, offloading beside `save_on_cpu`, packing,"
             " preprocessing against copy bandwidth, the device pipeline against data already there, a step under each"
-            " strategy, and the tests marked `gpu`.\n"
+            " strategy, the claims that speak of GPUs, and the tests marked `gpu`.\n"
         )
     return "## On a GPU\n\n`make gpu PYTHON=python3`\n\n" + "\n".join(p.read_text(encoding="utf-8") for p in pages)
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import median_ratio, publish
+from _measure import publish
 from _strategies import LanguageModel, step_times
 from torch import nn
 
 from lightning_accel import AccelPlugin
+from lightning_accel.claims.measure import median_ratio
 
 PROCESSES, STEPS, ROUNDS = 2, 12, 6
 SIZES = {"blocks": 6, "width": 256, "vocabulary": 1024}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_accel import plan_command
+from lightning_accel.claims import command as claims_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subcommands = parser.add_subparsers(dest="subcommand", required=True)
     subcommands.add_parser("doctor", help="what this machine has, what is missing and how to get it")
     plan = plan_command.add_parser(subcommands)
+    claims = claims_command.add_parser(subcommands)
     arguments = parser.parse_args(argv)
     if arguments.subcommand == "plan":
         try:
@@ -22,6 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             plan.error(str(error))
         return 0
+    if arguments.subcommand == "claims":
+        try:
+            return claims_command.run(arguments)
+        except ValueError as error:
+            claims.error(str(error))
 
     # Imported late: --help and plan answer without torch.
     from lightning_accel.doctor import examine, show

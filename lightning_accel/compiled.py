@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def compile_call(
             def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 return original(self, *args, **kwargs)
 
-            compiled = torch.compile(forward, backend=backend)
+            compiled = torch.compile(_with_own_code(forward), backend=backend)
 
             # A plain function, as a method of the instance has to be.
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -80,8 +81,20 @@ def compile_call(
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    compiled: Callable[..., Any] = torch.compile(call, backend=backend)
+    compiled: Callable[..., Any] = torch.compile(_with_own_code(call), backend=backend)
     module._compiled_call_impl = compiled
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own.
+
+    Torch keeps compiled versions with the code: a limited number, looked through one after another at every call. All
+    the blocks of all models in the process would share them, and past the limit torch runs them eagerly, unseen.
+    """
+    assert isinstance(function, FunctionType)
+    return FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
+    )
 
 
 def undo_compile(module: nn.Module) -> None:

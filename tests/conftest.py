@@ -35,6 +35,8 @@ _OTHERS_VARIABLES = {
     "KINETO_LOG_LEVEL",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "OMP_NUM_THREADS",
+    "KMP_DUPLICATE_LIB_OK",  # by scikit-learn, when it is imported
+    "KMP_INIT_AT_FORK",
 }
 
 

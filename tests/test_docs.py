@@ -30,7 +30,9 @@ def blocks(language: str) -> list[object]:
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    assert "lightning-accel on" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed
+    assert "lightning-accel on" in printed or not re.search(r"AccelPlugin\(|accelerate\(|strategy=", code)
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -161,6 +162,23 @@ def test_the_configuration_trains_and_its_scalars_are_there(monkeypatch: pytest.
     for name in ("peak_memory_mib", "host_rss_mib"):
         assert all(scalar.value > 50 for scalar in events.Scalars(f"accel/{name}"))
     assert len(events.Scalars("val/accuracy")) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("mode", [[], ["--plain"]])
+def test_a_covariance_says_more_of_new_patients_than_variances_do(
+    mode: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gaussian_head
+
+    monkeypatch.setattr(sys, "argv", ["gaussian_head.py", *mode, "--epochs=10", "--accelerator=cpu"])
+    gaussian_head.main()
+    found = capsys.readouterr().out
+    full, independent = (float(number) for number in re.findall(r"log-likelihood (\S+) nats", found))
+    assert full < independent - 1
+    differences = [float(number) for number in re.findall(r"SciPy's log-densities: (\S+)", found)]
+    assert len(differences) == 2
+    assert max(differences) < 1e-4
 
 
 def a_run() -> Any:

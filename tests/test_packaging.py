@@ -29,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, folder)
-    for name in ("lightning_accel", "callbacks"):
+    for name in ("lightning_accel", "callbacks", "benchmarks/claims"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     run(
         sys.executable,
@@ -54,9 +54,12 @@ def test_the_wheel_holds_every_file_of_the_source_tree(wheel: Path) -> None:
     package = ROOT / "lightning_accel"
     sources = [*package.rglob("*.py"), *package.rglob("*.cu")]
     expected = {source.relative_to(ROOT).as_posix() for source in sources}
-    expected |= {
-        f"lightning_accel/{source.relative_to(ROOT).as_posix()}" for source in (ROOT / "callbacks").rglob("*.py")
-    }
+    for folder in ("callbacks", "benchmarks/claims"):
+        elsewhere = ROOT / folder
+        expected |= {
+            f"lightning_accel/{elsewhere.name}/{source.relative_to(elsewhere).as_posix()}"
+            for source in elsewhere.rglob("*.py")
+        }
     expected.add("lightning_accel/py.typed")
     assert packed == expected
 

@@ -146,7 +146,7 @@ class CupyArrays(Arrays):
         view = self._as_view_of_origin(array)
         if view is not None:
             return view
-        dtype = from_dlpack(array[:0] if array.ndim else array).dtype
+        dtype = from_dlpack(self.xp.empty(0, array.dtype)).dtype
         tensor = torch.empty(array.shape, dtype=dtype, device=self.device)
         self.xp.from_dlpack(tensor)[...] = array
         return tensor
@@ -169,7 +169,7 @@ class CupyArrays(Arrays):
             storage = origin.untyped_storage()
             offset = array.data.ptr - storage.data_ptr()
             if 0 <= offset < storage.nbytes() and offset % array.itemsize == 0:
-                dtype = from_dlpack(array[:0] if array.ndim else array).dtype
+                dtype = from_dlpack(self.xp.empty(0, array.dtype)).dtype
                 strides = [stride // array.itemsize for stride in array.strides]
                 empty = torch.empty(0, dtype=dtype, device=self.device)
                 return empty.set_(storage, offset // array.itemsize, array.shape, strides)

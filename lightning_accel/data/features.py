@@ -18,6 +18,7 @@ from lightning_accel.data.noise import normal
 from lightning_accel.data.parts import Key, Path
 from lightning_accel.data.single_pass import NumpyArray
 from lightning_accel.data.transform import Transform, has_channels_last, is_number
+from lightning_accel.ops import gaussian, sliding
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,7 +90,7 @@ class GaussianNoise(FeatureTransform):
 
     @cached_property
     def _factor(self) -> NumpyArray:
-        return cholesky(np.array(self.cov, np.float64), "GaussianNoise(cov)")
+        return gaussian.cholesky(np.array(self.cov, np.float64), asker="GaussianNoise")
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,7 +168,7 @@ class Whiten(FeatureTransform):
     @cached_property
     def _matrix(self) -> NumpyArray:
         """The inverse of the covariance's Cholesky factor."""
-        return np.linalg.inv(cholesky(np.array(self.cov, np.float64), "Whiten(cov)"))
+        return np.linalg.inv(gaussian.cholesky(np.array(self.cov, np.float64), asker="Whiten"))
 
 
 class _Moments:
@@ -221,34 +222,12 @@ class SlidingWindow(FeatureTransform):
     @override
     def __call__(self, batch: ArrayBatch) -> None:
         path = self.find(batch)
-        # By torch, which has views of every dtype.
-        data = batch.tensor(path)
-        if data.ndim < 2 or data.shape[1] < self.size:
-            has = f"{data.shape[1]} steps" if data.ndim > 1 else "no axis of steps"
-            raise ValueError(
-                f"SlidingWindow(size={self.size}) is longer than the sequences, {tuple(data.shape)}: {has}."
-            )
-        batch.write(path, data.unfold(1, self.size, self.step).movedim(-1, 2))
-
-
-def cholesky(cov: NumpyArray, owner: str) -> NumpyArray:
-    """The lower triangular factor of each covariance ``(…, D, D)``.
-
-    Raises:
-        ValueError: A matrix is not square, not symmetric or not positive definite.
-    """
-    if cov.ndim < 2 or cov.shape[-1] != cov.shape[-2]:
-        raise ValueError(f"{owner}: has shape {cov.shape}; a covariance is square, (D, D).")
-    if not np.allclose(cov, cov.swapaxes(-1, -2)):
-        raise ValueError(f"{owner}: is not symmetric, and so no covariance.")
-    try:
-        return np.linalg.cholesky(cov)
-    except np.linalg.LinAlgError:
-        smallest = np.linalg.eigvalsh(cov).min()
-        raise ValueError(
-            f"{owner}: is not positive definite (smallest eigenvalue {smallest:.3g}): features that are constant or a"
-            " combination of others. Leave them out, or add a little to the diagonal."
-        ) from None
+        try:
+            # By torch, which has views of every dtype.
+            windows = sliding.windows(batch.tensor(path), self.size, self.step, axis=1)
+        except ValueError as error:
+            raise ValueError(f"{self!r}, of time steps along axis 1: {error}") from None
+        batch.write(path, windows.movedim(-1, 2))
 
 
 def _over_features(data: Array, features: int, owner: str, change: Callable[[Array], Array]) -> Array:

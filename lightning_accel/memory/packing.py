@@ -6,16 +6,15 @@ back with the same bits, dtype, device, shape and strides. Which tensors to pack
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lightning_accel.memory.words import Split, fill_words, join_words, mask_bits, split_words
+from lightning_accel.ops.nonzeros import WORDS, passes_relu, word_of
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PACKABLE = frozenset(
     (
         *(torch.bool, torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -142,11 +141,8 @@ def pack_above_zero(result: Tensor) -> OneBit:
     Args:
         result: Any shape, float64, float32, float16 or bfloat16, dense.
     """
-    one, minus_infinity = _word_of(1.0, result.dtype), _word_of(float("-inf"), result.dtype)
-    # As signed integers, from the lowest: -0.0 to -inf, negative NaNs, 0.0, what is above zero, positive NaNs.
-    return OneBit(
-        _layout(result), mask_bits(_words(result), lambda words: (words > minus_infinity) & (words != 0)), one
-    )
+    bits = mask_bits(_words(result), passes_relu(result.dtype))
+    return OneBit(_layout(result), bits, word_of(1.0, result.dtype))
 
 
 def pack_two_valued(tensor: Tensor, word: int) -> OneBit | None:
@@ -206,9 +202,4 @@ def _layout(tensor: Tensor) -> Layout:
 
 def _words(tensor: Tensor) -> Tensor:
     """The bit patterns of a dense tensor in the order of its memory, which they share: (N,)."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(_WORDS[tensor.element_size()])
-
-
-@functools.cache
-def _word_of(value: float, dtype: torch.dtype) -> int:
-    return int(torch.tensor(value, dtype=dtype, device="cpu").view(_WORDS[dtype.itemsize]).item())
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(WORDS[tensor.element_size()])

@@ -71,7 +71,6 @@ class Compilation(Technique):
         self.explicit = not self._must_be_faster
         self._mode = "default" if setting in ("on", "auto") else str(setting)
         self._verify = verify
-        self._recompile_limit: int | None = None
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -105,10 +104,6 @@ class Compilation(Technique):
                 yield Refusal(site, "already compiled")
             else:
                 yield CompilePatch(site, block, self._mode, self._prepare, eager_random=host.kind == "cpu")
-        # Blocks of one class share their code, and with it one allowance of compiled versions: theirs differ in
-        # shapes, in training and evaluation. Past the limit torch runs a block eagerly and only logs it.
-        self._recompile_limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(self._recompile_limit, 8 + 4 * len(blocks))
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
@@ -150,12 +145,6 @@ class Compilation(Technique):
             yield
         finally:
             probe.undo()
-
-    @override
-    def close(self) -> None:
-        if self._recompile_limit is not None:
-            torch._dynamo.config.recompile_limit = self._recompile_limit
-            self._recompile_limit = None
 
     def _try(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
         block = patch.block

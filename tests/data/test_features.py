@@ -82,7 +82,7 @@ def test_noise_of_no_meaning_is_refused_at_once(settings: dict[str, Any]) -> Non
     [([[1, 2, 3]], "square"), ([[1, 0.5], [0.2, 1]], "not symmetric"), ([[1, 1], [1, 1]], "not positive definite")],
 )
 def test_what_is_no_covariance_is_refused_at_once(cov: Any, complaint: str) -> None:
-    with pytest.raises(ValueError, match=rf"GaussianNoise\(cov\).*{complaint}"):
+    with pytest.raises(ValueError, match=rf"GaussianNoise: cov.*{complaint}"):
         GaussianNoise(cov=cov)
 
 
@@ -172,6 +172,11 @@ def test_fitting_on_nothing_or_on_different_features_is_refused() -> None:
         Whiten.fit([torch.rand(4, 3), torch.rand(4, 2)])
 
 
+def test_the_time_step_whose_covariance_has_no_inverse_is_named() -> None:
+    with pytest.raises(ValueError, match=r"Whiten: cov\[1\] is not positive definite"):
+        Whiten(mean=np.zeros((2, 2)), cov=[np.eye(2), np.ones((2, 2))])
+
+
 def test_data_of_another_shape_than_fitted_on_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Whiten: fitted on \(N, 4, 3\), given \(2, 5, 3\)"):
         applied(Whiten.fit([correlated(9, 4)]), torch.rand(2, 5, 3))
@@ -198,7 +203,7 @@ def test_windows_of_bfloat16_are_views_too() -> None:
 
 
 def test_windows_longer_than_the_sequence_are_refused_with_both_lengths() -> None:
-    with pytest.raises(ValueError, match=r"SlidingWindow\(size=11\) is longer .* 10 steps"):
+    with pytest.raises(ValueError, match=r"SlidingWindow\(size=11\).*\(2, 10\) has length 10"):
         applied(SlidingWindow(11), torch.rand(2, 10))
 
 

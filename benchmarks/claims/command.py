@@ -1,0 +1,104 @@
+"""``lightning-accel claims``: the rows measured, a table printed, the page written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subcommands: Any) -> argparse.ArgumentParser:
+    """Adds ``claims`` to the subcommands of an ``argparse`` parser."""
+    parser: argparse.ArgumentParser = subcommands.add_parser(
+        "claims",
+        help="what articles promise of PyTorch's speed, measured on this machine",
+        description="Measures on this machine what articles promise of PyTorch's speed, a few seconds a claim, and says"
+        " what holds. All rows together take under five minutes on two cores, and write a page and a chart.",
+    )
+    parser.add_argument("--row", type=int, action="append", metavar="N", help="only this one; may be repeated")
+    parser.add_argument("--json", action="store_true", help="print the record as JSON in the table's stead")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for claims.md, claims.svg and claims.json (default: docs; with --row: nothing is written)",
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures; returns the exit status, 1 where a benchmark broke off with an error.
+
+    Raises:
+        ValueError: A row that there is not.
+    """
+    from lightning_accel.claims.chart import svg
+    from lightning_accel.claims.page import CHART, page
+    from lightning_accel.claims.record import measure_rows, row_numbers
+
+    numbers = row_numbers()
+    strange = [number for number in arguments.row or () if number not in numbers]
+    if strange:
+        raise ValueError(f"--row {strange[0]}: there is none. Allowed: {min(numbers)} to {max(numbers)}.")
+    folder = arguments.out or (None if arguments.row else Path("docs"))
+    if folder is not None:
+        _make(folder)
+    record = measure_rows(arguments.row or list(numbers), lambda line: print(line, file=sys.stderr, flush=True))
+    if arguments.json:
+        print(json.dumps(record.to_dict(), indent=2))
+    else:
+        show(record)
+    if folder is not None:
+        (folder / "claims.md").write_text(page(record), encoding="utf-8")
+        (folder / CHART).write_text(svg(record), encoding="utf-8")
+        (folder / "claims.json").write_text(json.dumps(record.to_dict(), indent=2) + "\n", encoding="utf-8")
+        print(f"written: {folder / 'claims.md'}, {CHART} and claims.json beside it", file=sys.stderr)
+    return int(any(row.has_failed for row in record.rows))
+
+
+def _make(folder: Path) -> None:
+    """Before minutes are spent on measuring what could then not be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder}: no folder can be made there ({error.strerror}).") from None
+
+
+def show(record: Any) -> None:
+    """Prints the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lightning_accel.claims.page import interval_text, number_text, target_text
+
+    console = Console()
+    # As the doctor: a pipe has no width to wrap at.
+    console = console if console.is_terminal else Console(width=160)
+    about = record.machine
+    console.print(
+        f"{about['device']}, {about['cores']} cores, torch {about['torch']}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    table = Table("#", "claim", "condition", "claimed", "measured", "95% interval", "verdict", show_lines=False)
+    for row in record.rows:
+        first = [str(row.row), row.text, row.verdict]
+        lines = [
+            (
+                figure.condition,
+                target_text(figure),
+                number_text(figure.value, figure.unit),
+                interval_text(figure),
+            )
+            for figure in row.figures
+        ]
+        lines += [(gap.condition, "", "not here", gap.reason) for gap in row.missing]
+        for index, (condition, claimed, value, interval) in enumerate(lines or [("", row.claimed, "", row.why)]):
+            number, text, verdict = first if index == 0 else ("", "", "")
+            table.add_row(number, text, condition, claimed, value, interval, verdict)
+        table.add_section()
+    console.print(table, markup=False)
+    for row in record.rows:
+        console.print(f"{row.row}: {row.verdict}: {row.why}", highlight=False, markup=False, soft_wrap=True)

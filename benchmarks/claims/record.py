@@ -1,0 +1,151 @@
+"""Rows measured one by one, and what is kept of them: plain values, to JSON and back."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+
+import lightning_accel.claims
+from lightning_accel.claims.claim import Claim, Figure, Missing, NotHereError, Target, verdict_of
+from lightning_accel.claims.measure import machine
+
+Measure = Callable[[], Iterable[Figure | Missing]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One claim and what was found.
+
+    Attributes:
+        row: The claim's number.
+        text: The claim.
+        claimed: The numbers, as the articles give them.
+        figures: What was measured.
+        missing: What could not be measured here.
+        verdict: In words.
+        why: The reason; for a row that was not measured, what it takes.
+        has_failed: Whether the benchmark broke off with an error.
+        seconds: How long it took.
+    """
+
+    row: int
+    text: str
+    claimed: str
+    figures: tuple[Figure, ...]
+    missing: tuple[Missing, ...]
+    verdict: str
+    why: str
+    has_failed: bool
+    seconds: float
+
+    @property
+    def command(self) -> str:
+        """What measures it again."""
+        return f"lightning-accel claims --row {self.row}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A run over rows.
+
+    Attributes:
+        machine: Where: the device, its cores and threads, the versions.
+        date: When: year-month-day.
+        rows: In the order of their numbers.
+    """
+
+    machine: dict[str, Any]
+    date: str
+    rows: tuple[Row, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Record:
+        """What :meth:`to_dict` gave, read back from JSON."""
+        rows = (
+            Row(
+                **{
+                    **row,
+                    "figures": tuple(map(_figure, row["figures"])),
+                    "missing": tuple(map(_missing, row["missing"])),
+                }
+            )
+            for row in values["rows"]
+        )
+        return cls(machine=values["machine"], date=values["date"], rows=tuple(rows))
+
+
+def row_numbers() -> dict[int, str]:
+    """The rows that there are: number → module."""
+    names = (module.name for module in pkgutil.iter_modules(lightning_accel.claims.__path__))
+    matches = (re.fullmatch(r"row_(\d\d)_\w+", name) for name in names)
+    return {int(match[1]): match[0] for match in matches if match}
+
+
+def measure_rows(numbers: Sequence[int], tell: Callable[[str], None] = lambda line: None) -> Record:
+    """Measures the rows of these numbers, one after another.
+
+    Args:
+        numbers: From :func:`row_numbers`.
+        tell: Given a line about each row when it is done.
+    """
+    modules = row_numbers()
+    rows = []
+    for number in sorted(set(numbers)):
+        module = importlib.import_module(f"lightning_accel.claims.{modules[number]}")
+        row = measured(cast(Claim, module.CLAIM), cast(Measure, module.measure))
+        tell(f"row {row.row}, {row.seconds:.0f} s: {row.verdict}{f' ({row.why})' if row.has_failed else ''}")
+        rows.append(row)
+    return Record(machine=machine(), date=time.strftime("%Y-%m-%d"), rows=tuple(rows))
+
+
+def measured(claim: Claim, measure: Measure) -> Row:
+    """Measures one claim; an error in its benchmark is written down, and does not keep the others from theirs."""
+    figures: list[Figure] = []
+    missing: list[Missing] = []
+    has_failed = False
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    try:
+        # Of what is deprecated on one side of a comparison, nobody who reads the table has to be told.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for found in measure():
+                (figures if isinstance(found, Figure) else missing).append(found)  # type: ignore[arg-type]
+        outcome, verdict = verdict_of(figures)
+        why = "; ".join(gap.reason for gap in missing) if outcome is None else claim.why[outcome]
+    except NotHereError as error:
+        verdict, why = "not measured here", str(error)
+    except Exception as error:
+        verdict, why, has_failed = "failed", f"{type(error).__name__}: {error}", True
+    return Row(
+        row=claim.row,
+        text=claim.text,
+        claimed=claim.claimed,
+        figures=tuple(figures),
+        missing=tuple(missing),
+        verdict=verdict,
+        why=why,
+        has_failed=has_failed,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _figure(values: dict[str, Any]) -> Figure:
+    target = values["target"]
+    return Figure(**{**values, "target": None if target is None else Target(**target)})
+
+
+def _missing(values: dict[str, Any]) -> Missing:
+    return Missing(**values)

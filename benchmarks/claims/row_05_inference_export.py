@@ -1,0 +1,148 @@
+"""Claim 5: a deployed model (TensorRT: layers fused, float16) infers 4.2 times as fast as PyTorch runs it."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.claims.claim import Claim, Figure, Missing, NotHereError, Target
+from lightning_accel.claims.measure import device, speedup, timed_ms
+from lightning_accel.host import Host
+
+CLAIM = Claim(
+    row=5,
+    text="TensorRT (layer fusion, fp16) on matmul + bias + ReLU inference; here by every form that is installed",
+    claimed="4.2x",
+    why={
+        "holds": "half precision and weights laid out for the kernels beforehand make the product itself faster",
+        "holds when": "fusing bias and ReLU saves little beside the product: what counts is whether a form computes in"
+        " half precision, and lays the weights out for its kernels beforehand",
+        "no longer holds": "PyTorch's own call already runs product and bias in one tuned kernel: fusing the ReLU too,"
+        " and half precision, gain less than was claimed",
+    },
+)
+
+BATCH, WIDTH = 128, 1024
+
+Deployed = Callable[[Tensor], Tensor]
+
+
+def measure() -> Iterator[Figure | Missing]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).eval().to(device())
+    x = torch.randn(BATCH, WIDTH, device=device())
+    half = torch.float16 if device().type == "cuda" else torch.bfloat16
+    sides: dict[str, Callable[[], Any]] = {"eager": without_gradients(model, x)}
+    for name, (deploy, dtypes) in forms(half).items():
+        try:
+            for dtype in dtypes:
+                run = without_gradients(deployed(deploy, model, x, dtype), x.to(dtype))
+                sides[f"deployed by {name} in {str(dtype).removeprefix('torch.')}"] = run
+        except NotHereError as gap:
+            yield Missing(f"deployed by {name}", str(gap))
+    times = timed_ms(sides, seconds=6)
+    for condition in list(sides)[1:]:
+        yield speedup(condition, times["eager"], times[condition], Target("at least", 4.2))
+
+
+def without_gradients(model: Deployed, x: Tensor) -> Callable[[], Tensor]:
+    """A call of ``model`` on ``x``."""
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    return run
+
+
+@torch.no_grad()
+def deployed(deploy: Callable[[nn.Module, Tensor], Deployed], model: nn.Module, x: Tensor, dtype: torch.dtype) -> Any:
+    """``model`` in one form and precision, found to compute what ``model`` does."""
+    torch._dynamo.reset()
+    run = deploy(deepcopy(model).to(dtype), x.to(dtype))
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(run(x.to(dtype)).float(), model(x), rtol=tolerance, atol=tolerance)
+    return run
+
+
+def forms(half: torch.dtype) -> dict[str, tuple[Callable[[nn.Module, Tensor], Deployed], tuple[torch.dtype, ...]]]:
+    """Name → how to deploy a model in this form, and the precisions to do it in."""
+    both = (torch.float32, half)
+    return {
+        "TorchScript": (by_torchscript, both),
+        "torch.compile": (by_compiling, both),
+        "AOTInductor": (by_aot_inductor, both),
+        "ONNX Runtime": (by_onnx_runtime, (torch.float32,)),  # on a CPU it has no products in bfloat16
+        "TensorRT": (by_tensorrt, (torch.float16,)),
+    }
+
+
+def by_torchscript(model: nn.Module, x: Tensor) -> Deployed:
+    """Traced, and frozen: weights are constants."""
+    run: Deployed = torch.jit.freeze(torch.jit.trace(model, x))
+    for _ in range(3):  # it specialises on what it sees in the first calls
+        run(x)
+    return run
+
+
+def by_compiling(model: nn.Module, x: Tensor) -> Deployed:
+    """Compiled at the first call, with weights as constants that may be laid out anew."""
+    _needs_compiler()
+    run: Deployed = torch.compile(model, options={"freezing": True})
+    return run
+
+
+def by_aot_inductor(model: nn.Module, x: Tensor) -> Deployed:
+    """Compiled to a package, as one is made to be served without Python, and loaded again."""
+    _needs_compiler()
+    exported = torch.export.export(model, (x,))
+    with tempfile.TemporaryDirectory() as folder:
+        package = torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(Path(folder, "model.pt2")), inductor_configs={"freezing": True}
+        )
+        return torch._inductor.aoti_load_package(package)  # which unpacks it to a place of its own
+
+
+def by_onnx_runtime(model: nn.Module, x: Tensor) -> Deployed:
+    """Exported to ONNX, run on the CPU by ONNX Runtime, arrays shared with NumPy."""
+    if x.device.type != "cpu":
+        raise NotHereError("measured on a CPU only: on a GPU its copies from and to NumPy would be what is timed")
+    runtime, _, _ = (_installed(name, "onnxruntime onnx onnxscript") for name in ("onnxruntime", "onnx", "onnxscript"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
+        session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (name,) = (entry.name for entry in session.get_inputs())
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+
+def by_tensorrt(model: nn.Module, x: Tensor) -> Deployed:
+    """Compiled by Torch-TensorRT; what TensorRT refuses is an error, not run by PyTorch unseen."""
+    if x.device.type != "cuda":
+        raise NotHereError("TensorRT needs an NVIDIA GPU")
+    _installed("torch_tensorrt", "torch-tensorrt")
+    options: dict[str, Any] = {
+        "min_block_size": 1,
+        "pass_through_build_failures": True,
+    }  # it leaves models this small to PyTorch
+    run: Deployed = torch.compile(model, backend="torch_tensorrt", dynamic=False, options=options)
+    return run
+
+
+def _needs_compiler() -> None:
+    if Host.detect(device()).compiler is None:
+        raise NotHereError("nothing to compile with: `lightning-accel doctor` names what to install")
+
+
+def _installed(module: str, packages: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise NotHereError(f"{module} is not installed: pip install {packages}") from None

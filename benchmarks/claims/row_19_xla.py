@@ -1,0 +1,32 @@
+"""Claim 19: the same code runs on TPUs. Trained there, plain and accelerated; the losses are compared."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+from lightning_accel.claims.claim import Claim, Figure, NotHereError
+from lightning_accel.claims.row_18_rocm import same_losses
+from lightning_accel.host import Host
+
+CLAIM = Claim(
+    row=19,
+    text="XLA/TPU: the same code",
+    claimed="runs",
+    why={
+        "holds": "in a loop of one's own, where autocast is all that XLA leaves to be done; Lightning's strategies for"
+        " XLA take no AccelPlugin",
+        "holds when": "the losses of the other precision are not those of a plain run",
+        "no longer holds": "the losses are not those of a plain run",
+    },
+)
+
+
+def measure() -> Iterator[Figure]:
+    if not Host.detect("xla").device_name.startswith("TPU"):
+        raise NotHereError(
+            "needs a TPU, and a torch_xla for torch 2.11 or newer (on PyPI there is 2.9); until one is at hand the"
+            " device is simulated, in the tests and in docs/hosts.md"
+        )
+    torch_xla = importlib.import_module("torch_xla")
+    yield from same_losses(torch_xla.device(), end_of_step=torch_xla.sync)

@@ -1,0 +1,147 @@
+"""Arrays of NumPy and CuPy as tensors over the same memory, and back: so that every function is written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+ArrayT = TypeVar("ArrayT")
+"""An array of NumPy, CuPy or torch: what comes out is of the library that went in."""
+
+
+def as_tensors(asker: str, **arrays: ArrayT) -> tuple[tuple[Tensor, ...], Callable[[Tensor], ArrayT]]:
+    """The arrays as tensors, and the function that turns a tensor into an array of their library.
+
+    Neither copies, but for arrays in a layout that torch does not have: negative strides, foreign byte order.
+
+    Args:
+        asker: Whose arguments they are, for what errors say.
+        arrays: Name → array; all of one library, and on one device.
+
+    Raises:
+        TypeError: They are of several libraries, or of none of the three, or of a dtype that torch does not have.
+        ValueError: They are on several devices.
+    """
+    library = common_library(asker, arrays)
+    read = _READ[library]
+    tensors = tuple([read(asker, name, array) for name, array in arrays.items()])
+    if any(tensor.device != tensors[0].device for tensor in tensors):
+        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in zip(arrays, tensors, strict=True))
+        raise ValueError(f"{asker}: {found}. Move them to one device.")
+    return tensors, _GIVE_BACK[library]
+
+
+def common_library(asker: str, arrays: Mapping[str, object]) -> str:
+    """The library that all of the arrays, name → array, are of.
+
+    Raises:
+        TypeError: They are of several libraries, or of none of the three.
+    """
+    libraries = {library_of(array) for array in arrays.values()}
+    if len(libraries) != 1 or None in libraries:
+        raise _refusal(asker, arrays)
+    return str(libraries.pop())
+
+
+def library_of(array: object) -> str | None:
+    """``"torch"``, ``"NumPy"`` or ``"CuPy"``; None for what is no array of theirs, and for NumPy's masked arrays."""
+    if isinstance(array, Tensor):
+        return "torch"
+    if isinstance(array, _NUMPYS):
+        # A tensor has nowhere to keep a mask.
+        return None if isinstance(array, np.ma.MaskedArray) else "NumPy"
+    # Asked without an import: whoever has such an array has imported CuPy.
+    return "CuPy" if type(array).__module__.partition(".")[0] == "cupy" and hasattr(array, "__dlpack__") else None
+
+
+_NUMPYS = (np.ndarray, np.generic)
+
+
+def numpy_as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    """A NumPy array's memory as a tensor; a copy where torch has no such layout. Not to be written to.
+
+    Raises:
+        TypeError: Torch does not have the dtype.
+    """
+    try:
+        return torch.from_numpy(array if array.flags.writeable else np.asarray(_Unlocked(array)))
+    except ValueError:  # the layout
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
+
+
+class _Unlocked:
+    """The memory of a read-only array, to be had as one that is not: torch warns of any other, once a process.
+
+    That warning is for code that writes, which nothing here does; kept from being shown, it would be lost to the
+    user's own code.
+    """
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array  # kept alive by what shares its memory
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _refusal(asker: str, arrays: Mapping[str, object]) -> TypeError:
+    """What is wrong with arrays that are not all of one library; of each library, the first is named."""
+    first: dict[str, str] = {}
+    for name, array in arrays.items():
+        library = library_of(array)
+        if library is None:
+            return TypeError(
+                f"{asker}({name}=...) is of type {type(array).__name__}. Allowed: arrays of NumPy (without a mask),"
+                " CuPy or torch."
+            )
+        first.setdefault(library, name)
+    found = ", ".join(f"{name} of {library}" for library, name in first.items())
+    return TypeError(
+        f"{asker}: {found}. Give arrays of one library: torch.from_numpy() and torch.from_dlpack() share memory."
+    )
+
+
+def _read_numpy(asker: str, name: str, array: Any) -> Tensor:
+    try:
+        return numpy_as_tensor(np.asarray(array))
+    except TypeError:
+        raise TypeError(
+            f"{asker}({name}=...) holds {array.dtype}, which torch does not have. Allowed: floating point of 16 to 64"
+            " bits, complex numbers of 64 and 128 bits, integers, booleans."
+        ) from None
+
+
+def _read_cupy(asker: str, name: str, array: Any) -> Tensor:
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        array = array.copy()  # of such, torch does not raise but ends the process (pytorch/pytorch#188023)
+    try:
+        # Lets torch's current stream wait for CuPy's.
+        return from_dlpack(array)
+    except (RuntimeError, BufferError, TypeError) as error:
+        raise TypeError(
+            f"{asker}({name}=...) is a CuPy array of {array.dtype} that torch {torch.__version__} cannot share"
+            f" ({error}). It takes a torch built for the same GPU, and a dtype that torch has."
+        ) from error
+
+
+def _to_cupy(tensor: Tensor) -> Any:
+    import cupy
+
+    with torch.cuda.device(tensor.device):  # torch gives away what is on its current device alone
+        return cupy.from_dlpack(tensor.detach().resolve_conj().resolve_neg())
+
+
+_READ: dict[str, Callable[[str, str, Any], Tensor]] = {
+    "torch": lambda asker, name, array: array,
+    "NumPy": _read_numpy,
+    "CuPy": _read_cupy,
+}
+_GIVE_BACK: dict[str, Callable[[Tensor], Any]] = {
+    "torch": lambda tensor: tensor,
+    # "force" also lets go of gradients and carries out conjugations put off; what lies on the host is not copied.
+    "NumPy": lambda tensor: tensor.numpy(force=True),
+    "CuPy": _to_cupy,
+}

@@ -1,0 +1,180 @@
+"""Multivariate normal distributions: samples, densities, √det and whitening, all through one Cholesky factorisation.
+
+``mean`` is ``(..., D)``, ``cov`` is ``(..., D, D)``; their batch dimensions, and those of ``x``, broadcast. Each
+function takes arrays of NumPy, CuPy or torch and returns such; tensors keep their gradients, samples too (Kingma and
+Welling, "Auto-Encoding Variational Bayes", 2014). What has 16 bits is computed in float32, whatever autocast is in
+force (but for gradients, where ``backward`` itself is called under autocast). Samples and whitened numbers come back in
+the widest dtype that was given; densities and determinants in float32 at least: they are sums and products over all
+features, which 16 bits do not hold.
+
+``jitter`` is that of :func:`cholesky`: without it no covariance is changed, and one that is not positive definite is an
+error that says which of the batch it is.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_accel.ops.arrays import ArrayT, as_tensors, library_of
+from lightning_accel.ops.cholesky import check_symmetric, cholesky, factorised, in_full
+from lightning_accel.ops.determinant import sqrt_det
+
+__all__ = ["cholesky", "log_prob", "sample", "sqrt_det", "whiten"]
+
+
+def sample(mean: ArrayT, cov: ArrayT, n: int, generator: Any = None, *, jitter: float = 0.0) -> ArrayT:
+    """Draws ``mean + L ε``, with ``L Lᵀ = cov`` and ``ε`` standard normal.
+
+    Args:
+        mean: ``(..., D)``.
+        cov: ``(..., D, D)``.
+        n: How many to draw of each distribution.
+        generator: Of the arrays' library: ``torch.Generator``, ``numpy.random.Generator``, ``cupy.random.Generator``;
+            None: the library's global one.
+        jitter: See :func:`cholesky`.
+
+    Returns:
+        ``(n, ..., D)``, of the wider dtype of the two.
+
+    Raises:
+        TypeError: ``generator`` is of another library, or an array is not floating point.
+        ValueError: ``n`` is no number of samples, shapes do not fit, or as of :func:`cholesky`.
+    """
+    count = _checked_count(n)
+    (given_mean, given_cov), back = as_tensors("sample", mean=mean, cov=cov)
+    factors, (means,) = _prepared("sample", jitter, given_cov, mean=given_mean)
+    batch = np.broadcast_shapes(means.shape[:-1], factors.shape[:-2])
+    noise = _standard_normal((*batch, count, means.shape[-1]), factors, library_of(mean), generator)
+    # Autocast would multiply in 16 bits.
+    with torch.autocast(factors.device.type, enabled=False):
+        samples = means[..., None, :] + noise @ factors.mT
+    return back(samples.movedim(-2, 0).to(torch.promote_types(given_mean.dtype, given_cov.dtype)))
+
+
+def log_prob(x: ArrayT, mean: ArrayT, cov: ArrayT, *, jitter: float = 0.0) -> ArrayT:
+    """The logarithm of the density at ``x``: ``-½ |L⁻¹ (x - mean)|² - Σ log Lᵢᵢ - ½ D log 2π``.
+
+    Args:
+        x: ``(..., D)``.
+        mean: ``(..., D)``.
+        cov: ``(..., D, D)``.
+        jitter: See :func:`cholesky`.
+
+    Returns:
+        The batch dimensions of the three, broadcast; float64 where one of them is, else float32.
+
+    Raises:
+        TypeError: An array is not floating point.
+        ValueError: Shapes do not fit, or as of :func:`cholesky`.
+    """
+    (given_x, given_mean, given_cov), back = as_tensors("log_prob", x=x, mean=mean, cov=cov)
+    factors, (points, means) = _prepared("log_prob", jitter, given_cov, x=given_x, mean=given_mean)
+    white = _solved(factors, points - means)
+    log_sqrt_det = factors.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return back(-0.5 * (white.square().sum(-1) + white.shape[-1] * math.log(2 * math.pi)) - log_sqrt_det)
+
+
+def whiten(x: ArrayT, mean: ArrayT, cov: ArrayT, *, jitter: float = 0.0) -> ArrayT:
+    """``L⁻¹ (x - mean)`` with ``L Lᵀ = cov``: numbers of that distribution become standard normal ones.
+
+    Args:
+        x: ``(..., D)``.
+        mean: ``(..., D)``.
+        cov: ``(..., D, D)``.
+        jitter: See :func:`cholesky`.
+
+    Returns:
+        The batch dimensions of the three, broadcast, and ``D``; of the widest dtype of the three.
+
+    Raises:
+        TypeError: An array is not floating point.
+        ValueError: Shapes do not fit, or as of :func:`cholesky`.
+    """
+    given, back = as_tensors("whiten", x=x, mean=mean, cov=cov)
+    factors, (points, means) = _prepared("whiten", jitter, given[2], x=given[0], mean=given[1])
+    dtype = torch.promote_types(torch.promote_types(given[0].dtype, given[1].dtype), given[2].dtype)
+    return back(_solved(factors, points - means).to(dtype))
+
+
+def _checked_count(n: Any) -> int:
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 0:
+        raise ValueError(f"sample(n={n!r}): give a number of samples, 0 or more.")
+    return int(n)
+
+
+def _prepared(asker: str, jitter: float, cov: Tensor, **points: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The Cholesky factors of ``cov``, and points that fit them, in one dtype of 32 or 64 bits."""
+    matrices, *others = in_full(asker, cov=cov, **points)
+    check_symmetric(asker, matrices, cov.dtype)
+    _check_shapes(asker, cov, points)
+    _, factors = factorised(asker, matrices, jitter)
+    return factors, tuple(others)
+
+
+def _check_shapes(asker: str, cov: Tensor, points: dict[str, Tensor]) -> None:
+    fits = all(tensor.shape[-1:] == cov.shape[-1:] for tensor in points.values())
+    if fits:
+        try:
+            np.broadcast_shapes(cov.shape[:-2], *(tensor.shape[:-1] for tensor in points.values()))
+        except ValueError:
+            fits = False
+    if not fits:
+        given = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in {**points, "cov": cov}.items())
+        raise ValueError(
+            f"{asker}: {given} do not fit. Give (..., D), for cov (..., D, D), with batch dimensions that broadcast."
+        )
+
+
+def _solved(factors: Tensor, points: Tensor) -> Tensor:
+    """``L⁻¹ p`` for each of the points, ``(..., D)``.
+
+    What one factor is for is solved at once, as the rows of a matrix: broadcast, a factor would be copied for each.
+    """
+    batch = np.broadcast_shapes(factors.shape[:-2], points.shape[:-1])
+    own = (1,) * (len(batch) - factors.ndim + 2) + factors.shape[:-2]
+    # Dimensions along which there is a factor each, then those that share one.
+    order = sorted(range(len(batch)), key=lambda axis: own[axis] == 1)
+    each = [batch[axis] for axis in order if own[axis] != 1]
+    features = points.shape[-1]
+    rows = points.expand(*batch, features).permute(*order, -1)
+    white: Tensor = torch.linalg.solve_triangular(
+        factors.mT.reshape(*each, features, features),
+        rows.reshape(*each, math.prod(rows.shape[len(each) : -1]), features),
+        upper=True,
+        left=False,
+    )
+    return white.reshape(rows.shape).permute(*sorted(range(len(batch)), key=order.__getitem__), -1)
+
+
+def _standard_normal(shape: tuple[int, ...], like: Tensor, library: str | None, generator: Any) -> Tensor:
+    """Drawn by ``library``, so that its seeds hold; in the dtype and on the device of ``like``."""
+    drawn: Any
+    if generator is not None and _library_of_generator(generator) != library:
+        raise TypeError(
+            f"sample(generator=...) is a {type(generator).__module__}.{type(generator).__qualname__}, and mean and cov"
+            f" are of {library}. Give a generator of {library}, or None for its global one."
+        )
+    if library == "torch":
+        drawn = torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+    elif library == "NumPy":
+        drawn = (generator or np.random).standard_normal(shape)
+    else:
+        import cupy
+
+        with cupy.cuda.Device(like.device.index):
+            drawn = (generator or cupy.random).standard_normal(shape)
+    return as_tensors("sample", noise=drawn)[0][0].to(like.dtype)
+
+
+def _library_of_generator(generator: object) -> str | None:
+    if isinstance(generator, torch.Generator):
+        return "torch"
+    if isinstance(generator, np.random.Generator | np.random.RandomState):
+        return "NumPy"
+    return "CuPy" if type(generator).__module__.partition(".")[0] == "cupy" else None

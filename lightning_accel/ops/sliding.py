@@ -1,0 +1,280 @@
+"""Sliding windows, products of sliding windows, and products of many pairs at once."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_accel.ops.arrays import ArrayT, as_tensors, common_library, library_of
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
+
+# Device → from how many pairs on, and up to how many elements of a matrix, a group is stacked. A stack is a copy, and
+# finding the groups takes half a microsecond a pair. On a CPU of two cores, forward and backward together were 1.05 to
+# 1.6 times as fast as a loop (forward alone, 0.5 to 1.3 times) for 16 to 256 pairs of up to 64x64; at 128x128, one
+# product alone keeps the cores busy. On a GPU, a product costs a launch of some microseconds, in which it computes
+# 512x512; reckoned from that, not measured.
+_STACKED = {"cpu": (16, 64 * 64), "cuda": (4, 512 * 512)}
+_SIDE_STREAMS = 4
+
+
+def windows(x: ArrayT, size: int, step: int = 1, axis: int = -1) -> ArrayT:
+    """All windows of ``size`` along an axis, as a view: nothing is copied, whatever the dtype and the strides.
+
+    Windows overlap where ``step`` is smaller than ``size``: what is written into one would be seen in others. NumPy's
+    view is read-only; CuPy and torch have no such views, and it is for the caller not to write.
+
+    Args:
+        x: Of NumPy, CuPy or torch.
+        size: Of a window, in elements.
+        step: From the beginning of a window to that of the next. Elements after the last whole window are left out.
+        axis: Along which windows slide.
+
+    Returns:
+        ``x``'s shape with the number of windows in the axis's place, and a last axis of ``size`` more, as
+        :meth:`torch.Tensor.unfold` has it. Tensors keep their gradients.
+
+    Raises:
+        TypeError: ``x`` is no array; a number is no integer.
+        ValueError: ``size`` is less than 1 or more than the axis's length, ``step`` less than 1; there is no such axis.
+    """
+    library = common_library("windows", {"x": x})
+    array: Any = x
+    axis = _checked_axis(axis, array.shape)
+    size = _checked_size("windows", "size", size, array.shape, axis)
+    step = _integer("windows", "step", step)
+    if step < 1:
+        raise ValueError(f"windows(step={step}) of an axis of length {array.shape[axis]}. Allowed: 1 or more.")
+    view: ArrayT = _unfolded(library, array, axis, size, step)
+    return view
+
+
+def _unfolded(library: str, array: Any, axis: int, size: int, step: int) -> Any:
+    if library == "torch":
+        return array.unfold(axis, size, step)
+    stride = array.strides[axis]
+    count = (array.shape[axis] - size) // step + 1
+    shape = (*array.shape[:axis], count, *array.shape[axis + 1 :], size)
+    strides = (*array.strides[:axis], stride * step, *array.strides[axis + 1 :], stride)
+    if library == "NumPy":
+        return np.lib.stride_tricks.as_strided(array, shape, strides, writeable=False)
+    from cupy.lib.stride_tricks import as_strided
+
+    return as_strided(array, shape, strides)
+
+
+def sliding_matmul(a: ArrayT, b: ArrayT, window: int, *, materialize: bool = False) -> ArrayT:
+    """All products ``a @ b[..., i:i + window]``.
+
+    They are windows of ``a @ b``: that product is computed once, and the result is a view of it. It takes as much
+    memory as the product, ``(..., M, T)``, where separate products would take about ``window`` times as much.
+
+    Args:
+        a: ``(..., M, K)``; the leading dimensions are broadcast with those of ``b``. Floating point, complex numbers,
+            and integers, which wrap around, but for tensors on a GPU. Each library multiplies its own.
+        b: ``(..., K, T)``, of the same library and dtype. Under ``torch.autocast``, tensors may differ in dtype.
+        window: Columns of ``b`` in each product, 1 to ``T``.
+        materialize: Copies the view, into memory of its own that may be written to: ``window`` times as much.
+
+    Returns:
+        ``(..., num_windows, M, window)`` with ``num_windows = T - window + 1``, of the inputs' library. The view of
+        NumPy is read-only; writing to those of CuPy and torch would change other windows. Tensors keep their
+        gradients.
+
+    Raises:
+        TypeError: The arrays are of several libraries, or of several dtypes, or of one that has no product there.
+        ValueError: The inner dimensions differ, the leading ones cannot be broadcast, or the window does not fit.
+    """
+    asker = "sliding_matmul"
+    library = common_library(asker, {"a": a, "b": b})
+    left: Any = a
+    right: Any = b
+    _check_product(asker, left, right)
+    window = _checked_size(asker, "window", window, right.shape, -1)
+    product = _product(asker, left, right)
+    products: Any = _unfolded(library, product, product.ndim - 1, window, 1).swapaxes(-3, -2)
+    if materialize:
+        products = products.contiguous() if library == "torch" else products.copy()
+    result: ArrayT = products
+    return result
+
+
+def batched_matmul(pairs: Iterable[tuple[ArrayT, ArrayT]]) -> list[ArrayT]:
+    """The products ``a @ b`` of many pairs, in fewer and larger calls.
+
+    Pairs that are alike in shape, dtype and device make a group. A group of many small matrices is stacked into one
+    batched product; others are multiplied one by one, as they lie. On a GPU, the groups run side by side on streams of
+    their own, and the current stream waits for all of them. That is for gradients and for GPUs: on a CPU, a loop of
+    tensors without gradients is about as fast (the figures are at the top of the file), and NumPy's arrays are
+    multiplied by a loop, as its calls cost less than their share of a stack.
+
+    Args:
+        pairs: ``(a, b)`` with ``a`` of ``(..., M, K)`` and ``b`` of ``(..., K, N)``, in one dtype, as for
+            :func:`sliding_matmul`; all of one library. CuPy's are multiplied by torch, all on one device.
+
+    Returns:
+        The products ``(..., M, N)`` in the order of the pairs. Those of a stack are views of one batch: each keeps all
+        of it alive, and while gradients are recorded none can be written to. Tensors keep their gradients.
+
+    Raises:
+        TypeError: As of :func:`sliding_matmul`, with the index of the pair.
+        ValueError: Likewise; the arrays of a pair are on several devices.
+    """
+    listed = _listed(pairs)
+    libraries = {library_of(array) for array in itertools.chain.from_iterable(listed)}
+    if libraries <= {"torch"}:
+        return _products(listed)
+    if libraries == {"NumPy"}:
+        _grouped(listed)
+        return [a @ b for a, b in listed]
+    named = {f"pairs[{index}][{place}]": array for index, pair in enumerate(listed) for place, array in enumerate(pair)}
+    tensors, back = as_tensors("batched_matmul", **named)
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        products = _products(list(zip(tensors[::2], tensors[1::2], strict=True)))
+    return [back(product) for product in products]
+
+
+# -- many products -----------------------------------------------------------------------------------------------------
+
+
+def _products(pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    groups = _grouped(pairs)
+    found: dict[int, Tensor] = {}
+    sides = []
+    try:
+        for number, indices in enumerate(groups):
+            group = [pairs[index] for index in indices]
+            device = group[0][0].device
+            if device.type == "cuda" and len(groups) > 1:
+                sides.append(_side_streams(device)[number % _SIDE_STREAMS])
+                products = _on_stream(sides[-1], group)
+            else:
+                products = _products_of_group(group)
+            found.update(zip(indices, products, strict=True))
+    finally:
+        for side in sides:
+            torch.cuda.current_stream(side.device).wait_stream(side)
+    return [found[index] for index in range(len(pairs))]
+
+
+def _on_stream(side: torch.cuda.Stream, group: Sequence[Pair]) -> Sequence[Tensor]:
+    current = torch.cuda.current_stream(side.device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        products = _products_of_group(group)
+    # The backward pass reads the inputs on the side stream again, after which their memory may go to others.
+    for tensor in itertools.chain.from_iterable(group):
+        tensor.record_stream(side)
+    for product in products:
+        product.record_stream(current)
+    return products
+
+
+@functools.cache
+def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """The same at every call: memory of one stream is not given to another, so that new ones would take more each."""
+    return tuple(torch.cuda.Stream(device) for _ in range(_SIDE_STREAMS))  # type: ignore[no-untyped-call]
+
+
+def _products_of_group(group: Sequence[Pair]) -> Sequence[Any]:
+    a, b = group[0]
+    least_pairs, most_elements = _STACKED.get(a.device.type, (math.inf, 0))
+    is_stacked = len(group) >= least_pairs and max(a.numel(), b.numel()) <= most_elements
+    # With unlike numbers of dimensions, the new first one would meet another in broadcasting.
+    if not is_stacked or a.ndim != b.ndim:
+        return [_product("batched_matmul", a, b) for a, b in group]
+    stacks = [torch.stack(matrices) for matrices in zip(*group, strict=True)]
+    return tuple(_product("batched_matmul", *stacks).unbind())
+
+
+def _product(asker: str, a: Any, b: Any) -> Any:
+    try:
+        return a @ b
+    except NotImplementedError as error:
+        raise TypeError(
+            f"{asker}: torch has no product of {a.dtype} on {a.device.type} ({error}). Allowed: floating point and"
+            " complex numbers, on a CPU integers too."
+        ) from error
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _listed(pairs: Iterable[Any]) -> list[tuple[Any, Any]]:
+    listed = list(pairs)
+    for index, pair in enumerate(listed):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"batched_matmul(pairs): pairs[{index}] is no pair. Give (a, b) for each product.")
+    return listed
+
+
+def _grouped(pairs: Sequence[tuple[Any, Any]]) -> list[list[int]]:
+    """The indices of pairs that are alike, in the order of their first; each kind of pair is checked."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, (a, b) in enumerate(pairs):
+        key = (a.shape, b.shape, a.dtype, b.dtype, getattr(a, "device", None), getattr(b, "device", None))
+        if key not in groups:
+            _check_product(f"batched_matmul, pairs[{index}]", a, b)
+            groups[key] = []
+        groups[key].append(index)
+    return list(groups.values())
+
+
+def _check_product(asker: str, a: Any, b: Any) -> None:
+    """``a`` and ``b``: of one library."""
+    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2] or not _can_broadcast(a.shape[:-2], b.shape[:-2]):
+        raise ValueError(
+            f"{asker}: no product of a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)}. Allowed: (..., M, K)"
+            " and (..., K, T), with leading dimensions that can be broadcast."
+        )
+    if getattr(a, "device", None) != getattr(b, "device", None):  # NumPy's have none before version 2
+        raise ValueError(f"{asker}: a on {a.device}, b on {b.device}. Move them to one device.")
+    if a.dtype != b.dtype and not (isinstance(a, Tensor) and torch.is_autocast_enabled(a.device.type)):
+        raise TypeError(f"{asker}: a of {a.dtype}, b of {b.dtype}. Convert one: a product has one dtype.")
+    if a.dtype in _BOOLEANS:
+        raise TypeError(f"{asker}: a and b hold booleans. Convert them, to integers to count, say.")
+
+
+def _can_broadcast(one: Sequence[int], other: Sequence[int]) -> bool:
+    return all(m == n or 1 in (m, n) for m, n in zip(reversed(one), reversed(other), strict=False))
+
+
+_BOOLEANS = {torch.bool, np.dtype(bool)}
+
+
+def _checked_size(asker: str, name: str, value: int, shape: Sequence[int], axis: int) -> int:
+    size, length = _integer(asker, name, value), shape[axis]
+    if not 1 <= size <= length:
+        raise ValueError(
+            f"{asker}({name}={size}): axis {axis} of shape {tuple(shape)} has length {length}. Allowed: 1 up to that"
+            " length."
+        )
+    return size
+
+
+def _checked_axis(axis: int, shape: Sequence[int]) -> int:
+    """Counted from the first."""
+    number = _integer("windows", "axis", axis)
+    if not -len(shape) <= number < len(shape):
+        raise ValueError(
+            f"windows(axis={number}): the shape {tuple(shape)} has {len(shape)} axes. Allowed: from -{len(shape)} up to"
+            f" {len(shape) - 1}."
+        )
+    return number % len(shape)
+
+
+def _integer(asker: str, name: str, value: Any) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{asker}({name}={value!r}) is of type {type(value).__name__}. Allowed: an integer.")

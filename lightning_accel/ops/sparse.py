@@ -1,0 +1,233 @@
+"""Dense arrays as sparse ones, CSR and COO, read chunk by chunk: beside the result next to nothing is allocated.
+
+Zero is what equals zero: a negative zero is left out, NaN is kept. What comes out is of the library that went in:
+``torch.sparse_csr`` and coalesced ``torch.sparse_coo`` tensors, SciPy's ``csr_array`` and ``coo_array`` for NumPy,
+``csr_matrix`` and ``coo_matrix`` of ``cupyx.scipy.sparse`` for CuPy.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_accel.ops.arrays import as_tensors, common_library
+from lightning_accel.ops.nonzeros import Entries, Kept, collect, count
+
+Layout = Literal["csr", "coo"]
+
+_REAL = frozenset((torch.float32, torch.float64))
+_COMPLEX = frozenset((torch.complex64, torch.complex128))
+_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+_SPARSE_DTYPES = {
+    "torch": _REAL | _COMPLEX | _INTEGERS | {torch.bool, torch.float16, torch.bfloat16},
+    "NumPy": _REAL | _COMPLEX | _INTEGERS | {torch.bool, torch.uint16, torch.uint32, torch.uint64},
+    "CuPy": _REAL | _COMPLEX | {torch.bool},
+}
+"""What the sparse arrays of each library can hold, and compute with."""
+
+_COO_DIMS = {"torch": (0, 64), "NumPy": (1, 64), "CuPy": (2, 2)}
+
+
+def to_csr(x: Any) -> Any:
+    """The array in compressed sparse rows.
+
+    Tensors keep their gradient, which is that of torch's ``to_sparse_csr()``. Peak memory: the input, the result and
+    one chunk. On a GPU the host waits once, for the number of values.
+
+    Args:
+        x: (M, N), dense, of NumPy, CuPy or torch.
+
+    Returns:
+        (M, N), of the same dtype. Indices are int64 for torch, elsewhere int32 where they fit.
+
+    Raises:
+        TypeError: ``x`` is no array, is sparse already, or is of a dtype that its library has no sparse arrays of.
+        ValueError: ``x`` does not have two dimensions.
+        ImportError: ``x`` is a NumPy array and SciPy is not installed.
+    """
+    return _convert("to_csr", x, "csr", "nonzero")
+
+
+def to_coo(x: Any) -> Any:
+    """The array as coordinates and values, in the order of rows.
+
+    Gradient, memory and waiting as with :func:`to_csr`.
+
+    Args:
+        x: Dense, of NumPy, CuPy or torch. Any number of dimensions for torch, two for CuPy; for NumPy what the SciPy
+            at hand takes: two, since version 1.13 also one, since 1.15 more.
+
+    Returns:
+        Of the shape and dtype of ``x``. Indices are int64 for torch, elsewhere int32 where they fit.
+
+    Raises:
+        TypeError: ``x`` is no array, is sparse already, or is of a dtype that its library has no sparse arrays of.
+        ValueError: ``x`` has a number of dimensions that its library has no sparse arrays of.
+        ImportError: ``x`` is a NumPy array and SciPy is not installed.
+    """
+    return _convert("to_coo", x, "coo", "nonzero")
+
+
+def sparse_relu(x: Any, layout: Layout = "csr") -> Any:
+    """``relu(x)`` as a sparse array; the dense one is never built.
+
+    As with ``torch.relu``, NaN stays, and gradients pass where the result is not zero.
+
+    Args:
+        x: (M, N) for CSR, what :func:`to_coo` takes for COO; floating point or integers.
+        layout: ``"csr"`` or ``"coo"``.
+
+    Returns:
+        As :func:`to_csr` and :func:`to_coo`.
+
+    Raises:
+        TypeError: As those two; also where ``x`` is complex or boolean.
+        ValueError: As those two; also for another layout.
+        ImportError: ``x`` is a NumPy array and SciPy is not installed.
+    """
+    if layout not in get_args(Layout):
+        raise ValueError(f"sparse_relu(layout={layout!r}). Allowed: 'csr', 'coo'.")
+    return _convert("sparse_relu", x, layout, "relu")
+
+
+def density(x: Any) -> float:
+    """The share of the elements that are not zero, from 0 to 1; 0 for an array without elements. Waits for a GPU.
+
+    Args:
+        x: Dense, any shape, of NumPy, CuPy or torch.
+
+    Raises:
+        TypeError: ``x`` is no array, or is sparse.
+    """
+    (tensor,), _ = as_tensors("density", x=x)
+    _check_dense("density", tensor)
+    return count(tensor.detach().resolve_conj().resolve_neg(), "nonzero") / max(tensor.numel(), 1)
+
+
+def _convert(asker: str, x: Any, layout: Layout, kept: Kept) -> Any:
+    library = common_library(asker, {"x": x})
+    (tensor,), back = as_tensors(asker, x=x)
+    _check(asker, tensor, layout, library, kept)
+    if library == "torch":
+        return _Sparse.apply(tensor, layout, kept)  # type: ignore[no-untyped-call]
+    make = _MAKERS[library](asker, layout)
+    entries = collect(tensor, kept, compress_rows=layout == "csr", narrow=True)
+    if library == "CuPy" and entries.indices.dtype != torch.int32:
+        # It would be given, and cut off.
+        raise ValueError(
+            f"{asker}(x=...) has shape {tuple(tensor.shape)} and {len(entries.values)} values. CuPy's indices have 32"
+            " bits: convert it in parts, or as a tensor (torch.from_dlpack)."
+        )
+    return _sparse_array(make, entries, tensor.shape, back)
+
+
+def _check(asker: str, x: Tensor, layout: Layout, library: str, kept: Kept) -> None:
+    _check_dense(asker, x)
+    least, most = (2, 2) if layout == "csr" else _COO_DIMS[library]
+    if not least <= x.dim() <= most:
+        others = " Layout COO, of tensors, takes any number." if most == 2 else ""
+        raise ValueError(
+            f"{asker}(x=...) has shape {tuple(x.shape)}. Layout {layout.upper()} of {library} takes"
+            f" {'two dimensions' if most == 2 else 'at least one dimension'}.{others}"
+        )
+    allowed = _SPARSE_DTYPES[library]
+    if kept == "relu":
+        allowed = allowed - _COMPLEX - {torch.bool}
+    if x.dtype not in allowed:
+        found, *names = (str(dtype).removeprefix("torch.") for dtype in (x.dtype, *allowed))
+        raise TypeError(f"{asker}(x=...) holds {found}. Allowed for arrays of {library}: {', '.join(sorted(names))}.")
+
+
+def _check_dense(asker: str, x: Tensor) -> None:
+    if x.layout != torch.strided:
+        raise TypeError(f"{asker}(x=...) has layout {x.layout}. Give a dense tensor: x.to_dense().")
+
+
+# -- torch -----------------------------------------------------------------------------------------------------------
+
+
+class _Sparse(torch.autograd.Function):
+    """A dense tensor to a sparse one.
+
+    The gradient may come in any layout, and goes on dense: of a conversion as it comes, as after torch's own; of a
+    ReLU where something was kept. Both are linear in it, so that it can be differentiated again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, kept: Kept) -> Tensor:
+        # Conjugated and negated views have no memory of their own that says so; these alone are copied.
+        dense = x.detach().resolve_conj().resolve_neg()
+        entries = collect(dense, kept, compress_rows=layout == "csr", narrow=False)
+        ctx.shape, ctx.is_relu = x.shape, kept == "relu"
+        if ctx.is_relu:
+            ctx.save_for_backward(entries.indices, entries.row_starts)
+        return _sparse_tensor(entries, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        dense = grad if grad.layout == torch.strided else grad.to_dense()
+        if ctx.is_relu:
+            indices, row_starts = ctx.saved_tensors
+            ones = torch.ones(indices.shape[1], dtype=torch.bool, device=indices.device)
+            kept = _sparse_tensor(Entries(indices, ones, row_starts), ctx.shape).to_dense()
+            dense = torch.where(kept, dense, 0)
+        return dense, None, None
+
+
+def _sparse_tensor(entries: Entries, shape: torch.Size) -> Tensor:
+    if entries.row_starts is None:
+        return torch.sparse_coo_tensor(
+            entries.indices, entries.values, shape, is_coalesced=True, check_invariants=False
+        )
+    _hear_of_beta()
+    return torch.sparse_csr_tensor(
+        entries.row_starts, entries.indices[0], entries.values, shape, check_invariants=False
+    )
+
+
+@functools.cache
+def _hear_of_beta() -> None:
+    """Lets torch say that its CSR tensors are in beta, which it does once a process, where nobody hears it.
+
+    Filters are process-wide, and every change of theirs makes Python repeat what it had warned of once; hence once.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
+        torch.sparse_csr_tensor(torch.zeros(1, dtype=torch.int64), [], [], (0, 0), check_invariants=False)
+
+
+# -- SciPy and CuPy --------------------------------------------------------------------------------------------------
+
+
+def _scipy_maker(asker: str, layout: Layout) -> Any:
+    try:
+        from scipy import sparse
+    except ImportError as error:
+        raise ImportError(f"{asker}(x=...) makes SciPy arrays of NumPy's. Install SciPy: pip install scipy") from error
+    return sparse.csr_array if layout == "csr" else sparse.coo_array
+
+
+def _cupy_maker(asker: str, layout: Layout) -> Any:
+    from cupyx.scipy import sparse
+
+    return sparse.csr_matrix if layout == "csr" else sparse.coo_matrix
+
+
+_MAKERS = {"NumPy": _scipy_maker, "CuPy": _cupy_maker}
+
+
+def _sparse_array(make: Any, entries: Entries, shape: torch.Size, back: Callable[[Tensor], Any]) -> Any:
+    values = back(entries.values)
+    indices = tuple(back(index) for index in entries.indices)
+    made: Any
+    if entries.row_starts is None:
+        made = make((values, indices), shape=tuple(shape))
+    else:
+        made = make((values, *indices, back(entries.row_starts)), shape=tuple(shape))
+    made.has_canonical_format = True  # known here, and else found out by looking at every index
+    return made

@@ -1,6 +1,6 @@
 """A Gaussian head with a full covariance: how blood measurements, and the course of diabetes, hang together.
 
-    python examples/gaussian_head.py             # a few seconds on 2 cores
+    python examples/gaussian_head.py             # under ten seconds on 2 cores
     python examples/gaussian_head.py --epochs 100 --accelerator cpu
 
 From age, sex, body mass index and blood pressure of scikit-learn's 442 patients, a small network predicts the

@@ -10,7 +10,7 @@ from lightning_accel.claims.page import number_text
 from lightning_accel.claims.record import Record
 
 GREY, GREEN, RED = "#c9ccd1", "#2e7d4f", "#c0392b"
-_LEFT, _WIDTH, _RIGHT, _TOP, _LINE = 300, 330, 130, 64, 34
+_LEFT, _WIDTH, _RIGHT, _TOP, _LINE = 330, 300, 130, 64, 26
 _DECADES = 1.0  # shown below and above what was claimed
 _LEAST = 1e-9
 
@@ -22,7 +22,7 @@ def svg(record: Record) -> str:
     width = _LEFT + _WIDTH + _RIGHT
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"'
-        ' font-size="11" fill="#444">',
+        ' font-size="10" fill="#444">',
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
         _text(12, 26, f"Claimed and measured on {record.machine['device']}", 'font-size="14" fill="#111"'),
         _text(12, 44, "as multiples of the claimed number, better to the right; logarithmic"),
@@ -41,15 +41,15 @@ def _bar(row: int, figure: Figure, top: float) -> list[str]:
     assert figure.target is not None
     color = GREEN if figure.is_met else RED
     value, low, high = (multiple(number, figure) for number in (figure.value, figure.low, figure.high))
-    middle = top + 21
+    middle = top + 17
     claimed = number_text(figure.target.number, figure.unit)
     return [
-        _text(_LEFT - 8, top + 19, f"{row}  {_shortened(figure.condition)}", 'text-anchor="end" fill="#111"'),
-        _rectangle(top + 6, 8, 1.0, GREY),
-        _rectangle(top + 16, 10, value, color),
+        _text(_LEFT - 8, top + 17, f"{row}  {_shortened(figure.condition)}", 'text-anchor="end" fill="#111"'),
+        _rectangle(top + 5, 6, 1.0, GREY),
+        _rectangle(top + 13, 8, value, color),
         f'<path d="M{_x(low)} {middle}H{_x(high)}" stroke="#111"/>',
-        _text(_LEFT + _WIDTH + 8, top + 14, f"claimed {claimed}", 'fill="#777"'),
-        _text(_LEFT + _WIDTH + 8, top + 26, number_text(figure.value, figure.unit), f'fill="{color}"'),
+        _text(_LEFT + _WIDTH + 8, top + 11, f"claimed {claimed}", 'fill="#777"'),
+        _text(_LEFT + _WIDTH + 8, top + 22, number_text(figure.value, figure.unit), f'fill="{color}"'),
     ]
 
 
@@ -74,5 +74,5 @@ def _text(x: float, y: float, words: str, attributes: str = "") -> str:
     return f'<text x="{x}" y="{y}" {attributes}>{escape(words)}</text>'
 
 
-def _shortened(words: str, most: int = 48) -> str:
+def _shortened(words: str, most: int = 58) -> str:
     return words if len(words) <= most else f"{words[: most - 1]}…"

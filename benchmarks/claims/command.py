@@ -70,7 +70,7 @@ def show(record: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from lightning_accel.claims.page import interval_text, number_text, target_text
+    from lightning_accel.claims.page import MET, interval_text, number_text, target_text
 
     console = Console()
     # As the doctor: a pipe has no width to wrap at.
@@ -82,23 +82,22 @@ def show(record: Any) -> None:
         markup=False,
         soft_wrap=True,
     )
-    table = Table("#", "claim", "condition", "claimed", "measured", "95% interval", "verdict", show_lines=False)
+    table = Table("#", "claim", "condition", "claimed", "measured", "95% interval", "met")
     for row in record.rows:
-        first = [str(row.row), row.text, row.verdict]
         lines = [
             (
                 figure.condition,
                 target_text(figure),
                 number_text(figure.value, figure.unit),
                 interval_text(figure),
+                MET[figure.is_met],
             )
             for figure in row.figures
         ]
-        lines += [(gap.condition, "", "not here", gap.reason) for gap in row.missing]
-        for index, (condition, claimed, value, interval) in enumerate(lines or [("", row.claimed, "", row.why)]):
-            number, text, verdict = first if index == 0 else ("", "", "")
-            table.add_row(number, text, condition, claimed, value, interval, verdict)
+        lines += [(gap.condition, "", "not here", gap.reason, "") for gap in row.missing]
+        for index, line in enumerate(lines or [("", row.claimed, "", row.why, "")]):
+            table.add_row(*((str(row.row), row.text) if index == 0 else ("", "")), *line)
         table.add_section()
     console.print(table, markup=False)
     for row in record.rows:
-        console.print(f"{row.row}: {row.verdict}: {row.why}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{row.row}: {row.verdict}. {row.why}", highlight=False, markup=False, soft_wrap=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_accel.claims.claim import Figure, Target
 from lightning_accel.host import Host
+from lightning_accel.memory.meter import meter_for
 
 _RESAMPLES = 2000
 _LEAST_ROUNDS, _MOST_ROUNDS = 7, 301
@@ -108,26 +108,16 @@ def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> fl
 
 
 def peak_step_bytes(step: Callable[[], Any]) -> int:
-    """The most bytes of tensors that ``step`` had allocated at one time beyond what it started with.
-
-    Summed over the profiler's allocation events on the CPU, the allocator's own peak on a GPU.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    """The most bytes of tensors that ``step`` had allocated at one time beyond what it started with."""
+    meter = meter_for(device())
+    meter.start()
+    try:
         step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    assert profiler.profiler is not None
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+        intervals = meter.stop()
+    except BaseException:
+        meter.abort()
+        raise
+    return max(interval.peak_bytes for interval in intervals) - intervals[0].level_bytes
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:

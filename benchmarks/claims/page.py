@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from lightning_accel.claims.claim import RULE, Figure, Unit
 from lightning_accel.claims.record import Record, Row
 
 CHART = "claims.svg"
+MET = {True: "yes", False: "no", None: ""}
 
 
 def page(record: Record) -> str:
@@ -24,39 +27,64 @@ def page(record: Record) -> str:
         f"\n**How a verdict comes about.** {RULE}\n",
         f"![What was measured against what was claimed, as multiples of the claimed number]({CHART})\n",
         "In the chart, the grey bar is what was claimed, the coloured one what was measured, better to the right, and"
-        " the thin line its interval.",
+        " the thin line its interval.\n",
+        "## All figures\n",
+        figures_table(record),
     ]
     return "\n".join(lines) + "\n"
 
 
 def table(record: Record) -> str:
     """A line a row, in Markdown."""
-    heading = "| # | claim | claimed | measured here, with the 95% interval | verdict | why | command |"
-    return "\n".join([heading, "| --- " * heading.count("|", 1) + "|", *(_line(row) for row in record.rows)])
+    heading = ("#", "claim", "claimed", "measured here, with the 95% interval", "verdict", "why", "command")
+    return _markdown(heading, [_summary(row) for row in record.rows])
 
 
-def _line(row: Row) -> str:
-    found = [_measured(figure) for figure in row.figures]
-    found += [f"{gap.condition}: not here, {gap.reason}" for gap in row.missing]
-    cells = [
+def figures_table(record: Record) -> str:
+    """A line a figure, in Markdown."""
+    heading = ("#", "condition", "claimed", "measured", "95% interval", "met", "")
+    lines = [
+        (
+            str(row.row),
+            figure.condition,
+            target_text(figure),
+            number_text(figure.value, figure.unit),
+            interval_text(figure),
+            MET[figure.is_met],
+            figure.note,
+        )
+        for row in record.rows
+        for figure in row.figures
+    ]
+    gaps = [
+        (str(row.row), gap.condition, "", "not here", "", "", gap.reason) for row in record.rows for gap in row.missing
+    ]
+    return _markdown(heading, sorted([*lines, *gaps], key=lambda cells: int(cells[0])))
+
+
+def _summary(row: Row) -> Sequence[str]:
+    judged = [_measured(figure) for figure in row.figures if figure.target is not None]
+    return (
         str(row.row),
         row.text,
         row.claimed,
-        "<br>".join(found) or "-",
+        "<br>".join(judged) or "-",
         f"**{row.verdict}**",
         row.why,
         f"`{row.command}`",
-    ]
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    )
 
 
 def _measured(figure: Figure) -> str:
     interval = "" if figure.low == figure.high else f" [{interval_text(figure)}]"
-    claimed = (
-        "" if figure.target is None else f"; claimed {target_text(figure)}: {'met' if figure.is_met else 'not met'}"
+    return f"{figure.condition}: **{number_text(figure.value, figure.unit)}**{interval}"
+
+
+def _markdown(heading: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [heading, ["---"] * len(heading), *lines]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows
     )
-    note = f" ({figure.note})" if figure.note else ""
-    return f"{figure.condition}: **{number_text(figure.value, figure.unit)}**{interval}{note}{claimed}"
 
 
 def interval_text(figure: Figure) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import pkgutil
 import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -32,8 +35,8 @@ class Row:
         missing: What could not be measured here.
         verdict: In words.
         why: The reason; for a row that was not measured, what it takes.
-        has_failed: Whether the benchmark broke off with an error.
         seconds: How long it took.
+        has_failed: Whether the benchmark broke off.
     """
 
     row: int
@@ -43,8 +46,8 @@ class Row:
     missing: tuple[Missing, ...]
     verdict: str
     why: str
-    has_failed: bool
     seconds: float
+    has_failed: bool = False
 
     @property
     def command(self) -> str:
@@ -93,28 +96,65 @@ def row_numbers() -> dict[int, str]:
     return {int(match[1]): match[0] for match in matches if match}
 
 
-def measure_rows(numbers: Sequence[int], tell: Callable[[str], None] = lambda line: None) -> Record:
-    """Measures the rows of these numbers, one after another.
+def measure_rows(numbers: Iterable[int], tell: Callable[[str], None] = lambda line: None) -> Record:
+    """Measures the rows of these numbers, one after another; several, each in a process of its own.
+
+    What one leaves behind (memory that is not given back, algorithms that were chosen, threads) changes the times of
+    the next by more than what is to be measured.
 
     Args:
         numbers: From :func:`row_numbers`.
         tell: Given a line about each row when it is done.
     """
-    modules = row_numbers()
+    chosen = sorted(set(numbers))
+    measure = measure_row if len(chosen) == 1 else _measure_apart
     rows = []
-    for number in sorted(set(numbers)):
-        module = importlib.import_module(f"lightning_accel.claims.{modules[number]}")
-        row = measured(cast(Claim, module.CLAIM), cast(Measure, module.measure))
+    for number in chosen:
+        row = measure(number)
         tell(f"row {row.row}, {row.seconds:.0f} s: {row.verdict}{f' ({row.why})' if row.has_failed else ''}")
         rows.append(row)
     return Record(machine=machine(), date=time.strftime("%Y-%m-%d"), rows=tuple(rows))
+
+
+def measure_row(number: int) -> Row:
+    """Measures the row of this number, in this process."""
+    module = _module(number)
+    return measured(module.CLAIM, module.measure)
+
+
+def _measure_apart(number: int) -> Row:
+    start = time.perf_counter()
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(measure_row, number).result()
+    except BrokenProcessPool:
+        return _failed(_module(number).CLAIM, "its process came to a sudden end", time.perf_counter() - start)
+
+
+def _module(number: int) -> Any:
+    return importlib.import_module(f"lightning_accel.claims.{row_numbers()[number]}")
+
+
+def _failed(
+    claim: Claim, why: str, seconds: float, figures: Sequence[Figure] = (), missing: Sequence[Missing] = ()
+) -> Row:
+    return Row(
+        row=claim.row,
+        text=claim.text,
+        claimed=claim.claimed,
+        figures=tuple(figures),
+        missing=tuple(missing),
+        verdict="failed",
+        why=why,
+        has_failed=True,
+        seconds=seconds,
+    )
 
 
 def measured(claim: Claim, measure: Measure) -> Row:
     """Measures one claim; an error in its benchmark is written down, and does not keep the others from theirs."""
     figures: list[Figure] = []
     missing: list[Missing] = []
-    has_failed = False
     torch.manual_seed(0)
     start = time.perf_counter()
     try:
@@ -128,7 +168,8 @@ def measured(claim: Claim, measure: Measure) -> Row:
     except NotHereError as error:
         verdict, why = "not measured here", str(error)
     except Exception as error:
-        verdict, why, has_failed = "failed", f"{type(error).__name__}: {error}", True
+        seconds = time.perf_counter() - start
+        return _failed(claim, f"{type(error).__name__}: {error}", seconds, figures, missing)
     return Row(
         row=claim.row,
         text=claim.text,
@@ -137,7 +178,6 @@ def measured(claim: Claim, measure: Measure) -> Row:
         missing=tuple(missing),
         verdict=verdict,
         why=why,
-        has_failed=has_failed,
         seconds=time.perf_counter() - start,
     )
 

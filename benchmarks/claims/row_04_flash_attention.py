@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, Target, counted
@@ -152,12 +152,23 @@ def peak_bytes(model: nn.Module, length: int, handle: Engine) -> int:
     return peak_step_bytes(run)
 
 
+class Operators(TorchDispatchMode):
+    """Notes the names of torch's operators that run within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
 def is_fused(run: Callable[[], None]) -> bool:
     """Whether ``run`` comes to one of torch's fused attention kernels, rather than to its three operations."""
-    with profile() as profiler:
+    with Operators() as operators:
         run()
-    names = {event.key for event in profiler.key_averages()}
-    return any(name.startswith("aten::_scaled_dot_product_") and "math" not in name for name in names)
+    return any(name.startswith("aten::_scaled_dot_product_") and "math" not in name for name in operators.names)
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:

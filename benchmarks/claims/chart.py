@@ -54,9 +54,11 @@ def _bar(row: int, figure: Figure, top: float) -> list[str]:
 
 
 def multiple(number: float, figure: Figure) -> float:
-    """How many times what was claimed ``number`` is; the other way round where less is better."""
+    """How many times what was claimed ``number`` is; the other way round where less, or nearer, is better."""
     assert figure.target is not None
     number, claimed = max(number, _LEAST), max(figure.target.number, _LEAST)
+    if figure.target.kind == "about":
+        return min(claimed / number, number / claimed)
     return claimed / number if figure.target.kind == "at most" else number / claimed
 
 

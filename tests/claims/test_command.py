@@ -17,7 +17,7 @@ import pytest
 
 from lightning_accel.__main__ import main
 from lightning_accel.claims import record
-from lightning_accel.claims.chart import svg
+from lightning_accel.claims.chart import multiple, svg
 from lightning_accel.claims.claim import Claim, Figure, Missing, NotHereError, Target, counted
 from lightning_accel.claims.page import number_text, page
 from lightning_accel.claims.record import Record, measured, row_numbers
@@ -143,6 +143,11 @@ def test_in_the_chart_less_is_better_where_at_most_is_claimed() -> None:
 
     assert length(5e-5) > length(1e-4) > length(2e-4)
     assert length(0.0) > 0
+
+
+def test_in_the_chart_nearer_is_better_where_about_a_number_is_claimed() -> None:
+    near, far, below = (counted("ratio", value, "x", Target("about", 1)) for value in (1.05, 2.0, 0.5))
+    assert multiple(near.value, near) > multiple(far.value, far) == multiple(below.value, below)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch.fx import GraphModule
 
 from lightning_accel.patch import MethodPatch
 
+_NUMBERS = itertools.count()
 _FORWARD_PATCH = "_lightning_accel_compiled_forward"
 
 
@@ -89,12 +91,13 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with a code object of its own.
 
     Torch keeps compiled versions with the code: a limited number, looked through one after another at every call. All
-    the blocks of all models in the process would share them, and past the limit torch runs them eagerly, unseen.
+    the blocks of all models in the process would share them, and past the limit torch runs them eagerly, unseen. The
+    code keeps what it was compiled to until ``torch._dynamo.reset()``, as with every function given to torch.compile.
     """
     assert isinstance(function, FunctionType)
-    return FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
-    )
+    # By names torch tells which sizes change from call to call: those of one block are not another's.
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_NUMBERS)}")
+    return FunctionType(code, function.__globals__, function.__name__, closure=function.__closure__)
 
 
 def undo_compile(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ RULE = (
     " it, *at most* likewise from above, *about* where the interval comes within a tenth; where no number was claimed,"
     " *more than* takes an interval that lies above as a whole. A claim **holds** where all of"
     " its figures meet it, **no longer holds** where none does, and in between **holds when** the conditions that are"
-    " named are given. Figures without a claimed number are there to compare with."
+    " named are given, or those after *not* are not. Figures without a claimed number are there to compare with."
 )
 
 _NEAR = 1.1
@@ -120,10 +120,12 @@ def verdict_of(figures: Sequence[Figure]) -> tuple[Outcome | None, str]:
     """
     judged = [figure for figure in figures if figure.target is not None]
     met = [figure.condition for figure in judged if figure.is_met]
+    missed = [figure.condition for figure in judged if not figure.is_met]
     if not judged:
         return None, "not measured here"
-    if len(met) == len(judged):
+    if not missed:
         return "holds", "holds"
     if not met:
         return "no longer holds", "no longer holds"
-    return "holds when", f"holds when {'; '.join(met)}"
+    conditions = "; ".join(met) if len(met) <= len(missed) else f"not: {'; '.join(missed)}"
+    return "holds when", f"holds when {conditions}"

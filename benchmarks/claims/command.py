@@ -22,6 +22,7 @@ def add_parser(subcommands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         type=Path,
+        metavar="FOLDER",
         help="folder for claims.md, claims.svg and claims.json (default: docs; with --row: nothing is written)",
     )
     return parser
@@ -95,7 +96,7 @@ def show(record: Any) -> None:
             for figure in row.figures
         ]
         lines += [(gap.condition, "", "not here", gap.reason, "") for gap in row.missing]
-        for index, line in enumerate(lines or [("", row.claimed, "", row.why, "")]):
+        for index, line in enumerate(lines or [("", row.claimed, "not here", "", "")]):
             table.add_row(*((str(row.row), row.text) if index == 0 else ("", "")), *line)
         table.add_section()
     console.print(table, markup=False)

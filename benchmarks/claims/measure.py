@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from lightning_accel.claims.claim import Figure, Target
-from lightning_accel.host import Host
+from lightning_accel.host import Host, usable_cores
 from lightning_accel.memory.meter import meter_for
 
 _RESAMPLES = 2000
@@ -129,6 +130,29 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     finally:
         tracemalloc.stop()
     return peak_step_bytes(call) + of_numpy
+
+
+class Others:
+    """How busy other processes keep this machine, from the making of this to :meth:`cores`."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter(), _busy_seconds()
+
+    def cores(self) -> float:
+        """How many cores they took on average; 0 where this process may use some of the cores only, and cannot tell."""
+        start, busy = self._started
+        if usable_cores() != os.cpu_count():
+            return 0.0
+        return max(0.0, (_busy_seconds() - busy) / (time.perf_counter() - start))
+
+
+def _busy_seconds() -> float:
+    """What all cores have computed for others than this process and its children."""
+    everybody, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    busy = sum(everybody) - everybody.idle - getattr(everybody, "iowait", 0.0)
+    # Linux counts guests as users, too.
+    busy -= getattr(everybody, "guest", 0.0) + getattr(everybody, "guest_nice", 0.0)
+    return float(busy - own.user - own.system - own.children_user - own.children_system)
 
 
 def machine() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from lightning_accel.claims.claim import RULE, Figure, Unit
 from lightning_accel.claims.record import Record, Row
 
 CHART = "claims.svg"
+_FEW = 6  # figures, of which the summary has those without a claimed number too
 MET = {True: "yes", False: "no", None: ""}
 
 
@@ -24,6 +25,7 @@ def page(record: Record) -> str:
         f" {about['torch']}, Python {about['python']}, on {record.date}: {measured} of {len(record.rows)} rows in"
         f" {seconds:.0f} seconds.\n",
         table(record),
+        *_disturbed(record),
         f"\n**How a verdict comes about.** {RULE}\n",
         f"![What was measured against what was claimed, as multiples of the claimed number]({CHART})\n",
         "In the chart, the grey bar is what was claimed, the coloured one what was measured, better to the right, and"
@@ -32,6 +34,11 @@ def page(record: Record) -> str:
         figures_table(record),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _disturbed(record: Record) -> list[str]:
+    rows = [str(row.row) for row in record.rows if row.is_disturbed]
+    return [f"\nOther processes were busy meanwhile, of rows {', '.join(rows)}: measure these again."] if rows else []
 
 
 def table(record: Record) -> str:
@@ -63,12 +70,13 @@ def figures_table(record: Record) -> str:
 
 
 def _summary(row: Row) -> Sequence[str]:
-    judged = [_measured(figure) for figure in row.figures if figure.target is not None]
+    is_short = len(row.figures) <= _FEW
+    shown = [_measured(figure) for figure in row.figures if is_short or figure.target is not None]
     return (
         str(row.row),
         row.text,
         row.claimed,
-        "<br>".join(judged) or "-",
+        "<br>".join(shown) or "-",
         f"**{row.verdict}**",
         row.why,
         f"`{row.command}`",
@@ -103,5 +111,7 @@ def target_text(figure: Figure) -> str:
 def number_text(value: float, unit: Unit) -> str:
     """A number in its unit."""
     if unit == "x":
-        return f"{value:,.0f}x" if value >= 100 else f"{value:.2f}x"
-    return f"{100 * value:.1f}%" if unit == "%" else f"{value:.1e}"
+        return f"{value:,.0f}x" if value >= 100 else f"{value:.2f}x" if value >= 0.1 else f"{value:.2g}x"
+    if unit == "%":
+        return f"{100 * value:.1f}%"
+    return f"{value:.1e}" if value else "0"

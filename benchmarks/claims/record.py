@@ -18,7 +18,9 @@ import torch
 
 import lightning_accel.claims
 from lightning_accel.claims.claim import Claim, Figure, Missing, NotHereError, Target, verdict_of
-from lightning_accel.claims.measure import machine
+from lightning_accel.claims.measure import Others, machine
+
+_DISTURBING_CORES = 0.25
 
 Measure = Callable[[], Iterable[Figure | Missing]]
 
@@ -36,6 +38,7 @@ class Row:
         verdict: In words.
         why: The reason; for a row that was not measured, what it takes.
         seconds: How long it took.
+        others_cores: How many cores other processes took meanwhile: times measured beside them are not to be trusted.
         has_failed: Whether the benchmark broke off.
     """
 
@@ -47,7 +50,13 @@ class Row:
     verdict: str
     why: str
     seconds: float
+    others_cores: float = 0.0
     has_failed: bool = False
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other processes took so much that its times may be others when they are gone."""
+        return self.others_cores > _DISTURBING_CORES
 
     @property
     def command(self) -> str:
@@ -112,6 +121,10 @@ def measure_rows(numbers: Iterable[int], tell: Callable[[str], None] = lambda li
     for number in chosen:
         row = measure(number)
         tell(f"row {row.row}, {row.seconds:.0f} s: {row.verdict}{f' ({row.why})' if row.has_failed else ''}")
+        if row.is_disturbed:
+            tell(
+                f"    other processes took {row.others_cores:.1f} cores meanwhile: measure it again when they are done"
+            )
         rows.append(row)
     return Record(machine=machine(), date=time.strftime("%Y-%m-%d"), rows=tuple(rows))
 
@@ -156,7 +169,7 @@ def measured(claim: Claim, measure: Measure) -> Row:
     figures: list[Figure] = []
     missing: list[Missing] = []
     torch.manual_seed(0)
-    start = time.perf_counter()
+    start, others = time.perf_counter(), Others()
     try:
         # Of what is deprecated on one side of a comparison, nobody who reads the table has to be told.
         with warnings.catch_warnings():
@@ -179,6 +192,7 @@ def measured(claim: Claim, measure: Measure) -> Row:
         verdict=verdict,
         why=why,
         seconds=time.perf_counter() - start,
+        others_cores=others.cores(),
     )
 
 

@@ -114,7 +114,7 @@ def by_onnx_runtime(model: nn.Module, x: Tensor) -> Deployed:
     """Exported to ONNX, run on the CPU by ONNX Runtime, arrays shared with NumPy."""
     if x.device.type != "cpu":
         raise NotHereError("measured on a CPU only: on a GPU its copies from and to NumPy would be what is timed")
-    runtime, _, _ = (_installed(name, "onnxruntime onnx onnxscript") for name in ("onnxruntime", "onnx", "onnxscript"))
+    runtime, _, _ = (_installed(name, "deploy") for name in ("onnxruntime", "onnx", "onnxscript"))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
@@ -127,7 +127,7 @@ def by_tensorrt(model: nn.Module, x: Tensor) -> Deployed:
     """Compiled by Torch-TensorRT; what TensorRT refuses is an error, not run by PyTorch unseen."""
     if x.device.type != "cuda":
         raise NotHereError("TensorRT needs an NVIDIA GPU")
-    _installed("torch_tensorrt", "torch-tensorrt")
+    _installed("torch_tensorrt", "tensorrt")
     options: dict[str, Any] = {
         "min_block_size": 1,
         "pass_through_build_failures": True,
@@ -141,8 +141,8 @@ def _needs_compiler() -> None:
         raise NotHereError("nothing to compile with: `lightning-accel doctor` names what to install")
 
 
-def _installed(module: str, packages: str) -> Any:
+def _installed(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise NotHereError(f"{module} is not installed: pip install {packages}") from None
+        raise NotHereError(f"{module} is not installed: pip install 'lightning-accel[{extra}]'") from None

@@ -15,7 +15,7 @@ from lightning_accel.memory.meter import meter_for
 
 CLAIM = Claim(
     row=11,
-    text="Gradient checkpointing, an 8-block transformer",
+    text="Gradient checkpointing of an 8-block transformer; memory beyond parameters and batch",
     claimed="−50% memory",
     why={
         "holds": "of every block only its input is kept, and in `selective` what its products computed; the rest is"

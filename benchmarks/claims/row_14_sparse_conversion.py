@@ -15,7 +15,7 @@ from lightning_accel.ops import to_coo, to_csr
 
 CLAIM = Claim(
     row=14,
-    text="Dense → CSR as fast and as lean as dense → COO by one `nonzero`, 4096²",
+    text="Dense → CSR as fast and as lean as dense → COO, 4096²; both of this project, with torch's own beside them",
     claimed="equal time, flat memory",
     why={
         "holds": "both read the array piece by piece and write their result once; CSR has one index less a value, and"
@@ -29,8 +29,7 @@ CLAIM = Claim(
 SIZE = 4096
 DENSITIES = (0.5, 0.1, 0.01, 0.001)
 
-# "Equal" to a tenth.
-_AS_FAST, _AS_LEAN = Target("at least", 1 / 1.1), Target("at most", 1.1)
+_AS_FAST, _AS_LEAN = Target("at least", 1), Target("at most", 1)
 
 
 def measure() -> Iterator[Figure]:
@@ -45,19 +44,18 @@ def measure() -> Iterator[Figure]:
             "torch's coo": x.to_sparse,
         }
         times = timed_ms(sides, seconds=1)
-        yield speedup(f"time is asked for, at a density of {share:.1%}", times["coo"], times["csr"], _AS_FAST)
-        yield speedup(f"against torch's own COO, density {share:.1%}", times["torch's coo"], times["csr"])
+        yield speedup(f"time, density {share:.1%}", times["coo"], times["csr"], _AS_FAST)
+        yield speedup(f"time against torch's own COO, density {share:.1%}", times["torch's coo"], times["csr"])
         yield speedup(
-            f"torch's own CSR against its COO, density {share:.1%}", times["torch's coo"], times["torch's csr"]
+            f"time of torch's own CSR against its COO, density {share:.1%}", times["torch's coo"], times["torch's csr"]
         )
         peaks = {name: peak_bytes(side) for name, side in sides.items()}
         note = " to ".join(f"{peaks[name] / 2**20:.3g} MiB" for name in ("coo", "csr"))
-        yield counted(
-            f"memory is asked for, at a density of {share:.1%}", peaks["csr"] / peaks["coo"], "x", _AS_LEAN, note
-        )
+        yield counted(f"memory, density {share:.1%}", peaks["csr"] / peaks["coo"], "x", _AS_LEAN, note)
+        yield counted(f"memory against torch's own COO, density {share:.1%}", peaks["csr"] / peaks["torch's coo"], "x")
         beyond = (peaks["csr"] - result_bytes(to_csr(x))) / x.nbytes
         yield counted(
-            f"what CSR takes beyond input and result, as a share of the input, density {share:.1%}", beyond, "%"
+            f"CSR's memory beyond input and result, as a share of the input, density {share:.1%}", beyond, "%"
         )
 
 

@@ -18,9 +18,9 @@ CLAIM = Claim(
     claimed="80.8 µs to 11.6 µs for 4x4",
     why={
         "holds": "`det` goes through LU, which is twice the arithmetic of Cholesky",
-        "holds when": "Cholesky is half the arithmetic of LU, which `det` goes through; but `det` is no longer so slow"
-        " to call, and in the other cases LU is the better tuned",
-        "no longer holds": "`det` goes through LU, which is no longer slow to call and better tuned than Cholesky",
+        "holds when": "Cholesky is half the arithmetic of LU, which `det` goes through",
+        "no longer holds": "`det` goes through LU, twice the arithmetic of Cholesky, but it is no longer slow to call;"
+        " and where the arithmetic counts, libraries may do LU better: all figures say where",
     },
 )
 SIZES, BATCHES = (4, 16, 64, 256, 512), ((), (32,))
@@ -32,7 +32,7 @@ def measure() -> Iterator[Figure]:
         for size in SIZES:
             name = f"{'32 times' if batch else 'one'} {size}x{size}"
             times = timed_ms(sides(covariances(*batch, size)), seconds=SECONDS)
-            target = Target("at least", 80.8 / 11.6) if name == "one 4x4" else Target("more than", 1)
+            target = Target("at least", 80.8 / 11.6) if name == "one 4x4" else None
             through_cholesky = speedup(name, times["det"], times["Cholesky"], target)
             winner = "LU wins, " if through_cholesky.high < 1 else ""
             yield replace(through_cholesky, note=winner + through_cholesky.note)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ _JITTERS = 4  # of one size, of ten times that, and so on
 def cholesky(cov: ArrayT, *, jitter: float = 0.0, asker: str = "cholesky") -> ArrayT:
     """The lower triangular ``L`` with ``L Lᵀ = cov``, for each covariance of a batch.
 
-    Of ``cov`` the lower triangle counts; that the upper one mirrors it, but for rounding, is checked first. Where it
-    does to the bit, that takes a tenth of the time of factorising large matrices, else three tenths.
+    Of ``cov`` the lower triangle counts; that the upper one mirrors it, to a ten-thousandth of the deviations of the
+    two features, is checked first. Where it does to the bit, that takes a tenth of the time of factorising large
+    matrices, else three tenths.
 
     Nothing is added to a covariance unless it is asked for. With ``jitter``, those of the batch that are not positive
     definite, and only those, get that share of the mean of their own diagonal added to it; then, while that is not
@@ -100,8 +101,9 @@ def check_symmetric(asker: str, cov: Tensor, dtype: torch.dtype) -> bool:
 
 def check_jitter(asker: str, jitter: float) -> None:
     """Raises a ValueError where ``jitter`` is no share."""
-    if not (math.isfinite(jitter) and jitter >= 0):
-        raise ValueError(f"{asker}(jitter={jitter!r}): give a share of the mean of the diagonal, 0 or more.")
+    given: Any = jitter
+    if isinstance(given, bool) or not isinstance(given, float | int) or not 0 <= given <= 1:
+        raise ValueError(f"{asker}(jitter={given!r}): give a share of the mean of the diagonal, a number from 0 to 1.")
 
 
 def factorised(asker: str, cov: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
@@ -154,6 +156,8 @@ def _not_positive_definite(asker: str, cov: Tensor, failed: Tensor, jitter: floa
             f"{found}), nor is it with {most:.3g} times the mean of its diagonal added to it, the most that"
             f" jitter={jitter!r} adds. Give more, or look for an error in what it was computed from."
         )
+    if smallest > 0:
+        return ValueError(f"{found}) in {cov.dtype}: it is too small for it. Give float64, or features in other units.")
     return ValueError(
         f"{found}): features that are constant or a combination of others. Leave them out, or add a little to the"
         " diagonal, as jitter=1e-6 does in lightning_accel.ops.gaussian."

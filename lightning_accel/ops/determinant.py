@@ -15,6 +15,7 @@ from lightning_accel.ops.arrays import ArrayT, as_tensors
 from lightning_accel.ops.cholesky import check_jitter, check_symmetric, factorised, in_full
 
 _ROUNDS, _TIMED_S = 10, 0.05
+_FEW = 32
 _CLEARLY_LESS = 0.95  # the clocks of shared machines tell no more
 # In roundings of D numbers. Of 288,000 matrices near singular (of low rank, of kernels, with one small eigenvalue) none
 # that Cholesky refuses got past it; Kahan's (1966), singular without a small pivot, may.
@@ -104,8 +105,10 @@ def _lu_is_safe(cov: Tensor, count: int) -> bool:
 
 def _by_cholesky(cov: Tensor) -> _Root | None:
     factors, found = torch.linalg.cholesky_ex(cov)
-    root = _diagonal(factors).prod(-1)
-    return _Root(root, lambda: factors) if _extremes(found)[1] == 0 and _in_range(root) else None
+    if _extremes(found)[1] != 0:
+        return None
+    root = _product(_diagonal(factors))
+    return None if root is None else _Root(root, lambda: factors)
 
 
 def _by_lu(cov: Tensor) -> _Root | None:
@@ -123,24 +126,34 @@ def _by_lu(cov: Tensor) -> _Root | None:
     least = _MARGIN * size * torch.finfo(cov.dtype).eps * _diagonal(cov)
     if not ((rows == unswapped) & (pivots > least)).all():
         return None
-    root = pivots.sqrt().prod(-1)
-    return _Root(root, lambda: (factors * pivots.rsqrt()[..., None]).mT) if _in_range(root) else None
+    root = _product(pivots.sqrt())
+    return None if root is None else _Root(root, lambda: (factors * pivots.rsqrt()[..., None]).mT)
 
 
 def _diagonal(matrices: Tensor) -> Tensor:
     return matrices.diagonal(0, -2, -1)
 
 
-def _in_range(products: Tensor) -> bool:
-    """Whether all are positive and finite; infinity in a covariance comes out here as well."""
-    least, most = _extremes(products)
-    return least > 0 and most < math.inf
+def _product(diagonals: Tensor) -> Tensor | None:
+    """The product of each diagonal ``(..., D)``; None where an entry is not positive and finite.
+
+    By logarithms where a product might leave the dtype's range on its way, and come back without its digits.
+    """
+    least, most = _extremes(diagonals)
+    if not (least > 0 and most < math.inf):
+        return None
+    limits, size = torch.finfo(diagonals.dtype), diagonals.shape[-1]
+    lowest, highest = size * math.log(min(least, 1)), size * math.log(max(most, 1))
+    if lowest > math.log(limits.tiny) and highest < math.log(limits.max):
+        return diagonals.prod(-1)
+    return diagonals.log().sum(-1).exp()
 
 
 def _extremes(values: Tensor) -> tuple[float, float]:
-    """The least and the most of them; both NaN where one is."""
-    if values.ndim == 0:  # of 4x4 matrices, this alone would take longer than the factorisation
-        return values.item(), values.item()
+    """The least and the most of them; NaN where one is."""
+    if values.numel() <= _FEW:  # of 4x4 matrices, aminmax alone would take longer than the factorisation
+        numbers = values.reshape(-1).tolist()
+        return (min(numbers), max(numbers)) if not math.isnan(sum(numbers)) else (math.nan, math.nan)
     least, most = values.aminmax()
     return least.item(), most.item()
 

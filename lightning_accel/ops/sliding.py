@@ -48,12 +48,19 @@ def windows(x: ArrayT, size: int, step: int = 1, axis: int = -1) -> ArrayT:
     """
     library = common_library("windows", {"x": x})
     array: Any = x
+    if isinstance(array, Tensor) and array.layout != torch.strided:
+        raise TypeError(
+            f"windows(x=...) has layout {array.layout}, which has no views. Give a dense tensor: x.to_dense()."
+        )
+    if array.ndim == 0:
+        raise ValueError("windows(x=...) has no axes. Allowed: one dimension or more.")
     axis = _checked_axis(axis, array.shape)
     size = _checked_size("windows", "size", size, array.shape, axis)
     step = _integer("windows", "step", step)
     if step < 1:
         raise ValueError(f"windows(step={step}) of an axis of length {array.shape[axis]}. Allowed: 1 or more.")
-    view: ArrayT = _unfolded(library, array, axis, size, step)
+    # Beyond the axis there is one window, and in the end numbers that no stride can be.
+    view: ArrayT = _unfolded(library, array, axis, size, min(step, array.shape[axis]))
     return view
 
 
@@ -122,7 +129,8 @@ def batched_matmul(pairs: Iterable[tuple[ArrayT, ArrayT]]) -> list[ArrayT]:
 
     Returns:
         The products ``(..., M, N)`` in the order of the pairs. Those of a stack are views of one batch: each keeps all
-        of it alive, and while gradients are recorded none can be written to. Tensors keep their gradients.
+        of it alive, and while gradients are recorded none can be written to. Tensors keep their gradients; where some
+        products of a stack go unused, their inputs are given gradients of zeros, rather than none.
 
     Raises:
         TypeError: As of :func:`sliding_matmul`, with the index of the pair.
@@ -189,7 +197,7 @@ def _products_of_group(group: Sequence[Pair]) -> Sequence[Any]:
     least_pairs, most_elements = _STACKED.get(a.device.type, (math.inf, 0))
     is_stacked = len(group) >= least_pairs and max(a.numel(), b.numel()) <= most_elements
     # With unlike numbers of dimensions, the new first one would meet another in broadcasting.
-    if not is_stacked or a.ndim != b.ndim:
+    if not is_stacked or a.ndim != b.ndim or not a.layout == b.layout == torch.strided:
         return [_product("batched_matmul", a, b) for a, b in group]
     stacks = [torch.stack(matrices) for matrices in zip(*group, strict=True)]
     return tuple(_product("batched_matmul", *stacks).unbind())
@@ -220,12 +228,17 @@ def _grouped(pairs: Sequence[tuple[Any, Any]]) -> list[list[int]]:
     """The indices of pairs that are alike, in the order of their first; each kind of pair is checked."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, (a, b) in enumerate(pairs):
-        key = (a.shape, b.shape, a.dtype, b.dtype, getattr(a, "device", None), getattr(b, "device", None))
+        key = (a.shape, b.shape, a.dtype, b.dtype, *_tensor_traits(a), *_tensor_traits(b))
         if key not in groups:
             _check_product(f"batched_matmul, pairs[{index}]", a, b)
             groups[key] = []
         groups[key].append(index)
     return list(groups.values())
+
+
+def _tensor_traits(array: Any) -> tuple[Any, ...]:
+    """What else tensors of one stack have in common: else a constant among others would be given a gradient."""
+    return (array.device, array.layout, array.requires_grad) if isinstance(array, Tensor) else ()
 
 
 def _check_product(asker: str, a: Any, b: Any) -> None:
@@ -237,10 +250,15 @@ def _check_product(asker: str, a: Any, b: Any) -> None:
         )
     if getattr(a, "device", None) != getattr(b, "device", None):  # NumPy's have none before version 2
         raise ValueError(f"{asker}: a on {a.device}, b on {b.device}. Move them to one device.")
-    if a.dtype != b.dtype and not (isinstance(a, Tensor) and torch.is_autocast_enabled(a.device.type)):
+    if a.dtype != b.dtype and not _are_cast(a, b):
         raise TypeError(f"{asker}: a of {a.dtype}, b of {b.dtype}. Convert one: a product has one dtype.")
     if a.dtype in _BOOLEANS:
         raise TypeError(f"{asker}: a and b hold booleans. Convert them, to integers to count, say.")
+
+
+def _are_cast(a: Any, b: Any) -> bool:
+    """Whether autocast brings the two to one dtype."""
+    return isinstance(a, Tensor) and {a.dtype, b.dtype} <= _CAST and torch.is_autocast_enabled(a.device.type)
 
 
 def _can_broadcast(one: Sequence[int], other: Sequence[int]) -> bool:
@@ -248,6 +266,7 @@ def _can_broadcast(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 _BOOLEANS = {torch.bool, np.dtype(bool)}
+_CAST = {torch.float16, torch.bfloat16, torch.float32}  # by autocast
 
 
 def _checked_size(asker: str, name: str, value: int, shape: Sequence[int], axis: int) -> int:

@@ -182,11 +182,21 @@ class _Sparse(torch.autograd.Function):
 def _sparse_tensor(entries: Entries, shape: torch.Size) -> Tensor:
     if entries.row_starts is None:
         return torch.sparse_coo_tensor(
-            entries.indices, entries.values, shape, is_coalesced=True, check_invariants=False
+            entries.indices,
+            entries.values,
+            shape,
+            device=entries.values.device,
+            is_coalesced=True,
+            check_invariants=False,
         )
     _hear_of_beta()
     return torch.sparse_csr_tensor(
-        entries.row_starts, entries.indices[0], entries.values, shape, check_invariants=False
+        entries.row_starts,
+        entries.indices[0],
+        entries.values,
+        shape,
+        device=entries.values.device,
+        check_invariants=False,
     )
 
 
@@ -198,7 +208,8 @@ def _hear_of_beta() -> None:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
-        torch.sparse_csr_tensor(torch.zeros(1, dtype=torch.int64), [], [], (0, 0), check_invariants=False)
+        start = torch.zeros(1, dtype=torch.int64, device="cpu")
+        torch.sparse_csr_tensor(start, start[:0], start[:0], (0, 0), device="cpu", check_invariants=False)
 
 
 # -- SciPy and CuPy --------------------------------------------------------------------------------------------------

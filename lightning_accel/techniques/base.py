@@ -73,7 +73,7 @@ class Technique:
     remembers: ClassVar[bool] = True
     acts_without_sites: ClassVar[bool] = False
     why_not_sharded: ClassVar[str] = ""
-    on_by_default: ClassVar[bool] = False
+    on_by_default: bool = False
     explicit: bool = False
     status: str = ""
     objections: Mapping[str, str] = MappingProxyType({})

@@ -1,4 +1,4 @@
-"""Compilation of the repeated blocks with ``torch.compile``, once for all blocks of a class, after every other edit."""
+"""Compilation of the repeated blocks with ``torch.compile``, each by itself, after every other edit."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class Compilation(Technique):
         self.explicit = not self._must_be_faster
         self._mode = "default" if setting in ("on", "auto") else str(setting)
         self._verify = verify
+        self._recompile_limit: int | None = None
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -104,6 +105,10 @@ class Compilation(Technique):
                 yield Refusal(site, "already compiled")
             else:
                 yield CompilePatch(site, block, self._mode, self._prepare, eager_random=host.kind == "cpu")
+        # After a graph break the compiler begins anew in the block's own code, which blocks of a class share, and with
+        # it one allowance of compiled versions. Past it torch runs a block eagerly and only logs it.
+        self._recompile_limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(self._recompile_limit, 8 + 4 * len(blocks))
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
@@ -145,6 +150,12 @@ class Compilation(Technique):
             yield
         finally:
             probe.undo()
+
+    @override
+    def close(self) -> None:
+        if self._recompile_limit is not None:
+            torch._dynamo.config.recompile_limit = self._recompile_limit
+            self._recompile_limit = None
 
     def _try(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
         block = patch.block

@@ -120,7 +120,7 @@ class MemoryFormat(Technique):
 
     name: ClassVar[str] = "memory_format"
     applied_before_trial: ClassVar[bool] = True
-    on_by_default: ClassVar[bool] = True
+    on_by_default = True
     why_not_sharded: ClassVar[str] = "FSDP keeps weights row by row, in their ordinary layout"
 
     def __init__(

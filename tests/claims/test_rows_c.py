@@ -24,7 +24,8 @@ def test_claim_16_is_measured_for_one_matrix_and_for_many(monkeypatch: pytest.Mo
     monkeypatch.setattr(row_16_sqrt_det, "SIZES", (4, 8))
     figures = list(row_16_sqrt_det.measure())
     judged = [figure.condition for figure in figures if figure.target is not None]
-    assert judged == ["one 4x4", "one 8x8", "32 times 4x4", "32 times 8x8"]
+    assert judged == ["one 4x4"]
+    assert {"one 8x8", "32 times 4x4", "32 times 8x8"} <= {figure.condition for figure in figures}
     assert all(0 < figure.low <= figure.value <= figure.high < math.inf for figure in figures)
 
 

@@ -200,7 +200,7 @@ def test_attention_by_hand_holds_its_scores_in_memory() -> None:
 
 
 def test_fused_attention_is_as_exact_and_lean_as_claimed_at_small_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"B": 2, "L": 64, "D": 16, "SHORTEST": 1024, "BY_HAND_LONGEST": 2048, "LONGEST": 4096}.items():
+    for name, value in {"B": 2, "L": 64, "D": 16, "LENGTHS": (1024, 2048, 4096), "MOST_BY_HAND": 2048}.items():
         monkeypatch.setattr(row_04_flash_attention, name, value)
     found = measured(row_04_flash_attention.CLAIM, row_04_flash_attention.measure)
     assert not found.has_failed, found.why
@@ -219,7 +219,7 @@ def test_fused_attention_is_as_exact_and_lean_as_claimed_at_small_sizes_too(monk
 @pytest.mark.parametrize(
     ("deploy", "hidden", "mend"),
     [
-        (row_05_inference_export.by_onnx_runtime, "onnxruntime", "pip install onnxruntime"),
+        (row_05_inference_export.by_onnx_runtime, "onnxruntime", r"pip install 'lightning-accel\[deploy\]'"),
         (row_05_inference_export.by_tensorrt, "torch_tensorrt", "NVIDIA GPU"),
     ],
 )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_accel.claims.claim import Figure, Target, counted, verdict_of
-from lightning_accel.claims.measure import interleaved_ms, median_interval, speedup, timed_ms
+from lightning_accel.claims.measure import Others, interleaved_ms, median_interval, speedup, timed_ms
+from lightning_accel.host import usable_cores
 
 
 def figure(condition: str, low: float, high: float, target: Target | None) -> Figure:
@@ -51,7 +56,7 @@ TO_COMPARE = figure("beside it", 7, 8, None)
         ([MET, TO_COMPARE], ("holds", "holds")),
         ([MISSED, TO_COMPARE], ("no longer holds", "no longer holds")),
         ([MET, MISSED], ("holds when", "holds when large")),
-        ([MET, MISSED, figure("huge", 5, 6, FASTER)], ("holds when", "holds when large; huge")),
+        ([MET, MISSED, figure("huge", 5, 6, FASTER)], ("holds when", "holds when not: small")),
         ([TO_COMPARE], (None, "not measured here")),
         ([], (None, "not measured here")),
     ],
@@ -96,3 +101,15 @@ def test_sides_take_turns_and_each_goes_first_in_every_other_round(measure: Any)
     if measure is interleaved_ms:
         assert calls == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert len(turns) > 4
+
+
+def test_what_other_processes_compute_is_noticed() -> None:
+    if usable_cores() != os.cpu_count():
+        pytest.skip("this process may use some of the cores only, and cannot tell")
+    others = Others()
+    # Not waited for: what it computed would else count as this process's own.
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        time.sleep(0.3)
+        found = others.cores()
+        busy.kill()
+    assert found > 0.1

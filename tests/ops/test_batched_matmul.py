@@ -131,3 +131,24 @@ def test_what_is_no_array_among_pairs_is_refused_with_its_index() -> None:
 def test_a_pair_on_two_devices_is_refused() -> None:
     with pytest.raises(ValueError, match=r"pairs\[0\]: a on cpu, b on meta. Move them to one device"):
         batched_matmul([(torch.ones(3, 4), torch.ones(4, 5, device="meta"))])
+
+
+def test_constants_among_tensors_with_gradients_stay_constants() -> None:
+    ones = torch.ones(2, 2)
+    weights = torch.ones(2, 2, requires_grad=True)
+    products = batched_matmul([(ones, ones)] * 20 + [(ones, weights)] * 20)
+    assert [product.requires_grad for product in products] == [False] * 20 + [True] * 20
+
+
+def test_sparse_tensors_are_multiplied_one_by_one() -> None:
+    eye = torch.eye(2)
+    products = batched_matmul([(eye.to_sparse(), eye)] * 20 + [(eye, eye)] * 20)
+    assert all(torch.equal(product.to_dense(), eye) for product in products)
+
+
+def test_autocast_excuses_only_the_dtypes_that_it_casts() -> None:
+    a, b = torch.ones(2, 2), torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert batched_matmul([(a, b.bfloat16())])[0].dtype == torch.bfloat16
+        with pytest.raises(TypeError, match=r"a of torch.float32, b of torch.float64"):
+            batched_matmul([(a, b.double())])

@@ -160,3 +160,14 @@ def test_what_was_given_is_not_changed() -> None:
     cov: Tensor = torch.ones(2, 2)
     gaussian.cholesky(cov, jitter=1e-3)
     assert torch.equal(cov, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("jitter", [True, None, "1e-6", [1e-6], -1e-6, 1e300, float("nan"), torch.tensor(1e-6)])
+def test_jitter_of_no_meaning_is_refused(jitter: Any) -> None:
+    with pytest.raises(ValueError, match=r"cholesky\(jitter=.*a number from 0 to 1"):
+        gaussian.cholesky(torch.ones(2, 2), jitter=jitter)
+
+
+def test_a_covariance_too_small_for_its_dtype_is_called_that() -> None:
+    with pytest.raises(ValueError, match=r"in torch.float32: it is too small for it. Give float64"):
+        gaussian.cholesky(torch.tensor([[1e-38, 0.9e-38], [0.9e-38, 1e-38]]) * 1e-6)

@@ -181,3 +181,14 @@ def test_empty_batches_and_no_features_have_the_empty_product(shape: tuple[int, 
 def test_it_works_in_compiled_code() -> None:
     compiled = torch.compile(gaussian.sqrt_det, backend="eager")
     assert compiled(4 * torch.eye(2)) == 4
+
+
+@pytest.mark.parametrize(("size", "scale"), [(10, 1e9), (60, 30.0), (98, 8.2), (512, 1.5)])
+@pytest.mark.parametrize("batch", [(), (8,)])
+def test_a_product_that_leaves_the_range_on_its_way_keeps_its_digits(
+    size: int, scale: float, batch: tuple[int, ...]
+) -> None:
+    """Half of the deviations are 1/scale and half scale: the root is 1, and on the way there far below."""
+    half = torch.full((size // 2,), scale)
+    cov = torch.diag(torch.cat([1 / half, half]).square()).expand(*batch, size, size).contiguous()
+    assert (gaussian.sqrt_det(cov) - 1).abs().max() < 1e-3

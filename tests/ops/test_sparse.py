@@ -289,3 +289,10 @@ def test_without_scipy_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(ImportError, match="pip install scipy"):
         to_csr(np.eye(2))
+
+
+@pytest.mark.parametrize("convert", [to_csr, to_coo, sparse_relu])
+def test_results_stay_where_the_input_is_whatever_the_default_device(convert: Any) -> None:
+    x = torch.ones(2, 2)
+    with torch.device("meta"):
+        assert convert(x).device == x.device

@@ -82,7 +82,7 @@ def test_a_step_that_does_not_advance_is_refused(step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis", "allowed"), [((4, 20), 2, "from -2 up to 1"), ((4, 20), -3, "from -2 up to 1"), ((), 0, "0 axes")]
+    ("shape", "axis", "allowed"), [((4, 20), 2, "from -2 up to 1"), ((4, 20), -3, "from -2 up to 1")]
 )
 def test_an_axis_that_there_is_not_is_refused(shape: tuple[int, ...], axis: int, allowed: str) -> None:
     with pytest.raises(ValueError, match=rf"windows\(axis={axis}\).*{allowed}"):
@@ -103,3 +103,15 @@ def test_integers_of_numpy_will_do() -> None:
 def test_what_is_no_array_has_no_windows() -> None:
     with pytest.raises(TypeError, match=r"windows\(x=...\) is of type list"):
         windows([1, 2, 3], 2)
+
+
+@pytest.mark.parametrize("x", [np.arange(4.0), torch.arange(4.0)])
+def test_steps_beyond_every_stride_leave_one_window(x: Any) -> None:
+    assert windows(x, 3, step=2**70).tolist() == [[0, 1, 2]]
+
+
+def test_what_has_no_axes_and_what_has_no_views_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no axes"):
+        windows(torch.tensor(3.0), 1)
+    with pytest.raises(TypeError, match=r"layout torch.sparse_coo, which has no views"):
+        windows(torch.ones(3).to_sparse(), 1)

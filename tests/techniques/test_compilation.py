@@ -405,3 +405,34 @@ def test_many_models_compiled_in_one_process_all_stay_compiled(monkeypatch: pyte
         compiled.compile_call(layer, {})
         layer(torch.randn(3, width))
     assert len(captured) == 20
+
+
+class Broken(nn.Module):
+    """A block that the compiler has to capture in two parts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        torch._dynamo.graph_break()
+        return x.relu()
+
+
+def test_blocks_with_a_graph_break_all_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = []
+
+    def compile_fx(graph: Any, inputs: Any, config_patches: Any) -> Any:
+        captured.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    blocks = nn.ModuleList(Broken(width) for width in range(1, 15))
+    handle = accelerate(blocks, Plan(compile="on", precision="32-true", verify=False), host=CPU)
+    for _ in range(3):
+        with handle.step():
+            for width, block in enumerate(blocks, start=1):
+                block(torch.randn(3, width))
+    handle.undo()
+    assert len(captured) >= 2 * len(blocks)

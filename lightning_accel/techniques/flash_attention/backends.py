@@ -26,7 +26,18 @@ _HALF = (torch.float16, torch.bfloat16)
 
 # What torch's kernels for AMD cards, AOTriton's, are built for; some of it is experimental, which torch itself says of
 # each call (`lacks`). From evaluate_platform_supports_flash_attention in torch/testing/_internal/common_cuda.py.
-_AOTRITON_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx115", "gfx120")
+_AOTRITON_ARCHITECTURES = (
+    "gfx90a",
+    "gfx942",
+    "gfx950",
+    "gfx1100",
+    "gfx1101",
+    "gfx1102",
+    "gfx1150",
+    "gfx1151",
+    "gfx1200",
+    "gfx1201",
+)
 
 
 class Backend(ABC):
@@ -109,14 +120,19 @@ class FlashImplementation(SdpaKernel):
     https://docs.pytorch.org/docs/stable/nn.attention.html
     """
 
-    def __init__(self, name: str, package: str, min_capability: tuple[int, int], mend: str) -> None:
-        super().__init__(name, SDPBackend.FLASH_ATTENTION, min_capability)
+    def __init__(self, name: str, package: str, majors: tuple[int, ...], mend: str) -> None:
+        super().__init__(name, SDPBackend.FLASH_ATTENTION, (min(majors), 0))
+        self._majors = majors  # as torch asks for them in torch/nn/attention/_fa3.py and _fa4.py
         self._package = package
         self._mend = mend
 
     @override
     def unavailable(self, host: Host) -> str | None:
         reason = _needs_nvidia(host, self._min_capability)
+        if reason is None and host.capability is not None and host.capability[0] not in self._majors:
+            built = " and ".join(f"{major}.x" for major in self._majors)
+            has = f"{host.device_name} has {host.capability[0]}.x"
+            return f"is built for compute capability {built}, and {has}: use 'sdpa'"
         if reason is None and self.name not in host.kernels:
             reason = f"needs the package {self._package!r}: {self._mend}"
         return reason
@@ -247,10 +263,8 @@ BACKENDS: dict[str, Backend] = {
         SdpaKernel("cudnn", SDPBackend.CUDNN_ATTENTION, (8, 0)),
         SdpaKernel("flash", SDPBackend.FLASH_ATTENTION, (8, 0)),
         SdpaKernel("efficient", SDPBackend.EFFICIENT_ATTENTION, (5, 0)),
-        FlashImplementation(
-            "fa3", "flash_attn_interface", (9, 0), "build it from github.com/Dao-AILab/flash-attention"
-        ),
-        FlashImplementation("fa4", "flash_attn.cute", (9, 0), "pip install flash-attn-4"),
+        FlashImplementation("fa3", "flash_attn_interface", (9,), "build it from github.com/Dao-AILab/flash-attention"),
+        FlashImplementation("fa4", "flash_attn.cute", (9, 10), "pip install flash-attn-4"),
         FlashAttn(),
         Flex(),
     )

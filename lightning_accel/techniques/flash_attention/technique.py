@@ -50,12 +50,12 @@ class FlashAttention(Technique):
 
     name: ClassVar[str] = "flash_attention"
     applied_before_trial: ClassVar[bool] = True
-    on_by_default: ClassVar[bool] = True
 
     def __init__(self, plan: FlashAttentionPlan, *, verify: bool = True) -> None:
         self._plan = plan
         self._verify = verify
         self.explicit = plan.backend != "auto"
+        self.on_by_default = plan == FlashAttentionPlan()
         self._dispatches: dict[str, Dispatch] = {}
         self._backends: dict[str, WatchedBackend] = {}
         self._timed: dict[tuple[Any, ...], Judgement] = {}  # shared by sites of one kind

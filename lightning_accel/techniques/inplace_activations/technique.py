@@ -31,7 +31,7 @@ class InplaceActivations(Technique):
 
     name: ClassVar[str] = "inplace_activations"
     remembers: ClassVar[bool] = False
-    on_by_default: ClassVar[bool] = True
+    on_by_default = True
 
     def __init__(self, *, skip: Mapping[str, str] | None = None) -> None:
         self._skip = dict(skip or {})

@@ -166,6 +166,7 @@ def _restored_modes() -> list[str]:
         return []
     import torch
     from torch.nn.modules import module as hooks
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
     from torch.overrides import _get_current_function_mode_stack, _pop_mode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
     from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
@@ -181,6 +182,10 @@ def _restored_modes() -> list[str]:
         registry = getattr(hooks, name)
         if name.startswith("_global_") and name.endswith("_hooks") and isinstance(registry, dict) and registry:
             leaks.append(f"hooks on every module, torch.nn.modules.module.{name}")
+            registry.clear()
+    for registry in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+        if registry:
+            leaks.append("hooks on every optimizer")
             registry.clear()
     while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         leaks.append("default hooks on saved tensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, Target
 from lightning_accel.claims.measure import device, speedup, timed_ms
+from lightning_accel.engine import Engine
 from lightning_accel.plan import MemoryFormatSetting, PrecisionSetting
 
 CLAIM = Claim(
@@ -28,12 +30,16 @@ def measure() -> Iterator[Figure]:
     precisions: tuple[PrecisionSetting, ...] = ("32-true", "bf16-mixed")
     layouts: tuple[MemoryFormatSetting, ...] = ("preserve", "channels_last")
     for precision in precisions:
-        sides: dict[str, Callable[[], None]] = {layout: training_step(layout, precision) for layout in layouts}
-        times = timed_ms(sides, seconds=4)
+        sides: dict[str, Callable[[], None]] = {}
+        with ExitStack() as stack:
+            for layout in layouts:
+                handle, sides[layout] = training_step(layout, precision)
+                stack.callback(handle.undo)
+            times = timed_ms(sides, seconds=4)
         yield speedup(f"training in {precision}", times["preserve"], times["channels_last"], Target("more than", 1))
 
 
-def training_step(memory_format: MemoryFormatSetting, precision: PrecisionSetting) -> Callable[[], None]:
+def training_step(memory_format: MemoryFormatSetting, precision: PrecisionSetting) -> tuple[Engine, Callable[[], None]]:
     """A step of a small convolutional network on images of 64x64, accelerated by the memory format alone.
 
     16 images on a CPU, 256 on a GPU, which fewer leave idle.
@@ -64,8 +70,10 @@ def training_step(memory_format: MemoryFormatSetting, precision: PrecisionSettin
 
     step()
     applied = handle.report.applied("memory_format")
-    assert len(applied) == (0 if memory_format == "preserve" else 4), handle.report.to_text()
-    return step
+    if len(applied) != (0 if memory_format == "preserve" else 4):
+        handle.undo()
+        raise AssertionError(handle.report.to_text())
+    return handle, step
 
 
 def conv(channels: int, out_channels: int, stride: int = 1) -> nn.Module:

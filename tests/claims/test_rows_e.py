@@ -251,7 +251,9 @@ def test_a_deployed_model_computes_in_the_precision_asked_for_and_leaves_the_ori
 
 
 def test_a_layout_that_is_not_in_force_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    row_08_channels_last.training_step("channels_last", "32-true")()
+    handle, step = row_08_channels_last.training_step("channels_last", "32-true")
+    step()
+    handle.undo()
     monkeypatch.setattr(
         row_08_channels_last,
         "accelerate",

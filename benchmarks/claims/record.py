@@ -8,7 +8,7 @@ import pkgutil
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -141,27 +141,22 @@ def _measure_apart(number: int) -> Row:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             return pool.submit(measure_row, number).result()
     except BrokenProcessPool:
-        return _failed(_module(number).CLAIM, "its process came to a sudden end", time.perf_counter() - start)
+        claim = _module(number).CLAIM
+        return Row(
+            row=claim.row,
+            text=claim.text,
+            claimed=claim.claimed,
+            figures=(),
+            missing=(),
+            verdict="failed",
+            why="its process came to a sudden end",
+            seconds=time.perf_counter() - start,
+            has_failed=True,
+        )
 
 
 def _module(number: int) -> Any:
     return importlib.import_module(f"lightning_accel.claims.{row_numbers()[number]}")
-
-
-def _failed(
-    claim: Claim, why: str, seconds: float, figures: Sequence[Figure] = (), missing: Sequence[Missing] = ()
-) -> Row:
-    return Row(
-        row=claim.row,
-        text=claim.text,
-        claimed=claim.claimed,
-        figures=tuple(figures),
-        missing=tuple(missing),
-        verdict="failed",
-        why=why,
-        has_failed=True,
-        seconds=seconds,
-    )
 
 
 def measured(claim: Claim, measure: Measure) -> Row:
@@ -181,8 +176,7 @@ def measured(claim: Claim, measure: Measure) -> Row:
     except NotHereError as error:
         verdict, why = "not measured here", str(error)
     except Exception as error:
-        seconds = time.perf_counter() - start
-        return _failed(claim, f"{type(error).__name__}: {error}", seconds, figures, missing)
+        verdict, why = "failed", f"{type(error).__name__}: {error}"
     return Row(
         row=claim.row,
         text=claim.text,
@@ -193,6 +187,7 @@ def measured(claim: Claim, measure: Measure) -> Row:
         why=why,
         seconds=time.perf_counter() - start,
         others_cores=others.cores(),
+        has_failed=verdict == "failed",
     )
 
 

@@ -63,11 +63,8 @@ class Meter(ABC):
     def mark(self, mark: Hashable) -> None: ...
 
     @abstractmethod
-    def stop(self, alive: Iterable[Tensor] = ()) -> list[Interval]:
+    def stop(self) -> list[Interval]:
         """Ends, and returns the intervals in the order of time.
-
-        Args:
-            alive: The same kinds of tensors as at the start, as they are now.
 
         Raises:
             MeterBusyError: Another profiler began in the meantime, and this one gave way (on a CPU).
@@ -105,7 +102,7 @@ class _CudaMeter(Meter):
         self._begin(mark)
 
     @override
-    def stop(self, alive: Iterable[Tensor] = ()) -> list[Interval]:
+    def stop(self) -> list[Interval]:
         self._end()
         self._open = None
         return self._intervals
@@ -125,7 +122,7 @@ class _CudaMeter(Meter):
 
 @dataclass(frozen=True)
 class _Freed:
-    """A mark in the midst of an interval: so many bytes were freed that the profiler does not know of."""
+    """A mark in the midst of an interval: so many bytes are about to be freed, reported or not."""
 
     size: int
 
@@ -137,8 +134,10 @@ class _ProfilerMeter(Meter):
     and frees its traces in a way that now and then ends the process with a segmentation fault (`~MemoryTraceLogger`
     in Kineto, torch 2.13).
 
-    It does not report that memory is freed which was allocated while nobody profiled (`ProfiledCPUMemoryReporter` in
-    c10 knows no size for it): the gradients, which the step that is metered drops. These are watched here.
+    It does not report that memory is freed which was allocated while nobody profiled: the gradients, which the step
+    that is metered drops. Or it does, with the size of what it last saw allocated at the same address and never saw
+    freed (`ProfiledCPUMemoryReporter` in c10). So what is alive at the start is watched here, and a report of its end
+    is passed over.
 
     One profiler at a time is all there can be: when the user's begins, this one ends.
     """
@@ -149,8 +148,7 @@ class _ProfilerMeter(Meter):
         self._is_on = self._gave_way = self._has_frozen = False
         self._marks: list[Hashable] = []
         self._base_bytes = 0
-        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
 
     @override
     def start(self, alive: Iterable[Tensor] = ()) -> None:
@@ -159,11 +157,7 @@ class _ProfilerMeter(Meter):
         self._marks = []
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in filter(has_storage, alive)}
         self._base_bytes = sum(storage.nbytes() for storage in storages.values())
-        self._watched = {
-            key: weakref.ref(storage, self._on_free(storage.nbytes()))
-            for key, storage in storages.items()
-            if not _is(self._known.get(key), storage)
-        }
+        self._watched = [weakref.ref(storage, self._on_free(storage.nbytes())) for storage in storages.values()]
         del storages
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated
@@ -222,26 +216,33 @@ class _ProfilerMeter(Meter):
             self._marks.append(mark)
 
     @override
-    def stop(self, alive: Iterable[Tensor] = ()) -> list[Interval]:
+    def stop(self) -> list[Interval]:
         if self._gave_way:
             raise MeterBusyError("another profiler began")
         assert self._is_on
         # By threads: this one, which began with our first mark, and where it computes (on a CPU also backward).
         threads = self._end()
         events = next(t for t in threads if any(event.name() == f"{self._PREFIX}0" for event in t))
-        self._remember(alive)
+        self._watched = []
         intervals: list[Interval] = []
         held = peak = level = self._base_bytes
         mark: Hashable = None
+        is_counted = False  # a free of which the profiler's own report would come next, if it has one
         for event in events:
             kind, name = str(event.kind()), event.name()
             if kind == "memory_alloc":
-                held += event.cpu_memory_usage()
-                peak = max(peak, held)
-            elif kind == "push" and name.startswith(self._PREFIX):
+                if not (is_counted and event.cpu_memory_usage() < 0):
+                    held += event.cpu_memory_usage()
+                    peak = max(peak, held)
+                is_counted = False
+            elif kind == "push":
+                is_counted = False
+                if not name.startswith(self._PREFIX):
+                    continue
                 found = self._marks[int(name[len(self._PREFIX) :])]
                 if isinstance(found, _Freed):
                     held -= found.size
+                    is_counted = True
                     continue
                 if mark is not None:
                     intervals.append(Interval(mark, level, peak))
@@ -249,18 +250,6 @@ class _ProfilerMeter(Meter):
         if mark is not None:
             intervals.append(Interval(mark, level, peak))
         return intervals
-
-    def _remember(self, alive: Iterable[Tensor]) -> None:
-        """What was allocated under the profiler's eyes it reports when it is freed, then or in a later metering."""
-        self._known = {key: reference for key, reference in self._known.items() if reference() is not None}
-        for storage in (tensor.untyped_storage() for tensor in filter(has_storage, alive)):
-            if not _is(self._watched.get(storage._cdata), storage):
-                self._known[storage._cdata] = weakref.ref(storage)
-        self._watched = {}
-
-
-def _is(reference: weakref.ref[torch.UntypedStorage] | None, storage: torch.UntypedStorage) -> bool:
-    return reference is not None and reference() is storage
 
 
 def device_memory_bytes(device: torch.device) -> int:

@@ -266,7 +266,7 @@ class Planner:
             recorder.close()
             self._waited += 1
             try:
-                intervals = self._meter.stop(self._alive())
+                intervals = self._meter.stop()
             except MeterBusyError as error:
                 self._busy = str(error)
                 return

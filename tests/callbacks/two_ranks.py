@@ -117,3 +117,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    torch.distributed.destroy_process_group()  # or Gloo's threads may outlive the interpreter: pytorch#190489

@@ -175,3 +175,4 @@ def main(folder: Path, runs: list[str]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])
+    torch.distributed.destroy_process_group()  # or Gloo's threads may outlive the interpreter: pytorch#190489

@@ -31,12 +31,13 @@ from lightning_accel.memory.costs import (
     measure_block,
     run_block,
 )
-from lightning_accel.memory.memory_plan import BlockPlan, FixedMemory, MemoryPlan, state_of
+from lightning_accel.memory.describe import describe, impossible, own_costs
+from lightning_accel.memory.memory_plan import FixedMemory, MemoryPlan, state_of
 from lightning_accel.memory.meter import MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.optimizers import OptimizerWatch
 from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Rounds, Ways, by_call, leanest, solve
-from lightning_accel.memory.solve import Problem, Stage
+from lightning_accel.memory.solve import Problem
 from lightning_accel.memory.timeline import Call, SharedArguments, StepRecorder, Timeline
 from lightning_accel.plan import OffloadingPlan
 from lightning_accel.tree import tensors_in
@@ -286,7 +287,8 @@ class Planner:
         found = self._rounds.next(problem, ways, timeline.peak_bytes, self._costs)
         state = replace(self.state, ways={**self.state.ways, **found.ways}, offloads_rest=found.offloads_rest)
         if found.least_bytes is not None:
-            state = replace(state, error=self._impossible(found.least_bytes))
+            error = impossible(self._budget, found.least_bytes, self._fixed().total)
+            state = replace(state, error=error)
         elif found.is_final:
             plan = self._described(problem, found.ways, found.offloads_rest)
             predicted = self._rounds.predicted_bytes(found.ways) or plan.predicted_peak_bytes
@@ -295,15 +297,6 @@ class Planner:
             state, self._times = replace(state, phase="confirming", plan=plan), []
             self._planned = {call: float(self._elements[call]) for call in timeline.calls}
         self.state = state
-
-    def _impossible(self, least: int) -> str:
-        return (
-            f"gradient_checkpointing={{'budget': …}}: a training step does not fit into {format_bytes(self._budget)}"
-            f" ({self._budget} bytes). The least that is possible with this model and batch is about"
-            f" {format_bytes(least)} ({least} bytes), of which {format_bytes(self._fixed().total)} are parameters,"
-            " gradients, optimizer state and buffers. Give a larger budget or a smaller batch, or let"
-            " activation_offloading help ('host' on a GPU, 'disk')."
-        )
 
     def _grown(self, state: State) -> State:
         """With a batch that outgrew the plan, one for batches of that size and an eighth more."""
@@ -340,54 +333,20 @@ class Planner:
         return Problem.of(timeline, chosen, {call: self._own(call, cost.ways) for call, cost in costs.items()})
 
     def _own(self, call: Call, ways: Mapping[Way, Cost]) -> dict[Way, Cost]:
-        """The costs of one call, with those arguments in what it keeps that no other call holds."""
-
-        def own(way: Way, cost: Cost) -> Cost:
-            arguments = max(0, cost.argument_bytes - self._arguments.shared_bytes[call])
-            kept = replace(cost, kept_bytes=cost.kept_bytes + arguments)
-            if not torch.are_deterministic_algorithms_enabled():
-                return kept
-            # A time that no clock has a part in: the more a way does, and the more there is to do.
-            return replace(kept, ms=WAYS.index(way) * ways.get("keep", cost).kept_bytes / 2**20)
-
-        return {way: own(way, cost) for way, cost in ways.items()}
+        return own_costs(ways, self._arguments.shared_bytes[call])
 
     def _described(self, problem: Problem, ways: Ways, offloads_rest: bool) -> MemoryPlan:
-        calls = [stage.call for stage in problem.stages]
-
-        def ms(chosen: Mapping[Call, Way]) -> float:
-            # By the clock, though in a deterministic run it decides nothing.
-            leanest_ways = {call: leanest(self._costs[call.site]) for call in calls}
-            spent = [sum(self._costs[c.site].ways[w].ms for c, w in each.items()) for each in (chosen, leanest_ways)]
-            return max(0.0, self._base_ms + spent[0] - spent[1])
-
-        chosen = by_call(problem, ways)
-        kept: dict[Call, Way] = dict.fromkeys(calls, "keep")
-        is_plain_known = all("keep" in stage.ways for stage in problem.stages)
-        return MemoryPlan(
+        kinds = {site: type(block).__name__ for site, block in self._blocks.items()}
+        return describe(
+            problem,
+            by_call(problem, ways),
+            self._costs,
+            kinds=kinds,
+            base_ms=self._base_ms,
             budget_bytes=self._budget,
-            blocks=tuple(self._block(stage, chosen[stage.call]) for stage in problem.stages),
             fixed=self._fixed(),
             offloading=self._offloading,
             offloads_rest=offloads_rest,
-            plain_peak_bytes=problem.peak(kept) if is_plain_known else None,
-            plain_ms=ms(kept) if is_plain_known else None,
-            predicted_peak_bytes=problem.peak(chosen),
-            predicted_ms=ms(chosen),
-        )
-
-    def _block(self, stage: Stage, way: Way) -> BlockPlan:
-        site, plain = stage.call.site, stage.ways.get("keep")
-        measured = self._costs[site].ways
-        return BlockPlan(
-            site=site,
-            call=str(stage.call),
-            kind=type(self._blocks[site]).__name__,
-            way=way,
-            kept_bytes=stage.ways[way].kept_bytes,
-            plain_bytes=None if plain is None else plain.kept_bytes,
-            extra_ms=None if plain is None else measured[way].ms - measured["keep"].ms,
-            saved_by_operator=self._costs[site].saved_by_operator,
         )
 
     def _is_known(self, site: str) -> bool:

@@ -1,55 +1,21 @@
-"""Attention as people write it: many spellings of the same few lines, and some that only look like it."""
+"""Attention as people write it: many spellings of the same few lines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-MAX_LEN = 64
+from attention_module import Attention, Forward, as_module
+
+FOUND: dict[str, type[Attention]] = {}
 
 
-class Attention(nn.Module):
-    """Projections, tables and masks for the spellings below: (B, T, 32) → (B, T, 32), four heads.
-
-    Args:
-        dropout: Of the weights.
-    """
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.dim, self.heads = 32, 4
-        self.q, self.k, self.v, self.o = (nn.Linear(self.dim, self.dim) for _ in range(4))
-        self.drop = nn.Dropout(dropout)
-        self.softmax = nn.Softmax(dim=-1)
-        self.temperature = nn.Parameter(torch.full((self.heads, 1, 1), 1.3))
-        self.relative = nn.Parameter(0.3 * torch.randn(self.heads, MAX_LEN, MAX_LEN))
-        self.register_buffer("lower", torch.tril(torch.ones(MAX_LEN, MAX_LEN)))
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.view(x.shape[0], x.shape[1], self.heads, -1).transpose(1, 2)
-
-    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, H, T, D) each."""
-        return self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
-
-    def qkv_positions_first(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(B, T, H, D) each."""
-        return tuple(part(x).view(*x.shape[:2], self.heads, -1) for part in (self.q, self.k, self.v))
-
-    def qkv_folded(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(B * H, T, D) each."""
-        return tuple(part.reshape(-1, x.shape[1], self.dim // self.heads) for part in self.qkv(x))
-
-    def merge(self, y: Tensor) -> Tensor:
-        return self.o(y.transpose(1, 2).reshape(y.shape[0], y.shape[2], -1))
-
-    def merge_folded(self, y: Tensor) -> Tensor:
-        return self.merge(y.view(-1, self.heads, *y.shape[1:]))
+def found(forward: Forward) -> Forward:
+    FOUND[forward.__name__] = as_module(forward)
+    return forward
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -58,25 +24,6 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None)
     if mask is not None:
         scores = scores.masked_fill(mask == 0, -1e9)
     return torch.matmul(scores.softmax(dim=-1), v)
-
-
-Forward = Callable[[Any, Tensor], Any]
-FOUND: dict[str, type[Attention]] = {}
-LEFT_ALONE: dict[str, tuple[type[Attention], str]] = {}
-
-
-def found(forward: Forward) -> Forward:
-    FOUND[forward.__name__] = type(forward.__name__, (Attention,), {"forward": forward, "__module__": __name__})
-    return forward
-
-
-def left_alone(reason: str) -> Callable[[Forward], Forward]:
-    def register(forward: Forward) -> Forward:
-        kind = type(forward.__name__, (Attention,), {"forward": forward, "__module__": __name__})
-        LEFT_ALONE[forward.__name__] = kind, reason
-        return forward
-
-    return register
 
 
 # -- products ----------------------------------------------------------------------------------------------------
@@ -404,110 +351,3 @@ def content_and_position(self, x):
     q, k, v = self.qkv(x)
     scores = (q @ k.transpose(-1, -2) + q @ self.split(self.o(x)).transpose(-1, -2)) * 0.2
     return self.merge(scores.softmax(-1) @ v)
-
-
-# -- what only looks like it -------------------------------------------------------------------------------------
-
-
-@left_alone("its weights are returned or stored")
-def weights_returned(self, x):
-    q, k, v = self.qkv(x)
-    weights = (q @ k.transpose(-1, -2)).softmax(-1)
-    return self.merge(weights @ v), weights
-
-
-@left_alone("its weights are used elsewhere")
-def weights_stored(self, x):
-    q, k, v = self.qkv(x)
-    weights = (q @ k.transpose(-1, -2)).softmax(-1)
-    self.weights = weights.detach()
-    return self.merge(weights @ v)
-
-
-@left_alone("its scores are used elsewhere")
-def scores_penalised(self, x):
-    q, k, v = self.qkv(x)
-    scores = q @ k.transpose(-1, -2)
-    return self.merge(scores.softmax(-1) @ v) + scores.square().mean()
-
-
-@left_alone("the second product does not sum over the keys")
-def softmax_over_queries(self, x):
-    q, k, v = self.qkv(x)
-    return self.merge((q @ k.transpose(-1, -2)).softmax(-2) @ v)
-
-
-@left_alone("`masked_fill` stands between the softmax and the product with the values")
-def weights_masked(self, x):
-    T = x.shape[1]
-    q, k, v = self.qkv(x)
-    weights = (q @ k.transpose(-1, -2)).softmax(-1).masked_fill(self.lower[:T, :T] == 0, 0.0)
-    return self.merge(weights @ v)
-
-
-@left_alone("`tanh` stands between its first product and the softmax")
-def soft_capped(self, x):
-    q, k, v = self.qkv(x)
-    return self.merge((50 * torch.tanh(q @ k.transpose(-1, -2) / 50)).softmax(-1) @ v)
-
-
-@left_alone("masked scores are filled with -5, which leaves them a weight")
-def mildly_masked(self, x):
-    T = x.shape[1]
-    q, k, v = self.qkv(x)
-    scores = (q @ k.transpose(-1, -2)).masked_fill(self.lower[:T, :T] == 0, -5.0)
-    return self.merge(scores.softmax(-1) @ v)
-
-
-@left_alone("its scores are multiplied by something that differs from key to key")
-def scores_gated(self, x):
-    T = x.shape[1]
-    q, k, v = self.qkv(x)
-    return self.merge((q @ k.transpose(-1, -2) * self.lower[:T, :T]).softmax(-1) @ v)
-
-
-@left_alone("gradients or autocast are switched on or off between its two products")
-def scores_without_gradients(self, x):
-    q, k, v = self.qkv(x)
-    with torch.no_grad():
-        weights = (q @ k.transpose(-1, -2)).softmax(-1)
-    return self.merge(weights @ v)
-
-
-@left_alone("the second product is more than one of weights and values")
-def residual_in_the_second_product(self, x):
-    q, k, v = self.qkv_folded(x)
-    return self.merge_folded(torch.baddbmm(q, torch.bmm(q, k.mT).softmax(-1), v))
-
-
-@left_alone("its scores are scaled after they were masked")
-def mask_scaled_to_nothing(self, x):
-    T = x.shape[1]
-    q, k, v = self.qkv(x)
-    scores = (q @ k.transpose(-1, -2)).masked_fill(self.lower[:T, :T] == 0, -1e4) * 1e-4
-    return self.merge(scores.softmax(-1) @ v)
-
-
-@left_alone("`<function relu at 0x>` writes to a tensor between its two products")
-def values_overwritten_by_an_activation(self, x):
-    q, k, v = self.qkv(x)
-    weights = (q @ k.transpose(-1, -2)).softmax(-1)
-    v = F.relu(v, inplace=True)
-    return self.merge(weights @ v)
-
-
-@left_alone("`mul_` writes to a tensor between its two products")
-def queries_written_through_a_view(self, x):
-    q, k, v = self.qkv(x)
-    weights = (q @ k.transpose(-1, -2)).softmax(-1)
-    part = q[:, :1]
-    part.mul_(0.5)
-    return self.merge(weights @ v + q)
-
-
-@left_alone("`mul_` writes to a tensor between its two products")
-def values_written_in_between(self, x):
-    q, k, v = self.qkv(x)
-    weights = (q @ k.transpose(-1, -2)).softmax(-1)
-    v.mul_(2.0)
-    return self.merge(weights @ v)

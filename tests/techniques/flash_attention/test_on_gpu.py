@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,12 +27,6 @@ pytestmark = [
     # What compilers and drivers say about the machine is no fault of ours: it is shown, not raised.
     pytest.mark.filterwarnings("default"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _forget_captures() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def installed(name: str) -> Backend:

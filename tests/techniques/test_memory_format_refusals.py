@@ -1,0 +1,202 @@
+"""Channels_last is taken back, with the reason, where it is wrong or slower, or where the weights are not ours."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models import TinyCNN, ViewCNN, images
+from techniques.memory_format_cases import IN_FORCE_NOWHERE, Awake, assert_same_step, is_channels_last, laid_out, step
+
+pytestmark = IN_FORCE_NOWHERE
+
+
+class Particular(nn.Module):
+    """Computes something else, or nothing, in channels_last."""
+
+    def __init__(self, *, raises: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.raises = raises
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        if not x.is_contiguous():
+            if self.raises:
+                raise RuntimeError("needs contiguous")
+            return x.clone(memory_format=torch.preserve_format).as_strided(x.shape, x.contiguous().stride())
+        return x
+
+
+class Repeated(nn.Module):
+    """Slower blocks that gradient checkpointing tries as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Awake()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x)
+
+
+@pytest.mark.parametrize(
+    ("make", "setting", "more", "reason"),
+    [
+        (Awake, "auto", {}, "x the speed here"),
+        (Repeated, "auto", {}, "x the speed here"),
+        (Repeated, "auto", {"gradient_checkpointing": {"mode": "full", "blocks": ["Awake"]}}, "x the speed here"),
+        (lambda: Particular(raises=False), "channels_last", {}, "other numbers than the original"),
+        (lambda: Particular(raises=True), "auto", {}, "failed in its trial: RuntimeError: needs contiguous"),
+    ],
+    ids=["slower", "slower inside", "slower and checkpointed", "other numbers", "raises"],
+)
+def test_a_layout_that_does_not_suit_is_taken_back_and_the_first_step_is_the_plain_one(
+    make: Callable[[], nn.Module], setting: str, more: dict[str, Any], reason: str
+) -> None:
+    plain = nn.Sequential(make(), nn.Flatten())
+    model = copy.deepcopy(plain)
+    handle = laid_out(model, setting, **more)
+    for index in range(3):
+        inputs = images(index)[0]
+        assert torch.equal(step(model, handle, inputs), step(plain, None, inputs))
+    (why,) = set(handle.report.refused("memory_format").values())
+    assert reason in why
+    assert not any(is_channels_last(p) for p in model.parameters() if p.dim() == 4)
+    assert handle.batch(inputs) is inputs
+    handle.undo()
+
+
+def test_a_slower_layout_that_was_named_is_kept() -> None:
+    model = nn.Sequential(Awake())
+    handle = laid_out(model, "channels_last")
+    step(model, handle, images(0)[0])
+    assert handle.report.applied("memory_format") == ["0.conv"]
+    handle.undo()
+
+
+def test_a_deterministic_run_decides_nothing_by_the_clock(determinism_restored: None) -> None:
+    torch.use_deterministic_algorithms(True)
+    model = nn.Sequential(Awake())
+    handle = laid_out(model, "auto")
+    step(model, handle, images(0)[0])
+    assert handle.report.applied("memory_format") == ["0.conv"]
+    handle.undo()
+
+
+class ViewsLikeAnother(ViewCNN):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv(x))
+        return self.head(x.view_as(torch.empty(x.shape[0], 512)))
+
+
+@pytest.mark.parametrize("kind", [ViewCNN, ViewsLikeAnother])
+def test_view_inside_the_model_takes_the_layout_back_and_names_the_line(kind: type[ViewCNN]) -> None:
+    plain = kind()
+    model = copy.deepcopy(plain)
+    handle = laid_out(model)
+    for index in range(3):
+        assert_same_step(model, handle, plain, images(index)[0])
+    (why,) = set(handle.report.refused("memory_format").values())
+    line = kind.forward.__code__.co_firstlineno + 2
+    assert f"{kind.forward.__code__.co_filename}:{line} calls .view" in why
+    assert model.conv.weight.is_contiguous()
+    handle.undo()
+
+
+def test_view_outside_the_model_takes_the_layout_back_and_names_the_line() -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1))
+    model = copy.deepcopy(plain)
+    handle = laid_out(model)
+
+    def flat(net: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda x: net(x).view(x.shape[0], -1)
+
+    for index in range(2):
+        inputs = images(index)[0]
+        torch.testing.assert_close(step(model, handle, inputs, flat(model)), step(plain, None, inputs, flat(plain)))
+        torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
+    (why,) = set(handle.report.refused("memory_format").values())
+    assert f"{__file__}:" in why
+    handle.undo()
+
+
+def test_view_that_appears_in_validation_only_takes_the_layout_back_then() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1))
+    handle = laid_out(model)
+    step(model, handle, images(0)[0])
+    assert handle.report.applied("memory_format") == ["0"]
+    with torch.no_grad(), handle.step("validate"):
+        model(handle.batch(images(0)[0])).view(4, -1)
+    assert handle.report.applied("memory_format") == []
+    handle.undo()
+
+
+def test_a_view_that_is_wrong_anyway_raises_as_it_would_without_us() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3))
+    handle = laid_out(model)
+    with pytest.raises(RuntimeError, match="invalid for input"):
+        step(model, handle, images(0)[0], lambda x: model(x).view(7, -1))
+    handle.undo()
+
+
+def test_a_weight_tied_between_convolutions_is_restored_when_the_layout_is_taken_back() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1))
+    model[1].weight = model[0].weight
+    handle = laid_out(model)
+    step(model, handle, images(0)[0], lambda x: model(x).view(4, -1))
+    assert model[0].weight.is_contiguous()
+    handle.undo()
+    assert model[0].weight.is_contiguous()
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+
+
+def compiled() -> nn.Module:
+    model = TinyCNN()
+    model.compile(backend="eager")
+    return model
+
+
+def in_shared_memory() -> nn.Module:
+    return nn.Conv2d(3, 4, 3).share_memory()
+
+
+def sliced() -> nn.Module:
+    model = nn.Conv2d(3, 4, 3)
+    model.weight = nn.Parameter(torch.randn(8, 3, 3, 3)[:4])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lazy, "lazy parameters: run it once before"),
+        (compiled, "inside a compiled module"),
+        (lambda: nn.Sequential(torch.compile(TinyCNN(), backend="eager")), "inside a compiled module"),
+        (in_shared_memory, "shared with other processes"),
+        (sliced, "part of a larger buffer"),
+    ],
+    ids=["lazy", "compiled in place", "compiled wrapper", "shared memory", "sliced"],
+)
+def test_weights_that_are_not_ours_to_change_are_refused(make: Callable[[], nn.Module], reason: str) -> None:
+    handle = laid_out(make(), "auto")
+    assert handle.report.applied("memory_format") == []
+    assert all(reason in why for why in handle.report.refused("memory_format").values())
+    assert handle.report.refused("memory_format")
+    handle.undo()
+
+
+def test_a_convolution_that_never_ran_on_the_first_step_is_taken_back_with_the_reason() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Conv2d(3, 4, 3)})
+    handle = laid_out(model)
+    step(model, handle, torch.ones(2, 3), model["used"])
+    assert "no convolution ran" in handle.report.refused("memory_format")["unused"]
+    handle.undo()

@@ -252,7 +252,7 @@ def _check_product(asker: str, a: Any, b: Any) -> None:
         raise ValueError(f"{asker}: a on {a.device}, b on {b.device}. Move them to one device.")
     if a.dtype != b.dtype and not _are_cast(a, b):
         raise TypeError(f"{asker}: a of {a.dtype}, b of {b.dtype}. Convert one: a product has one dtype.")
-    if a.dtype in _BOOLEANS:
+    if a.dtype == (torch.bool if isinstance(a, Tensor) else bool):
         raise TypeError(f"{asker}: a and b hold booleans. Convert them, to integers to count, say.")
 
 
@@ -265,7 +265,6 @@ def _can_broadcast(one: Sequence[int], other: Sequence[int]) -> bool:
     return all(m == n or 1 in (m, n) for m, n in zip(reversed(one), reversed(other), strict=False))
 
 
-_BOOLEANS = {torch.bool, np.dtype(bool)}
 _CAST = {torch.float16, torch.bfloat16, torch.float32}  # by autocast
 
 

@@ -202,12 +202,15 @@ def _sparse_tensor(entries: Entries, shape: torch.Size) -> Tensor:
 
 @functools.cache
 def _hear_of_beta() -> None:
-    """Lets torch say that its CSR tensors are in beta, which it does once a process, where nobody hears it.
+    """Lets torch say what it says of a first CSR tensor, which it does once a process, where nobody hears it.
+
+    That is that they are in beta, and before torch 2.12 that their invariants are not checked, though it was told so.
 
     Filters are process-wide, and every change of theirs makes Python repeat what it had warned of once; hence once.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
+        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled", UserWarning)
         start = torch.zeros(1, dtype=torch.int64, device="cpu")
         torch.sparse_csr_tensor(start, start[:0], start[:0], (0, 0), device="cpu", check_invariants=False)
 

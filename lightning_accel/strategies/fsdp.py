@@ -33,6 +33,10 @@ _CALL_BLOCKS = (
     " strategy=AccelFSDPStrategy(blocks=['LayerClass']). Or something copied the module before it was sharded: copy its"
     " state_dict() later. Or use strategy='accel_ddp'."
 )
+_NO_SHARDED_FORM = (
+    "Torch has no form of this operation for sharded tensors. If it is the optimizer's, take another (AdamW, SGD), or"
+    " use strategy='accel_ddp'."
+)
 
 
 class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
@@ -62,8 +66,8 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
         **Accelerated.explanations,
         "got mixed torch.Tensor and DTensor": _CALL_BLOCKS,
         "does not have a sharding strategy registered": _CALL_BLOCKS,
-        "Sharding propagation failed": "Torch has no form of this operation for sharded tensors. If it is the"
-        " optimizer's, take another (AdamW, SGD), or use strategy='accel_ddp'.",
+        "Sharding propagation failed": _NO_SHARDED_FORM,
+        "in-place operations that require placement changes": _NO_SHARDED_FORM,  # before torch 2.12
         "out of bounds for storage of size 0": "Weights were needed after their block had given them back: a gradient"
         " of gradients (create_graph=True) does that. Use strategy='accel_ddp'.",
     }

@@ -117,7 +117,8 @@ def saved_shapes(model: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
     kept: dict[int, tuple[int, ...]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
+        # checkpoint() itself saves an empty one before torch 2.12.
+        if tensor.numel() and tensor.untyped_storage().data_ptr() not in own:
             kept[tensor.untyped_storage().data_ptr()] = tuple(tensor.shape)
         return tensor.detach()
 

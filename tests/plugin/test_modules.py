@@ -49,7 +49,9 @@ def test_layers_made_in_configure_model_are_found(make_trainer: MakeTrainer) -> 
     assert plugin.report.applied("memory_format") == ["net.0", "net.3"]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the same without the plugin
+# The same without the plugin, the second before torch 2.12.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @pytest.mark.parametrize("checkpointing", ["off", "full"])
 def test_a_compiled_lightning_module_trains_as_a_plain_one(make_trainer: MakeTrainer, checkpointing: str) -> None:
     losses = []

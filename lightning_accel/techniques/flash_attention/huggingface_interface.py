@@ -37,6 +37,9 @@ class _Name(str):
         return str, ("eager",)
 
 
+# Dynamo takes a name that is no plain string for a key only since torch 2.12, a constant before too.
+torch.utils._pytree.register_constant(_Name)
+
 EAGER_MASKS = _Name("lightning_accel_eager_masks")
 OWN_MASKS = _Name("lightning_accel")
 

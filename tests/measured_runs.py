@@ -45,7 +45,7 @@ class Vectors(Dataset[Tensor]):
 
 
 def no_hook(module: Model, batch_idx: int) -> None:
-    """At module level, because spawned processes unpickle it."""
+    """Does nothing."""
 
 
 class Model(LightningModule):

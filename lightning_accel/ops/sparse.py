@@ -204,7 +204,7 @@ def _sparse_tensor(entries: Entries, shape: torch.Size) -> Tensor:
 def _hear_of_beta() -> None:
     """Lets torch say what it says of a first CSR tensor, which it does once a process, where nobody hears it.
 
-    That is that they are in beta, and before torch 2.12 that their invariants are not checked, though it was told so.
+    That is that they are in beta, and in torch 2.11 that their invariants are not checked, though it was told so.
 
     Filters are process-wide, and every change of theirs makes Python repeat what it had warned of once; hence once.
     """

@@ -67,7 +67,7 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
         "got mixed torch.Tensor and DTensor": _CALL_BLOCKS,
         "does not have a sharding strategy registered": _CALL_BLOCKS,
         "Sharding propagation failed": _NO_SHARDED_FORM,
-        "in-place operations that require placement changes": _NO_SHARDED_FORM,  # before torch 2.12
+        "in-place operations that require placement changes": _NO_SHARDED_FORM,  # in torch 2.11
         "out of bounds for storage of size 0": "Weights were needed after their block had given them back: a gradient"
         " of gradients (create_graph=True) does that. Use strategy='accel_ddp'.",
     }

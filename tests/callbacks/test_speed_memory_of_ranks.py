@@ -12,18 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_accel.callbacks._epoch import EpochMeter, RankEpoch, put_together
+from measured_runs import ALWAYS_LOGGED
 from scripts import run_script
 
-ALWAYS_LOGGED = {
-    "accel/samples_per_sec",
-    "accel/steps_per_sec",
-    "accel/step_ms_p50",
-    "accel/step_ms_p95",
-    "accel/data_wait_frac",
-    "accel/peak_memory_mib",
-    "accel/host_rss_mib",
-    "accel/tflops",
-}
 LOGGED_BY_SEVERAL_RANKS = {"accel/step_ms_p95_slowest_rank", "accel/before_backward_ms_p95_latest_rank"}
 
 

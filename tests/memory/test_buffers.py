@@ -7,15 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 import pytest
 
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region, SpillFile
-
-resource = pytest.importorskip("resource")
+from memory.limits import limited, resource
 
 KIB, MIB = 1 << 10, 1 << 20
 POOLS: dict[str, Callable[[], Pool]] = {"host": lambda: HostPool(pinned=False), "file": SpillFile}
@@ -26,17 +25,6 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     made = POOLS[request.param]()
     yield made
     made.close()
-
-
-@contextmanager
-def limited(kind: int, soft: int) -> Iterator[None]:
-    """Inside, the system grants this process no more than ``soft``."""
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (soft, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, before)
 
 
 def files_end_at(nbytes: int) -> AbstractContextManager[None]:

@@ -97,7 +97,7 @@ def test_memory_at_an_address_that_an_earlier_metering_knew_is_not_counted_off_t
 
 
 def users_profiler() -> profile:
-    return profile(acc_events=True)  # or torch warns, before 2.12, that it would not
+    return profile(acc_events=True)  # or torch 2.11 warns that it would not
 
 
 @pytest.fixture

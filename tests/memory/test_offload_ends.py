@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from torch import Tensor, nn
 from lightning_accel.memory.buffers import OffloadingError
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.saved import saving
+from memory.limits import limited, resource
 from memory.offloaders import CPU, NO_MODEL, PLACES, Make, copying_threads, make, one_core, wave
 from models import TASKS
 
 __all__ = ["make", "one_core"]
-
-resource = pytest.importorskip("resource")
 
 MIB = 1 << 20
 
@@ -131,16 +129,6 @@ def test_a_forgotten_offloader_takes_its_thread_with_it(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(timeout=10)
     assert not copying_threads()
-
-
-@contextmanager
-def limited(kind: int, soft: int) -> Iterator[None]:
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (soft, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, before)
 
 
 def test_a_full_disk_ends_the_step_and_the_next_one_starts_anew(make: Make, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def saved_shapes(model: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
     kept: dict[int, tuple[int, ...]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        # checkpoint() itself saves an empty one before torch 2.12.
+        # checkpoint() itself saves an empty one in torch 2.11.
         if tensor.numel() and tensor.untyped_storage().data_ptr() not in own:
             kept[tensor.untyped_storage().data_ptr()] = tuple(tensor.shape)
         return tensor.detach()

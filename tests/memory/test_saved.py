@@ -148,7 +148,7 @@ def test_it_goes_together_with_checkpointing(model: nn.Module) -> None:
     with saving(saver, model):
         loss = checkpoint(model, x * 1, use_reentrant=False).square().sum()
     torch.testing.assert_close(list(torch.autograd.grad(loss, list(model.parameters()))), expected, rtol=0, atol=0)
-    # Before torch 2.12 checkpoint() saves an empty one, too.
+    # In torch 2.11 checkpoint() saves an empty one, too.
     assert [shape for shape in saver.offered if 0 not in shape] == [X, (3, 2)]
 
 

@@ -49,7 +49,7 @@ def test_layers_made_in_configure_model_are_found(make_trainer: MakeTrainer) -> 
     assert plugin.report.applied("memory_format") == ["net.0", "net.3"]
 
 
-# The same without the plugin, the second before torch 2.12.
+# The same without the plugin, the second in torch 2.11.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @pytest.mark.parametrize("checkpointing", ["off", "full"])

@@ -37,7 +37,7 @@ class _Name(str):
         return str, ("eager",)
 
 
-# Dynamo takes a name that is no plain string for a key only since torch 2.12, a constant before too.
+# For Dynamo of torch 2.11, which takes no key that is a string by inheritance, but does take a constant.
 torch.utils._pytree.register_constant(_Name)
 
 EAGER_MASKS = _Name("lightning_accel_eager_masks")

@@ -243,7 +243,7 @@ def test_it_compiles_to_one_graph_with_the_same_outputs_for_queries_that_see_no_
 
     with fused(model, switched=switched, backend=Sdpa()):
         torch._dynamo.reset()
-        # Before, Dynamo breaks its graph at methods of names that are no plain strings.
+        # In torch 2.11 Dynamo breaks its graph at methods of names that are strings by inheritance.
         fullgraph = torch.__version__ >= (2, 12)
         actual = torch.compile(model, backend="eager", fullgraph=fullgraph)(**batch).logits
     torch._dynamo.reset()

@@ -36,6 +36,7 @@ from lightning_accel.trial import TIMED_S
 
 _LATER_TIMED_S = 0.25  # for a class of shapes that turns up in mid-run
 _CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes
+_LATE = "not called on the first step, or only by a compiler, to which the original is left: tried when it is called"
 
 
 class FlashAttention(Technique):
@@ -122,8 +123,7 @@ class FlashAttention(Technique):
             self._is_trial_step = False
             self._complain()
         for patch in patches:
-            late = Verdict(keep=True, reason="not called on the first step: tried when it is")
-            verdicts[patch.site] = self._found.get(patch.site, late)
+            verdicts[patch.site] = self._found.get(patch.site, Verdict(keep=True, reason=_LATE))
 
     @override
     def decided(self, verdicts: Verdicts) -> None:

@@ -49,6 +49,14 @@ def test_a_model_compiled_over_it_computes_the_same() -> None:
     handle.undo()
 
 
+def test_a_model_compiled_from_outside_is_left_to_the_compiler_and_the_report_says_so() -> None:
+    model = Stack(Layer)
+    handle = start(model)
+    step(torch.compile(model, backend="eager"), handle, batch())
+    assert "only by a compiler, to which the original is left" in str(handle.report)
+    handle.undo()
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by torch's own code generator
 def test_blocks_that_the_plan_compiles_are_fused_in_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.backends.debugging import aot_eager

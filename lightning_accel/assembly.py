@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -30,7 +26,6 @@ def module_techniques(
     model: nn.Module,
     *,
     device: torch.device | None = None,
-    during_trial: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Technique]:
     """The techniques that edit modules, in the order in which they are applied, as ``plan`` asks for them.
 
@@ -38,7 +33,6 @@ def module_techniques(
         plan: The settings.
         model: What they will be applied to.
         device: Where it will compute; None: where it is.
-        during_trial: Entered around extra forward passes of the model itself.
     """
     device = device or device_of(model)
     techniques: list[Technique] = []
@@ -50,7 +44,7 @@ def module_techniques(
         reason = "inside a checkpointed block, whose activations do not last anyway"
         techniques.append(InplaceActivations(skip=dict.fromkeys(recomputed, reason)))
     if plan.memory_format != "preserve":
-        techniques.append(MemoryFormat(plan.memory_format, verify=plan.verify, during_trial=during_trial))
+        techniques.append(MemoryFormat(plan.memory_format, verify=plan.verify))
     if plan.sparse_activations != "off":
         techniques.append(SparseActivations(model))
     if plan.offloading.to != "off" and plan.checkpointing.budget is None:

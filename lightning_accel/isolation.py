@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -12,9 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from typing_extensions import override
 
 _under_trial = ContextVar("_under_trial", default=False)
+_dropout_is_off = ContextVar("_dropout_is_off", default=False)
 
 
 def is_trial() -> bool:
@@ -22,9 +27,18 @@ def is_trial() -> bool:
     return _under_trial.get()
 
 
+def is_dropout_off() -> bool:
+    """Whether this very call is inside :func:`dropout_off`, for kernels that are no functions of torch's."""
+    return _dropout_is_off.get()
+
+
 @contextmanager
-def isolated(module: nn.Module) -> Iterator[list[str]]:
+def isolated(module: nn.Module, device: torch.device | None = None) -> Iterator[list[str]]:
     """Leaves random streams, buffers, plain attributes and the active dispatch modes as they were found.
+
+    Args:
+        module: What runs inside.
+        device: Where; by default where its parameters are.
 
     Yields:
         A list that holds, once the context is left, the names of what was found changed and restored.
@@ -34,7 +48,7 @@ def isolated(module: nn.Module) -> Iterator[list[str]]:
     with ExitStack() as stack:
         token = _under_trial.set(True)
         stack.callback(_under_trial.reset, token)
-        stack.enter_context(own_rng(device_of(module)))
+        stack.enter_context(own_rng(device or device_of(module)))
         # Someone may be counting FLOPs or watching storages, or (a checkpoint around this module) counting what is
         # saved for backward: a trial is none of their business.
         stack.enter_context(_disable_current_modes())
@@ -157,16 +171,117 @@ def _same_items(now: Any, before: Any) -> bool:
 
 
 @contextmanager
-def dropout_off(module: nn.Module) -> Iterator[None]:
-    """Switches the dropout modules inside ``module`` off: two sides can only be compared without it."""
-    active = [m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
-    for dropout in active:
+def dropout_off(module: nn.Module) -> Iterator[list[float]]:
+    """Switches dropout off, in modules inside ``module`` and wherever a function of torch's is asked for it.
+
+    Yields:
+        The rates that were switched off.
+    """
+    rates: list[float] = []
+    modes = {m: m.training for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training}
+    attentions = {m: m.dropout for m in module.modules() if isinstance(m, nn.MultiheadAttention) and m.dropout > 0}
+    for dropout in modes:
         dropout.training = False
+        rates.append(dropout.p)
+    for attention in attentions:
+        attention.dropout = 0.0
+    rates += [rate for attention, rate in attentions.items() if attention.training]
+    token = _dropout_is_off.set(True)
     try:
-        yield
+        with _NoDropout(rates):
+            yield rates
     finally:
-        for dropout in active:
-            dropout.training = True
+        _dropout_is_off.reset(token)
+        for dropout, mode in modes.items():
+            dropout.training = mode
+        for attention, rate in attentions.items():
+            attention.dropout = rate
+
+
+class _NoDropout(TorchFunctionMode):
+    """Has torch's dropout functions, and its attention, drop nothing."""
+
+    _DROPOUTS = frozenset(
+        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
+    )
+
+    def __init__(self, rates: list[float]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rates = rates
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._DROPOUTS:
+            given = inspect.signature(F.dropout).bind(*args, **kwargs).arguments
+            rate, training = given.get("p", 0.5), given.get("training", True)
+            if training and rate > 0:
+                self._rates.append(rate)
+                return given["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = self._without_dropout(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _without_dropout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        at = 4  # of scaled_dot_product_attention(query, key, value, attn_mask, dropout_p)
+        rate = args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)
+        if rate > 0:
+            self._rates.append(rate)
+        return (*args[:at], 0.0, *args[at + 1 :]) if len(args) > at else args, (
+            kwargs if len(args) > at else kwargs | {"dropout_p": 0.0}
+        )
+
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called")))
+
+
+def silent_twin(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy to run in place of ``module``, without hooks, whose runs change nothing of the module's own.
+
+    Parameters are shared unless they are converted; buffers, plain tensors, lists, dicts and sets are copies, and so
+    are the modules inside. A forward that was bound to the instance stays behind.
+
+    Args:
+        module: Any module.
+        dtype: What its floating-point parameters and tensors are converted to; None: what they are.
+    """
+    return _twin(module, dtype, {})
+
+
+def _twin(module: nn.Module, dtype: torch.dtype | None, made: dict[int, Any]) -> nn.Module:
+    if id(module) in made:
+        twin: nn.Module = made[id(module)]
+        return twin
+    if isinstance(module, torch.jit.ScriptModule):
+        return copy.deepcopy(module) if dtype is None else copy.deepcopy(module).to(dtype)
+
+    def converted(tensor: Tensor) -> Tensor:
+        is_wanted = dtype is not None and tensor.is_floating_point()
+        return tensor.detach().to(dtype, copy=True) if is_wanted else tensor.detach().clone()
+
+    def parameter(original: nn.Parameter | None) -> nn.Parameter | None:
+        if original is None or dtype is None or not original.is_floating_point():
+            return original
+        if id(original) not in made:
+            made[id(original)] = nn.Parameter(converted(original), original.requires_grad)
+        return made[id(original)]  # type: ignore[no-any-return]
+
+    twin = made[id(module)] = copy.copy(module)
+    state = vars(twin)
+    for name, value in list(state.items()):
+        if name in _HOOKS:
+            state[name] = type(value)()
+        elif isinstance(value, Tensor):
+            state[name] = converted(value)
+        elif isinstance(value, list | dict | set):
+            state[name] = copy.copy(value)
+    state.pop("forward", None)
+    state["_parameters"] = {name: parameter(value) for name, value in module._parameters.items()}
+    state["_buffers"] = {name: None if value is None else converted(value) for name, value in module._buffers.items()}
+    state["_modules"] = {
+        name: None if part is None else _twin(part, dtype, made) for name, part in module._modules.items()
+    }
+    return twin
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -44,7 +44,7 @@ from lightning_accel.plan import (
 from lightning_accel.report import Report
 from lightning_accel.strategies.agreement import check_devices, gather
 from lightning_accel.strategies.feeding import Feeding, feeding_for
-from lightning_accel.strategies.hooks import logging_nothing, strategy_hooks
+from lightning_accel.strategies.hooks import strategy_hooks
 from lightning_accel.techniques.base import Verdict
 from lightning_accel.techniques.memory_format import MemoryFormat, wants_channels_last
 from lightning_accel.techniques.mixed_precision import (
@@ -154,9 +154,7 @@ class AccelPlugin(Precision):
         if self._decided_for is None or self._decided_for() is not module:
             self._decisions, self._decisions_without_gradients = {}, {}
             self._decided_for = weakref.ref(module)
-        techniques = module_techniques(
-            self.plan, module, device=trainer.strategy.root_device, during_trial=lambda: logging_nothing(module)
-        )
+        techniques = module_techniques(self.plan, module, device=trainer.strategy.root_device)
         self._engine = Engine(
             module,
             self.plan,

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.trial import Contender, Trial, relative_error
+from lightning_accel.spread import relative_error
+from lightning_accel.trial import Contender, Trial
 from models import ResidualBlock, images
 from trial_cases import X, block, compare
 
@@ -56,7 +57,7 @@ def test_dropout_does_not_stand_in_the_way_of_a_comparison() -> None:
 
 def test_without_an_oracle_the_two_see_the_same_random_numbers() -> None:
     module = block().train()
-    found = Trial(module, (X,)).numbers(Contender(module.forward), Contender(module.forward), with_oracle=False)
+    found = Trial(module, (X,)).numbers(Contender(module.forward), Contender(module.forward), in_other_orders=False)
     assert (found.failure, found.error) == ("", 0.0)
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 
 from lightning_accel.engine import Engine
-from lightning_accel.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.patch import MethodPatch, Patch
 
 
 def strategy_hooks(
@@ -52,20 +50,3 @@ def strategy_hooks(
         ("lightning_module_state_dict", with_own_layouts),
     ):
         yield MethodPatch(name, "in the run's layouts", strategy, name, wrap)
-
-
-@contextmanager
-def logging_nothing(module: LightningModule) -> Iterator[None]:
-    """Silences ``self.log`` during a trial's extra forward passes."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def log(*args: Any, **kwargs: Any) -> None: ...
-
-        return log
-
-    patches = PatchSet(MethodPatch(name, "trial", module, name, wrap) for name in ("log", "log_dict"))
-    patches.apply()
-    try:
-        yield
-    finally:
-        patches.undo()

@@ -68,7 +68,7 @@ class Technique:
     """
 
     name: ClassVar[str]
-    applied_before_trial: ClassVar[bool] = False
+    applied_before_trial: bool = False
     trial_step: ClassVar[Literal[0, 1]] = 0
     remembers: ClassVar[bool] = True
     acts_without_sites: ClassVar[bool] = False

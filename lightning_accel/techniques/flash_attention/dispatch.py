@@ -12,14 +12,14 @@ from typing_extensions import override
 
 from lightning_accel.isolation import is_trial
 from lightning_accel.patch import MethodPatch, Patch
+from lightning_accel.techniques.flash_attention.rehearsal import ORIGINAL
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 from lightning_accel.tree import tensors_in
 
-ORIGINAL = "original"
 MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest of them decides
 
 # A key is plain text: it travels in checkpoints, and from rank 0 to the others.
-Decide = Callable[["Dispatch", str, Forward, tuple[Any, ...], dict[str, Any]], str]
+Meet = Callable[["Dispatch", str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Dispatch:
@@ -33,17 +33,17 @@ class Dispatch:
 
     Args:
         attention: The site.
-        decide: Finds the choice for a shape class that has none, from the first call of that class.
+        meet: Computes the first call of a shape class that has no choice yet, and may make one.
         run: Runs the site's forward pass through the named backend.
     """
 
-    def __init__(self, attention: AttentionSite, decide: Decide, run: Callable[..., Any]) -> None:
+    def __init__(self, attention: AttentionSite, meet: Meet, run: Callable[..., Any]) -> None:
         self.attention = attention
         self.choices: dict[str, str] = {}
         self.is_open = False
         self.is_refused = False
         self.is_differentiated_twice = False
-        self._decide = decide
+        self._meet = meet
         self._run = run
         self._method = MethodPatch(attention.site, "", attention.module, "forward", self._wrap)
 
@@ -92,11 +92,10 @@ class Dispatch:
     def _send(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = shape_class(self.attention.module, args, kwargs)
         choice = self.choices.get(key)
-        if choice is None:
-            choice = ORIGINAL if is_trial() else self._decide(self, key, original, args, kwargs)
-        if not self.is_open:
-            return self._watched(original(self.attention.module, *args, **kwargs))
-        if choice == ORIGINAL:
+        if choice is None and not is_trial():
+            outputs = self._meet(self, key, original, args, kwargs)
+            return outputs if self.is_open else self._watched(outputs)
+        if choice is None or choice == ORIGINAL or not self.is_open:
             return original(self.attention.module, *args, **kwargs)
         return self._run(self, choice, original, args, kwargs)
 

@@ -24,6 +24,9 @@ from lightning_accel.techniques.flash_attention.masks import (
 from lightning_accel.techniques.flash_attention.pattern import Order
 
 Shape = tuple[int, ...]
+Attend = Callable[[AttentionCall], Tensor]
+# Of the original, of the fused form as a function of an `Attend` and the same arguments, and of those arguments.
+Rehearse = Callable[[Callable[..., Tensor], Callable[..., Tensor], tuple[Any, ...]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -82,16 +85,40 @@ class FusedAttention(nn.Module):
     Args:
         recipe: How the parts were arranged.
         attend: Computes an :class:`AttentionCall`.
+        original: What was there before, a function of the arguments without those that come twice.
+        places: For each argument, its place among those.
+        rehearsal: Tells, when asked at a call, whether and by what the call is tried.
     """
 
-    def __init__(self, recipe: Recipe, attend: Callable[[AttentionCall], Tensor]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        attend: Attend,
+        original: Callable[..., Tensor],
+        places: Sequence[int],
+        rehearsal: Callable[[], Rehearse | None],
+    ) -> None:
         super().__init__()
         self._recipe = recipe
         self._attend = attend
+        self._original = original
+        self._places = places
+        self._rehearsal = rehearsal
         self._memory = MaskMemory()
 
     @override
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+        rehearse = self._rehearsal()
+        if rehearse is None:
+            return self._by_recipe(self._attend, query, key, value, *args)
+        each = dict(zip(self._places, (query, key, value, *args), strict=True))
+
+        def fused(attend: Attend, *each: Any) -> Tensor:
+            return self._by_recipe(attend, *(each[place] for place in self._places))
+
+        return rehearse(self._original, fused, tuple(each[place] for place in sorted(each)))
+
+    def _by_recipe(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
         recipe = self._recipe
         q, k, v = (
             _arranged(tensor, order)
@@ -125,7 +152,7 @@ class FusedAttention(nn.Module):
             scale=masking.scale,
             window=masking.window,
         )
-        out = attend_masked(call, masking, self._attend)
+        out = attend_masked(call, masking, attend)
         if out.dtype != recipe.dtype:
             out = out.to(recipe.dtype)
         shape = (*levels[recipe.weights_level], *out.shape[-2:])

@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
+from lightning_accel.isolation import silent_twin
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import Backend
+from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 
 _KERNELS = {
@@ -41,14 +43,34 @@ class FusedAttnSite(AttentionSite):
 
     @override
     def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state: Any = self.module
-        before = state.fused_attn
-        try:
-            state.fused_attn = True
-            with _preferring(backend):
-                return original(self.module, *args, **kwargs)
-        finally:
-            state.fused_attn = before
+        return _switched_on(self.module, backend, original, args, kwargs)
+
+    @override
+    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The two forms are two branches of the module's own code: they run in a copy of it, which nobody watches.
+        twin = silent_twin(self.module)
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            return original(twin, *args, **kwargs)
+
+        def by(backend: Backend) -> Forward:
+            return lambda *args, **kwargs: _switched_on(twin, backend, original, args, kwargs)
+
+        rehearsal.rehearse(plain, by, args, kwargs, module=twin)
+        return original(self.module, *args, **kwargs)
+
+
+def _switched_on(
+    module: nn.Module, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    state: Any = module
+    before = state.fused_attn
+    try:
+        state.fused_attn = True
+        with _preferring(backend):
+            return original(module, *args, **kwargs)
+    finally:
+        state.fused_attn = before
 
 
 def _preferring(backend: Backend) -> AbstractContextManager[Any]:

@@ -28,12 +28,12 @@ from torch.utils._python_dispatch import (
 )
 from typing_extensions import override
 
-from lightning_accel.isolation import is_trial
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
+from lightning_accel.techniques.flash_attention.fused import Rehearse
+from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
-from lightning_accel.tree import tensors_in
 
 _MISSES = 3  # by so many modules that differ, a capture is full: whoever comes next looks through all of it, every call
 
@@ -63,11 +63,13 @@ class Capture:
         self.graphs = 0
         self.misses = 0
         self._runs = 0  # of graphs, in one call
-        self._backend: Backend | None = None
+        self._backend: Backend | Rehearsal | None = None
         self._modes: Modes = ([], [])
         self._captured: Forward = torch.compile(_own_copy(forward), backend=self._rewritten)
 
-    def call(self, backend: Backend, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, backend: Backend | Rehearsal, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self._backend, self._runs = backend, 0
         if DistributedDataParallel._active_ddp_module is None:
             result = self._captured(module, *args, **kwargs)
@@ -77,7 +79,9 @@ class Capture:
         self.has_breaks = self.has_breaks or self._runs != 1
         return result
 
-    def call_in_modes(self, backend: Backend, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_in_modes(
+        self, backend: Backend | Rehearsal, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """As :meth:`call`, when dispatch or function modes are active.
 
         Dynamo gives a function up for good that it meets under a dispatch mode (a FLOP counter, selective
@@ -91,7 +95,7 @@ class Capture:
 
     def _rewritten(self, graph: GraphModule, example_inputs: list[Tensor]) -> Forward:
         self.graphs += 1
-        found = fuse_attention(graph, self._attend)
+        found = fuse_attention(graph, self._attend, self._rehearsal)
         self.fused += found.fused
         self.left_alone += found.left_alone
         forward = graph.forward
@@ -106,8 +110,22 @@ class Capture:
         return run
 
     def _attend(self, call: AttentionCall) -> Tensor:
-        assert self._backend is not None
+        assert isinstance(self._backend, Backend)
         return attend(call, self._backend)
+
+    def _rehearsal(self) -> Rehearse | None:
+        if not isinstance(self._backend, Rehearsal):
+            return None
+        rehearsal = self._backend
+
+        def rehearse(original: Forward, fused: Forward, args: tuple[Any, ...]) -> Any:
+            def by(backend: Backend) -> Forward:
+                return lambda *args: fused(lambda call: attend(call, backend), *args)
+
+            rehearsal.rehearse(original, by, args)
+            return original(*args)
+
+        return rehearse
 
 
 class HandWrittenSite(AttentionSite):
@@ -130,6 +148,15 @@ class HandWrittenSite(AttentionSite):
 
     @override
     def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._captured_or_not(backend, original, args, kwargs)
+
+    @override
+    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._captured_or_not(rehearsal, original, args, kwargs)
+
+    def _captured_or_not(
+        self, backend: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         num_hooks = _num_hooks(self._parts)
         if self._capture is None:
             self._num_hooks = num_hooks
@@ -139,22 +166,25 @@ class HandWrittenSite(AttentionSite):
             return original(self.module, *args, **kwargs)
         return self._call(self._capture, backend, original, args, kwargs)
 
-    def _first(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first(
+        self, backend: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         capture = self._shared.get(original)
         if capture is None or capture.misses >= _MISSES:
             capture = self._shared[original] = Capture(original)
         self._capture = capture
-        for tensor in tensors_in((args, kwargs)) if is_trial() else ():  # which are copies: the mark stays on them
-            if tensor.dim() and tensor.shape[0] > 1:
-                # Trials see a few samples, the run whole batches, the last batch fewer: one capture for all.
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
         graphs = capture.graphs
         result = self._call(capture, backend, original, args, kwargs)
         capture.misses += graphs > 0 and capture.graphs > graphs
         return result
 
     def _call(
-        self, capture: Capture, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        capture: Capture,
+        backend: Backend | Rehearsal,
+        original: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         if _is_told_to_run_eagerly():
             return original(self.module, *args, **kwargs)

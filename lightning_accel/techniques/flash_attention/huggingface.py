@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from lightning_accel.techniques.flash_attention.huggingface_interface import (
     all_without_mask,
     eager_function,
 )
+from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 
 _registration = Registration()
@@ -55,25 +55,31 @@ class HuggingFaceSite(AttentionSite):
 
     @override
     def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._with_request(Request(backend), original, args, kwargs)
+
+    @override
+    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._with_request(Request(rehearsal), original, args, kwargs)
+
+    def _with_request(self, request: Request, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.module
         name = _implementation(module)
         self._missed = self._why_not(name, args, kwargs)
         if self._missed is not None:
             return original(module, *args, **kwargs)
         if name in (OWN_MASKS, EAGER_MASKS):
-            return self._requested(backend, original, args, kwargs)
+            return self._requested(request, original, args, kwargs)
         config: Any = module.config
         attribute = _attribute(config)
         _registration.hold()
         try:
             setattr(config, attribute, EAGER_MASKS)
-            return self._requested(backend, original, args, kwargs)
+            return self._requested(request, original, args, kwargs)
         finally:
             setattr(config, attribute, name)
             _registration.release()
 
-    def _requested(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        request = Request(backend)
+    def _requested(self, request: Request, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         setattr(self.module, Request.NAME, request)
         try:
             return original(self.module, *args, **kwargs)
@@ -84,16 +90,6 @@ class HuggingFaceSite(AttentionSite):
     @override
     def nothing_found(self) -> str | None:
         return self._missed
-
-    @override
-    def judged(self, outputs: Any) -> Any:
-        # Not the attention weights, which nobody asked for.
-        return outputs[0] if isinstance(outputs, tuple) else outputs
-
-    @override
-    def repeatable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # With a key/value cache of its own, which a forward pass adds to.
-        return tuple(map(_isolated, args)), {name: _isolated(value) for name, value in kwargs.items()}
 
     def _why_not(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if name not in ("eager", OWN_MASKS, EAGER_MASKS):
@@ -189,16 +185,3 @@ def _weights_are_collected() -> bool:
     collector = getattr(capturing, "_active_collector", None)
     collected = collector.get() if collector is not None else None
     return any("attentions" in key for key in collected or ())
-
-
-def _isolated(value: Any) -> Any:
-    """A key/value cache that shares its tensors with ``value``, which grows by new ones; anything else as it is."""
-    caches: Any = sys.modules.get("transformers.cache_utils")
-    if caches is None or not isinstance(value, caches.Cache):
-        return value
-    twin = copy.copy(value)
-    for name, part in vars(twin).items():
-        if isinstance(part, list):
-            part = [copy.copy(layer) for layer in part]
-        vars(twin)[name] = dict(part) if isinstance(part, dict) else _isolated(part)
-    return twin

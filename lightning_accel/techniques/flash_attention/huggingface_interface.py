@@ -8,6 +8,7 @@ its own eager attention.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import weakref
@@ -19,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_accel.isolation import silent_twin
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
+from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 
 EagerAttention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -55,7 +58,7 @@ _eager_functions: dict[type[nn.Module], EagerAttention | None] = {}
 
 
 class Request:
-    """A call's backend, left on the module for :func:`accel_attention`, and what became of it.
+    """A call's backend, or rehearsal, left on the module for :func:`accel_attention`, and what became of it.
 
     On the module, not in a context variable, which torch.compile cannot read.
 
@@ -65,7 +68,7 @@ class Request:
 
     NAME = "_accel_request"
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend | Rehearsal) -> None:
         self.backend = backend
         self.missed: str | None = "its forward did not come to call transformers' attention interface"
 
@@ -103,37 +106,54 @@ def accel_attention(
         mask = mask[..., : key.shape[2]]  # made for all that a cache will ever hold
     is_causal = _is_causal(module, query, mask, is_causal)
 
-    def eagerly(query: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def eagerly(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         eager = eager_function(type(module))
         assert eager is not None
+        given = options if bias is None else {**options, "position_bias": bias}
         mask = _as_eager_mask(mask, query, key, is_causal)
-        return eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **options)
+        return eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **given)
 
+    def fused(
+        backend: Backend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = _blind_rows(mask) if mask is not None and _may_read(mask) else None
+        if rows is not None and mask is not None and len(rows) == mask.shape[2]:
+            return eagerly(module, query, key, value, mask, bias)
+        call = AttentionCall(
+            query=query,
+            key=key,
+            value=value,
+            mask=mask,
+            is_causal=is_causal,
+            dropout_p=dropout if module.training else 0.0,
+            scale=scaling,
+        )
+        out = attend(_prepared(call, bias, rows), backend).transpose(1, 2)
+        if rows is not None and mask is not None:
+            if bias is not None and bias.shape[2] > 1:
+                bias = bias[:, :, rows]
+            by_hand, _ = eagerly(module, query[:, :, rows], key, value, mask[:, :, rows], bias)
+            out = out.index_copy(1, rows, by_hand.to(out.dtype))
+        return out.contiguous(), None
+
+    bias = options.pop("position_bias", None)
     request: Request | None = vars(module).get(Request.NAME)
     if request is not None:
         request.missed = _unable(query, key, mask, options)
     if request is None or request.missed is not None:
-        return eagerly(query, mask)
-    rows = _blind_rows(mask) if mask is not None and _may_read(mask) else None
-    if rows is not None and mask is not None and len(rows) == mask.shape[2]:
-        return eagerly(query, mask)
-    call = AttentionCall(
-        query=query,
-        key=key,
-        value=value,
-        mask=mask,
-        is_causal=is_causal,
-        dropout_p=dropout if module.training else 0.0,
-        scale=scaling,
+        return eagerly(module, query, key, value, mask, bias)
+    if not isinstance(request.backend, Rehearsal):
+        return fused(request.backend, query, key, value, mask, bias)
+    # The eager function may call modules of the module's, a dropout say: of a copy, which nobody watches.
+    request.backend.rehearse(
+        functools.partial(eagerly, silent_twin(module)),
+        lambda backend: functools.partial(fused, backend),
+        (query, key, value, mask, bias),
+        judged=lambda outputs: outputs[0],
     )
-    bias = options.get("position_bias")
-    out = attend(_prepared(call, bias, rows), request.backend).transpose(1, 2)
-    if rows is not None and mask is not None:
-        if bias is not None and bias.shape[2] > 1:
-            options["position_bias"] = bias[:, :, rows]
-        by_hand, _ = eagerly(query[:, :, rows], mask[:, :, rows])
-        out = out.index_copy(1, rows, by_hand.to(out.dtype))
-    return out.contiguous(), None
+    return eagerly(module, query, key, value, mask, bias)
 
 
 def accel_attention_under_eager_masks(

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import override
 
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention, multihead_forward
+from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 
 
@@ -32,11 +34,25 @@ class MultiheadSite(AttentionSite):
         return outputs
 
     @override
+    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.module
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            return original(module, *args, **kwargs)
+
+        def by(backend: Backend) -> Forward:
+            return lambda *args, **kwargs: self.fused(backend, original, args, kwargs)
+
+        # All of it is torch's own code, down to the projections, which are done otherwise too.
+        rehearsal.rehearse(plain, by, args, kwargs, module=module, judged=self._judged)
+        return plain(*args, **kwargs)
+
+    @override
     def nothing_found(self) -> str | None:
         return "its attention weights are asked for, and may be read" if self._has_weights else None
 
-    @override
-    def judged(self, outputs: Any) -> Any:
+    @staticmethod
+    def _judged(outputs: Any) -> Any:
         return outputs[0] if caller_discards_weights() else outputs
 
 
@@ -49,6 +65,8 @@ def find_multihead(model: nn.Module) -> Iterator[MultiheadSite | Refusal]:
             yield Refusal(site, "already fused")
         elif type(module).forward is not nn.MultiheadAttention.forward:
             yield Refusal(site, f"{type(module).__name__} computes attention in a forward pass of its own")
+        elif is_parametrized(module):
+            yield Refusal(site, "its weights are computed from others by a parametrization, at every call")
         elif "forward" in vars(module):
             yield Refusal(site, "its forward pass was replaced by another's code")
         else:

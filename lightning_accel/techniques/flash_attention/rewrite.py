@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_accel.techniques.flash_attention.call import AttentionCall
-from lightning_accel.techniques.flash_attention.fused import Arg, BoundStep, FusedAttention, MaskSource, Recipe
+from lightning_accel.techniques.flash_attention.fused import (
+    Arg,
+    Attend,
+    BoundStep,
+    FusedAttention,
+    MaskSource,
+    Recipe,
+    Rehearse,
+)
 from lightning_accel.techniques.flash_attention.graph_ops import (
     VIEWS,
     argument,
@@ -52,12 +59,15 @@ class Rewriting:
     left_alone: list[str] = field(default_factory=list)
 
 
-def fuse_attention(module: GraphModule, attend: Callable[[AttentionCall], Tensor]) -> Rewriting:
+def fuse_attention(
+    module: GraphModule, attend: Attend, rehearsal: Callable[[], Rehearse | None] = lambda: None
+) -> Rewriting:
     """Replaces every attention in a captured graph.
 
     Args:
         module: The graph, with the fake tensors that the capture left in its nodes. Edited in place.
         attend: Computes one attention.
+        rehearsal: Tells, when asked at a call, whether and by what the call is tried.
     """
     found = Rewriting()
     _take_sizes_from_operands(module.graph)
@@ -66,7 +76,7 @@ def fuse_attention(module: GraphModule, attend: Callable[[AttentionCall], Tensor
         if isinstance(match, str):
             found.left_alone.append(match)
         else:
-            _replace(module, match, attend, f"fused_attention_{found.fused}")
+            _replace(module, match, attend, rehearsal, f"fused_attention_{found.fused}")
             found.fused += 1
     if found.fused:
         module.recompile()
@@ -156,7 +166,9 @@ class _Arguments:
         return Arg(self.nodes.index(node))
 
 
-def _replace(module: GraphModule, match: Match, attend: Callable[[AttentionCall], Tensor], name: str) -> None:
+def _replace(
+    module: GraphModule, match: Match, attend: Attend, rehearsal: Callable[[], Rehearse | None], name: str
+) -> None:
     graph, arguments, last = module.graph, _Arguments(), match.last
     recipe = Recipe(
         query_order=match.query_order,
@@ -172,9 +184,13 @@ def _replace(module: GraphModule, match: Match, attend: Callable[[AttentionCall]
         dtype=value(last).dtype,
         is_contiguous=_layout_matters(last) and value(last).is_contiguous(),
     )
-    module.add_module(name, FusedAttention(recipe, attend))
+    inner = _between(match, arguments)
+    inputs = (match.query, match.key, match.value, *arguments.nodes)
+    each = list(dict.fromkeys(inputs))
+    places = [each.index(node) for node in inputs]
+    module.add_module(name, FusedAttention(recipe, attend, _as_it_was(module, inner, each, last), places, rehearsal))
     with graph.inserting_before(last):
-        call = graph.call_module(name, (match.query, match.key, match.value, *arguments.nodes))
+        call = graph.call_module(name, inputs)
     call.meta = dict(last.meta)
     last.replace_all_uses_with(call)
     candidates = {last, *match.chain, *match.constants}
@@ -182,6 +198,34 @@ def _replace(module: GraphModule, match: Match, attend: Callable[[AttentionCall]
         is_spare = node in candidates or (node.op in ("call_function", "call_method") and op_name(node) in _PURE)
         if is_spare and not node.users and not (written_by(node) and node not in candidates):
             graph.erase_node(node)
+
+
+def _between(match: Match, arguments: _Arguments) -> set[Node]:
+    """What is computed between the inputs of an attention and its result; what else that takes becomes an argument."""
+    given = {match.query, match.key, match.value, *arguments.nodes}
+    inner: set[Node] = set()
+    waiting = [match.last]
+    while waiting:
+        node = waiting.pop()
+        if node in given or node in inner:
+            continue
+        if node.op == "placeholder":
+            arguments.place(node)
+        else:
+            inner.add(node)
+            waiting += node.all_input_nodes
+    return inner
+
+
+def _as_it_was(module: GraphModule, inner: set[Node], inputs: list[Node], last: Node) -> Callable[..., Tensor]:
+    """The attention by itself, as a function of ``inputs``."""
+    graph = Graph()
+    copies: dict[Node, Node] = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
+    for node in module.graph.nodes:
+        if node in inner and node not in copies:
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
+    graph.output(copies[last])
+    return GraphModule(module, graph).forward
 
 
 def _bound(module: GraphModule, step: Step, arguments: _Arguments) -> BoundStep:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_accel.techniques.flash_attention.backends import Backend
+from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 
 Forward = Callable[..., Any]
 
@@ -39,21 +40,20 @@ class AttentionSite(ABC):
             kwargs: Its keyword arguments.
         """
 
+    @abstractmethod
+    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward pass as the original computes it, with a rehearsal at each of its attentions.
+
+        No code of the user's runs more often than it would without.
+        """
+
     def nothing_found(self) -> str | None:
-        """After a call of :meth:`fused`: why there was nothing to fuse in what ran; None if there was."""
+        """After a call of one of the two: why there was nothing to fuse in what ran; None if there was."""
         return None
 
     def given_up(self) -> str | None:
         """Why :meth:`fused` should be called no more; None if it should."""
         return None
-
-    def judged(self, outputs: Any) -> Any:
-        """The part of the module's outputs that a trial compares."""
-        return outputs
-
-    def repeatable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for one more call, which must leave those of the call itself as they are."""
-        return args, kwargs
 
     def close(self) -> None:
         """Forgets what was captured."""

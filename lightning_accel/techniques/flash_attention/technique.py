@@ -22,17 +22,21 @@ from lightning_accel.techniques.flash_attention.backends import BACKENDS, instal
 from lightning_accel.techniques.flash_attention.call import sdpa
 from lightning_accel.techniques.flash_attention.dispatch import (
     MAX_CLASSES,
-    ORIGINAL,
     Dispatch,
     DispatchPatch,
     nearest_choice,
 )
 from lightning_accel.techniques.flash_attention.finder import find_sites
 from lightning_accel.techniques.flash_attention.huggingface import model_switches
-from lightning_accel.techniques.flash_attention.judge import Judgement, WatchedBackend, judge
+from lightning_accel.techniques.flash_attention.rehearsal import (
+    ORIGINAL,
+    Judgement,
+    Rehearsal,
+    WatchedBackend,
+)
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
-from lightning_accel.trial import TIMED_S
+from lightning_accel.trial import TIMED_S, one_line
 
 _LATER_TIMED_S = 0.25  # for a class of shapes that turns up in mid-run
 _CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes
@@ -50,7 +54,7 @@ class FlashAttention(Technique):
     """
 
     name: ClassVar[str] = "flash_attention"
-    applied_before_trial: ClassVar[bool] = True
+    applied_before_trial = True
 
     def __init__(self, plan: FlashAttentionPlan, *, verify: bool = True) -> None:
         self._plan = plan
@@ -96,7 +100,7 @@ class FlashAttention(Technique):
             elif self._is_named(claim, self._plan.skip):
                 yield Refusal(claim.site, "left alone, as flash_attention.skip says")
             else:
-                dispatch = self._dispatches[claim.site] = Dispatch(claim, self._decide, self._run)
+                dispatch = self._dispatches[claim.site] = Dispatch(claim, self._meet, self._run)
                 yield DispatchPatch(dispatch)
         if self._dispatches:
             self._recompile_limit = torch._dynamo.config.recompile_limit
@@ -181,12 +185,11 @@ class FlashAttention(Technique):
         try:
             result = site.fused(backend, original, args, kwargs)
         except Exception as error:
-            if type(error).__module__ == "torch.utils.checkpoint":  # which ends a recomputation by one
+            if _is_checkpoint_signal(error):
                 raise
             # An error of the user's own code comes out of the original, as it always did.
             result = original(site.module, *args, **kwargs)
-            text = str(error).strip()
-            self._refuse(dispatch, f"failed in mid-run: {type(error).__name__}: {text.splitlines()[0] if text else ''}")
+            self._refuse(dispatch, f"failed in mid-run: {one_line(error)}")
             return result
         self._complain()
         given_up = site.given_up()
@@ -205,44 +208,50 @@ class FlashAttention(Technique):
             self._said += lacks
             self.complaints += tuple(f"flash_attention: {lack}: torch's own choice computes it" for lack in lacks)
 
-    def _decide(
+    def _meet(
         self, dispatch: Dispatch, key: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str:
-        """The choice for a class of shapes that a site meets for the first time."""
+    ) -> Any:
+        """Computes the first call of a class of shapes, and decides where later ones go."""
         site = dispatch.attention
-        if self._is_trial_step:
-            if site.site not in self._found:
-                judgement = self._judge(site, key, original, args, kwargs, TIMED_S)
-                choices = {} if judgement.is_wrong else {key: judgement.choice}
-                keep = judgement.choice != ORIGINAL
-                self._found[site.site] = Verdict(keep=keep, reason=judgement.reason, choices=choices)
-            return ORIGINAL
-        if not dispatch.is_open:
-            return ORIGINAL
-        if not self._verify:
-            choice = next(iter(self._backends))
-        else:
-            choice = self._decide_late(dispatch, key, original, args, kwargs)
+        if self._is_trial_step and site.site not in self._found:
+            judgement, outputs = self._judge(site, key, original, args, kwargs, TIMED_S)
+            choices = {} if judgement.is_wrong else {key: judgement.choice}
+            keep = judgement.choice != ORIGINAL
+            self._found[site.site] = Verdict(keep=keep, reason=judgement.reason, choices=choices)
+            return outputs
+        if self._is_trial_step or not dispatch.is_open:
+            return original(site.module, *args, **kwargs)
+        choice = self._known_choice(dispatch, key)
+        if choice is None:
+            return self._meet_late(dispatch, key, original, args, kwargs)
         dispatch.choices[key] = choice
-        return choice
+        if choice == ORIGINAL:
+            return original(site.module, *args, **kwargs)
+        return self._run(dispatch, choice, original, args, kwargs)
 
-    def _decide_late(
-        self, dispatch: Dispatch, key: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str:
+    def _known_choice(self, dispatch: Dispatch, key: str) -> str | None:
+        if not self._verify:
+            return next(iter(self._backends))
         known = nearest_choice(key, dispatch.choices)
-        by_clock = self._goes_by_clock(dispatch.attention)
-        if known is not None and (len(dispatch.choices) >= MAX_CLASSES or (known == ORIGINAL and not by_clock)):
+        is_full = len(dispatch.choices) >= MAX_CLASSES
+        if is_full or (known == ORIGINAL and not self._goes_by_clock(dispatch.attention)):
             return known
-        judgement = self._judge(dispatch.attention, key, original, args, kwargs, _LATER_TIMED_S)
-        site = dispatch.attention.site
+        return None
+
+    def _meet_late(
+        self, dispatch: Dispatch, key: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        known = nearest_choice(key, dispatch.choices)
+        judgement, outputs = self._judge(dispatch.attention, key, original, args, kwargs, _LATER_TIMED_S)
+        dispatch.choices[key] = judgement.choice
         if judgement.is_wrong:
             self._refuse(dispatch, judgement.reason)
         elif known is None or (judgement.choice != ORIGINAL and known == ORIGINAL):
             keep = judgement.choice != ORIGINAL
             reason = f"{dispatch.change}: {judgement.reason}" if keep else judgement.reason
-            choices = {**dispatch.choices, key: judgement.choice}
-            self.revisions = {**self.revisions, site: Verdict(keep=keep, reason=reason, choices=choices)}
-        return judgement.choice
+            verdict = Verdict(keep=keep, reason=reason, choices=dict(dispatch.choices))
+            self.revisions = {**self.revisions, dispatch.attention.site: verdict}
+        return outputs
 
     def _judge(
         self,
@@ -252,21 +261,30 @@ class FlashAttention(Technique):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timed_s: float,
-    ) -> Judgement:
-        """The numbers of every site are compared; of sites that are alike only the first is timed."""
+    ) -> tuple[Judgement, Any]:
+        """Computes a call and tries backends on it. Of sites that are alike only the first is timed."""
         by_clock = self._goes_by_clock(site)
         kind = (type(site.module), key, *(tuple(parameter.shape) for parameter in site.module.parameters()))
         timed = self._timed.get(kind) if by_clock else None
         if timed is None:
-            found = judge(
-                site, list(self._backends.values()), original, args, kwargs, by_clock=by_clock, timed_s=timed_s
-            )
+            backends = list(self._backends.values())
+        else:
+            backends = [self._backends[timed.choice if timed.choice != ORIGINAL else next(iter(self._backends))]]
+        rehearsal = Rehearsal(backends, by_clock=by_clock and timed is None, timed_s=timed_s)
+        try:
+            outputs = site.rehearsed(rehearsal, original, args, kwargs)
+        except Exception as error:
+            if _is_checkpoint_signal(error):
+                raise
+            # An error of the user's own code comes out of the original, as it always did.
+            outputs = original(site.module, *args, **kwargs)
+            return Judgement(ORIGINAL, f"failed in its trial: {one_line(error)}", is_wrong=True), outputs
+        found = rehearsal.judgement(site.nothing_found())
+        if timed is None:
             if by_clock and not found.is_wrong:
                 self._timed[kind] = found
-            return found
-        name = timed.choice if timed.choice != ORIGINAL else next(iter(self._backends))
-        found = judge(site, [self._backends[name]], original, args, kwargs, by_clock=False)
-        return found if found.choice == ORIGINAL else timed
+            return found, outputs
+        return (found if found.choice == ORIGINAL else timed), outputs
 
     def _goes_by_clock(self, site: AttentionSite) -> bool:
         if self._plan.backend != "auto" or self._is_named(site, self._plan.force):
@@ -301,3 +319,8 @@ class FlashAttention(Technique):
                         f"flash_attention.{setting}: {type(model).__name__} has no module or class"
                         f" {name!r}{nearest(name, sorted(known)) or '.'}"
                     )
+
+
+def _is_checkpoint_signal(error: Exception) -> bool:
+    """Whether gradient checkpointing ends a recomputation by this exception."""
+    return type(error).__module__ == "torch.utils.checkpoint"

@@ -60,7 +60,7 @@ class GradientCheckpointing(Technique):
     """
 
     name: ClassVar[str] = "gradient_checkpointing"
-    applied_before_trial: ClassVar[bool] = True
+    applied_before_trial = True
     explicit = True
 
     def __init__(self, plan: CheckpointingPlan, *, verify: bool = True) -> None:
@@ -186,7 +186,7 @@ def try_block(
     strange = changeable_argument(args, kwargs)
     if strange is not None:
         return Verdict(keep=False, reason=f"takes a {strange}, which may not be the same when the block is recomputed")
-    found = Trial(block, args, kwargs).numbers(Contender(original), Contender(checkpointed), with_oracle=False)
+    found = Trial(block, args, kwargs).numbers(Contender(original), Contender(checkpointed), in_other_orders=False)
     if found.failure:
         return Verdict(keep=False, reason=found.failure)
     if not found.compared:

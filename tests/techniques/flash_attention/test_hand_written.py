@@ -16,7 +16,7 @@ from attention_lookalikes import LEFT_ALONE
 from attention_module import MAX_LEN, Attention
 from attention_zoo import FOUND
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
-from lightning_accel.trial import relative_error
+from lightning_accel.spread import relative_error
 from techniques.flash_attention.hand_written_runs import SDPA, assert_same, batch, make, results, run
 from techniques.flash_attention.recorder import Recorder
 

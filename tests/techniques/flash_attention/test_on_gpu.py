@@ -17,7 +17,7 @@ from lightning_accel.engine import Engine
 from lightning_accel.host import Host
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
-from lightning_accel.trial import relative_error
+from lightning_accel.spread import relative_error
 
 DEVICE = "cuda"
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 3, 96, 64

@@ -1,0 +1,163 @@
+"""Decides where the calls of a site go, for one class of shapes: same numbers? which is the fastest?
+
+Nothing of the user's runs an extra time for that. A site computes its call once, as ever, and at the place where its
+attention stands it hands the original and the fused form to a :class:`Rehearsal`, which tries them on the very tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_accel.isolation import is_dropout_off
+from lightning_accel.techniques.flash_attention.backends import Backend
+from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
+from lightning_accel.trial import TIMED_S, Contender, Trial
+
+ORIGINAL = "original"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What came out of a trial.
+
+    Attributes:
+        choice: The name of a backend, or ``"original"``.
+        reason: What was measured, or why none of the backends may.
+        is_wrong: Whether every backend failed or had other numbers, so that none may be tried there again.
+    """
+
+    choice: str
+    reason: str
+    is_wrong: bool = False
+
+
+@dataclass
+class WatchedBackend(Backend):
+    """A backend that remembers what it was asked for and could not do; torch's own choice takes its place.
+
+    Attributes:
+        backend: The one that does the work.
+        lacking: What it was asked for and lacks.
+    """
+
+    backend: Backend
+    lacking: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.name = self.backend.name
+
+    @override
+    def __call__(self, call: AttentionCall) -> Tensor:
+        if is_dropout_off():  # which the kernels of other packages cannot know
+            call = replace(call, dropout_p=0.0)
+        lack = self.backend.lacks(call)
+        if lack is None:
+            return self.backend(call)
+        if lack not in self.lacking:
+            self.lacking.append(lack)
+        return sdpa(call)
+
+
+class Rehearsal:
+    """One call of a site, at whose attentions backends are tried beside the original, which computes the call.
+
+    Args:
+        backends: In order of preference.
+        by_clock: Whether the fastest is taken, the original among them; otherwise the first that agrees.
+        timed_s: About how long each may be timed against the original.
+    """
+
+    def __init__(self, backends: Sequence[WatchedBackend], *, by_clock: bool, timed_s: float = TIMED_S) -> None:
+        self._backends = backends
+        self._by_clock = by_clock
+        self._timed_s = timed_s
+        self._failures: dict[str, str] = {}
+        self._ms: dict[str, tuple[float, float]] = {}
+        self._num_attentions = 0
+
+    def rehearse(
+        self,
+        original: Callable[..., Any],
+        fused: Callable[[Backend], Callable[..., Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        module: nn.Module | None = None,
+        judged: Callable[[Any], Any] = lambda outputs: outputs,
+    ) -> None:
+        """Tries every backend on one attention. Its results go nowhere.
+
+        Args:
+            original: The attention as the site computes it, by torch's own operations.
+            fused: The same through a backend.
+            args: What both are called with.
+            kwargs: Likewise.
+            module: Whose parameters take part; None: nothing but the arguments does.
+            judged: Takes from what both return what is to be compared.
+        """
+        self._num_attentions += 1
+        trial = Trial(
+            nn.Module() if module is None else module,
+            args,
+            kwargs or {},
+            with_gradients=torch.is_grad_enabled(),
+            timed_s=self._timed_s,
+            judged=judged,
+            wide=original if module is None else None,
+        )
+        for backend in self._backends:
+            if backend.name in self._failures:
+                continue
+            failure = self._try(trial, Contender(original), Contender(fused(backend)), backend)
+            if failure:
+                self._failures[backend.name] = failure
+
+    def _try(self, trial: Trial, original: Contender, candidate: Contender, backend: WatchedBackend) -> str:
+        found = trial.numbers(original, candidate)
+        if found.failure:
+            return found.failure
+        if not found.compared:
+            return "returns no tensors that could be compared with the original's"
+        if backend.lacking and len(self._backends) > 1:
+            return backend.lacking[-1]
+        if self._by_clock:
+            timed = trial.time(original, candidate)
+            if timed.failure:
+                return timed.failure
+            assert timed.original_ms is not None
+            assert timed.candidate_ms is not None
+            before = self._ms.get(backend.name, (0.0, 0.0))
+            self._ms[backend.name] = before[0] + timed.original_ms, before[1] + timed.candidate_ms
+        return ""
+
+    def judgement(self, nothing_found: str | None) -> Judgement:
+        """What came out.
+
+        Args:
+            nothing_found: What the site says of the call, where there was nothing to fuse.
+        """
+        if nothing_found is not None and not self._failures:
+            return Judgement(ORIGINAL, nothing_found)
+        if not self._num_attentions:
+            return Judgement(ORIGINAL, "its forward did not come to an attention", is_wrong=True)
+        agreeing = [backend.name for backend in self._backends if backend.name not in self._failures]
+        if not agreeing:
+            is_one = len(self._backends) == 1
+            reasons = [reason if is_one else f"{name}: {reason}" for name, reason in self._failures.items()]
+            return Judgement(ORIGINAL, "; ".join(reasons), is_wrong=True)
+        if not self._by_clock:
+            return Judgement(agreeing[0], f"by {agreeing[0]}")
+        speeds = {name: self._ms[name][0] / self._ms[name][1] for name in agreeing}
+        best = max(speeds, key=lambda name: speeds[name])
+        before, after = self._ms[best]
+        measured = f"{speeds[best]:.2f}x the speed here ({before:.2f} → {after:.2f} ms a pass)"
+        # At the same speed, too, the fused form wins: its memory grows with the length, not with its square.
+        if speeds[best] < 1:
+            return Judgement(ORIGINAL, f"not faster by {best}: {measured}")
+        return Judgement(best, f"by {best}, {measured}")

@@ -1,0 +1,143 @@
+"""The trial of a memory layout: every operation on images in both layouts, beside a step that runs as it always did.
+
+Nothing of the user's is called again for it: what is tried are torch's own convolutions, norms and poolings, on the
+tensors that they are called with, whoever calls them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_accel.layout import FORMATS, in_format
+from lightning_accel.techniques.base import Verdict
+from lightning_accel.tree import map_tensors, tensors_in
+from lightning_accel.trial import Contender, Trial
+
+# A 1x1 convolution with a stride, in channels_last and bfloat16, on two threads: its backward pass leaves a kernel in
+# oneDNN's cache whose destruction crashes the interpreter as it ends (torch 2.13, and nothing of ours in between).
+_LONE_SAMPLE = "batches of one sample: oneDNN's bfloat16 kernels for them crash when the program ends"
+
+_CONVOLUTIONS = frozenset(("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"))
+# What else takes longer, or less, in the other layout. Element-wise operations do not care.
+_TIMED = _CONVOLUTIONS | frozenset(
+    (
+        *("batch_norm", "instance_norm", "group_norm", "max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d"),
+        *("adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "interpolate", "pad"),
+    )
+)
+_TIMED_S = 0.1  # of each kind of call; a step has tens of them
+_WORTH = 0.97  # of the time: what was not timed (copies at the edges, code between) may take more in another layout
+
+
+@dataclass
+class _Timing:
+    """Milliseconds of one kind of call."""
+
+    original_ms: float = 0.0
+    candidate_ms: float = 0.0
+
+
+class LayoutTrial(TorchFunctionMode):
+    """Runs a step in the contiguous layout, and tries channels_last beside it.
+
+    Args:
+        dims: The numbers of dimensions that mean an image.
+        by_clock: Whether to time, too.
+    """
+
+    def __init__(self, dims: tuple[int, ...], *, by_clock: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dims = dims
+        self._by_clock = by_clock
+        self._compared: set[Any] = set()
+        self._timings: dict[Any, _Timing] = {}
+        self._total = _Timing()
+        self._failure = ""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in _TIMED:
+            return func(*args, **kwargs)
+        # Weights that wait in channels_last must not put the step into it.
+        args, kwargs = map_tensors(_contiguous, (args, kwargs))
+        image = next(iter(tensors_in((args, kwargs))), None)
+        if image is not None and image.dim() in self._dims and not self._failure and not torch.compiler.is_compiling():
+            self._try(func, image, args, kwargs)
+        return func(*args, **kwargs)
+
+    def verdict(self) -> Verdict:
+        """Whether channels_last is right, and worth it."""
+        if self._failure:
+            return Verdict(keep=False, reason=self._failure)
+        if not self._compared:
+            return Verdict(keep=False, reason="no convolution ran on the first step, so nothing was tried")
+        before, after = self._total.original_ms, self._total.candidate_ms
+        if not after:  # untimed
+            return Verdict(keep=True)
+        measured = f"convolutions, norms and pooling at {before / after:.2f}x the speed here"
+        return Verdict(keep=after <= _WORTH * before, reason=f"{measured} ({before:.1f} → {after:.1f} ms a step)")
+
+    def _try(self, func: Any, image: Tensor, args: Any, kwargs: Any) -> None:
+        name = func.__name__
+        kind = _kind(name, args, kwargs)
+        if name in _CONVOLUTIONS and kind not in self._compared:
+            self._compared.add(kind)
+            if _is_lone_bfloat16(image):
+                self._failure = _LONE_SAMPLE
+                return
+            # Few samples tell all: a convolution treats each alike.
+            self._failure = self._trial(args, kwargs, func, samples=2).numbers(*self._sides(func)).failure
+        if self._by_clock and not self._failure:
+            if kind not in self._timings:
+                found = self._trial(args, kwargs, func, samples=None).time(*self._sides(func))
+                self._failure = found.failure
+                self._timings[kind] = _Timing(found.original_ms or 0.0, found.candidate_ms or 0.0)
+            self._total.original_ms += self._timings[kind].original_ms
+            self._total.candidate_ms += self._timings[kind].candidate_ms
+
+    def _trial(self, args: Any, kwargs: Any, func: Any, samples: int | None) -> Trial:
+        return Trial(
+            nn.Module(),
+            args,
+            kwargs,
+            with_gradients=torch.is_grad_enabled(),
+            samples=samples,
+            timed_s=_TIMED_S,
+            wide=func,
+        )
+
+    def _sides(self, func: Any) -> tuple[Contender, Contender]:
+        return Contender(func), Contender(func, arguments=self._in_channels_last)
+
+    def _in_channels_last(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def convert(tensor: Tensor) -> Tensor:
+            return in_format(tensor, FORMATS[tensor.dim()]) if tensor.dim() in self._dims else tensor
+
+        converted: tuple[Any, Any] = map_tensors(convert, (args, kwargs))
+        return converted
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor.contiguous() if tensor.layout == torch.strided else tensor
+
+
+def _kind(name: str, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What calls that take equally long have in common."""
+
+    def of(value: Any) -> Any:
+        return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else repr(value)
+
+    return name, *map(of, args), *((key, of(value)) for key, value in kwargs.items())
+
+
+def _is_lone_bfloat16(image: Tensor) -> bool:
+    is_lone = image.shape[0] == 1 and image.device.type == "cpu"
+    return is_lone and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16

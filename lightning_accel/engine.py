@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -107,29 +107,22 @@ class Engine:
 
     # -- the life of a run -------------------------------------------------------------------------------------
 
-    @contextmanager
-    def step(self, stage: str = "train", *, may_try: bool | None = None) -> Iterator[None]:
+    def step(self, stage: str = "train", *, may_try: bool | None = None) -> AbstractContextManager[None]:
         """Enter it around forward and loss of every step.
 
         Args:
             stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
             may_try: Whether this step may be one of the trial steps; by default only where gradients are due.
         """
+        if not self._techniques:
+            return nullcontext()
         if may_try is None:
             may_try = stage == "train" and torch.is_grad_enabled()
-        self._stage = stage
-        try:
-            if not (may_try and self._trial_step is not None):
-                with ExitStack() as stack:
-                    for technique in self._techniques:
-                        stack.enter_context(technique.step(stage))
-                    yield
-            else:
-                yield from self._step_with_trials(stage)
-        finally:
-            self._stage = None
-        for technique in self._techniques:
-            self._hear(technique)
+        if may_try and self._trial_step is not None:
+            return self._trial(stage)
+        contexts = [technique.step(stage) for technique in self._techniques]
+        around = [context for context in contexts if not isinstance(context, nullcontext)]
+        return self._step_within(around, stage) if around else _UnderWay(self, stage)
 
     def batch(self, batch: Any, stage: str | None = None) -> Any:
         """What the techniques make of a batch that is on the device.
@@ -234,6 +227,18 @@ class Engine:
             self._patches[technique.name].drop(site)
         self.report.record_refused(technique.name, site, reason)
 
+    @contextmanager
+    def _step_within(self, contexts: Iterable[AbstractContextManager[Any]], stage: str) -> Iterator[None]:
+        with _UnderWay(self, stage), ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            yield
+
+    @contextmanager
+    def _trial(self, stage: str) -> Iterator[None]:
+        with _UnderWay(self, stage):
+            yield from self._step_with_trials(stage)
+
     def _step_with_trials(self, stage: str) -> Iterator[None]:
         on_trial = [
             technique
@@ -305,8 +310,10 @@ class Engine:
             self._take_back(technique)
         if technique.revisions:
             self._revise(technique)
-        record = self.report.of(technique.name)
+        record = self.report.techniques[technique.name]
         record.status, record.details = technique.status or record.status, technique.details
+        if not technique.complaints:
+            return
         complaints, technique.complaints = technique.complaints, ()
         for complaint in complaints:
             self.degrade(complaint)
@@ -337,6 +344,25 @@ class Engine:
         record.status = technique.status or _outcome(record)
         if technique.explicit and not record.changes and not technique.acts_without_sites:
             self.degrade(f"{technique.name} was asked for and is not in force anywhere: {record.status}")
+
+
+class _UnderWay:
+    """Around a step: what the engine itself has to know of it, and to do after it. No generator: every step pays."""
+
+    __slots__ = ("_engine", "_stage")
+
+    def __init__(self, engine: Engine, stage: str) -> None:
+        self._engine = engine
+        self._stage = stage
+
+    def __enter__(self) -> None:
+        self._engine._stage = self._stage
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._engine._stage = None
+        if kind is None:
+            for technique in self._engine._techniques:
+                self._engine._hear(technique)
 
 
 def _outcome(record: TechniqueReport) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, fields
 from typing import Any, ClassVar, Literal, cast
 
@@ -198,47 +198,45 @@ class AccelPlugin(Precision):
     # -- a step ------------------------------------------------------------------------------------------------
 
     @override
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
-        with without_mha_fast_path(self.device if self.precision != "32-true" else ""), super().forward_context():
-            yield
+    def forward_context(self) -> AbstractContextManager[None]:
+        return super().forward_context() if self.precision == "32-true" else self._autocast()
 
     @override
-    @contextmanager
-    def train_step_context(self) -> Generator[None, None, None]:
-        with self._step("train"):
-            yield
-        if self.scaler is not None:
-            # With manual optimization every optimizer of this step has had its turn.
-            self.scaler.finish_step()
+    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        step = self._step("train")
+        return step if self.scaler is None else self._scaled(step, self.scaler)
 
     @override
-    @contextmanager
-    def val_step_context(self) -> Generator[None, None, None]:
-        with self._step("validate"):
-            yield
+    def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._step("validate")
 
     @override
-    @contextmanager
-    def test_step_context(self) -> Generator[None, None, None]:
-        with self._step("test"):
-            yield
+    def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._step("test")
 
     @override
+    def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._step("predict")
+
+    def _step(self, stage: str) -> AbstractContextManager[None]:
+        forward = self.forward_context()
+        if self._engine is None:
+            return forward
+        # The validation that checks sanity before a fit must not decide for training.
+        step = self._engine.step(stage, may_try=stage == "train" or not self._is_fitting)
+        return step if isinstance(forward, nullcontext) else _nested(forward, step)
+
     @contextmanager
-    def predict_step_context(self) -> Generator[None, None, None]:
-        with self._step("predict"):
+    def _autocast(self) -> Iterator[None]:
+        with without_mha_fast_path(self.device), super().forward_context():
             yield
 
     @contextmanager
-    def _step(self, stage: str) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self.forward_context())
-            if self._engine is not None:
-                # The validation that checks sanity before a fit must not decide for training.
-                may_try = stage == "train" or not self._is_fitting
-                stack.enter_context(self._engine.step(stage, may_try=may_try))
+    def _scaled(self, step: AbstractContextManager[None], scaler: CountingGradScaler) -> Iterator[None]:
+        with step:
             yield
+        # With manual optimization every optimizer of this step has had its turn.
+        scaler.finish_step()
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -373,6 +371,12 @@ class AccelPlugin(Precision):
         given = {f.name: getattr(self.plan, f.name) for f in fields(self.plan)}
         shown = {k: v for k, v in given.items() if k == "precision" or v != getattr(defaults, k)}
         return f"AccelPlugin({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+@contextmanager
+def _nested(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 @functools.cache

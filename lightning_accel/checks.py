@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+class SettingError(ValueError):
+    """What a setting asks for cannot be had: a message to the user, not a failure of a step."""
+
+
 def check_names(given: Mapping[str, Any], *, allowed: Sequence[str], owner: str) -> None:
     """Raises a ``ValueError`` that names the nearest of ``allowed`` when ``given`` has a key beyond them."""
     for name in given:

@@ -77,7 +77,6 @@ class Engine:
         self.host = host
         self.report = Report(device=f"{host.device_name} ({host.kind})")
         self.decisions: Decisions = dict(decisions or {})
-        self._agree = agree or (lambda verdicts: verdicts)
         self._gather = gather or (lambda value: [value])
         self._is_sharded = is_sharded
         for technique in techniques:
@@ -89,6 +88,8 @@ class Engine:
         for name in _TECHNIQUES:
             self.report.of(name).status = "off"
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
+        self._retired: list[Technique] = []
+        self._owes_verdicts = False
         if plan.inplace_activations and not plan.verify:
             self.report.of(
                 "inplace_activations"
@@ -145,11 +146,42 @@ class Engine:
 
     def undo(self) -> None:
         """Takes every edit back: the model is again the one that was passed in. The report stays."""
-        for technique in reversed(self._techniques):
+        for technique in reversed(self._techniques or self._retired):
             self._patches.get(technique.name, PatchSet()).undo()
             technique.close()
-        self._techniques = []
+        self._techniques, self._retired = [], []
         self._trial_step = None
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether a step may run otherwise than the user wrote it."""
+        return any(technique.acts_without_sites or self._patches[technique.name] for technique in self._techniques)
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether the next step that may be tried on is one of the trial steps."""
+        return self._trial_step is not None
+
+    def stand_aside(self, reason: str) -> None:
+        """Takes every edit back for the rest of the run, and remembers it for a resumed one."""
+        for technique in reversed(self._techniques):
+            for patch in list(self._patches[technique.name]):
+                self._refuse(technique, patch.site, reason)
+                if technique.remembers:
+                    refusal = Verdict(keep=False, reason=reason)
+                    self.decisions.setdefault(technique.name, {})[patch.site] = refusal
+            technique.objections, technique.revisions = {}, {}
+            self._settle(technique)
+        # Not closed before the run ends: layouts that DistributedDataParallel counts on are held until then.
+        self._techniques, self._retired = [], self._techniques
+        self._trial_step = None
+
+    def join_after_failure(self) -> None:
+        """Gives the other ranks the word they wait for, where a trial step of this rank was repeated without edits."""
+        if self._owes_verdicts:
+            self._owes_verdicts = False
+            self._gather(None)
+            self._stay_together({})
 
     def carry_out(self, decisions: Mapping[str, Verdicts]) -> None:
         """Makes these verdicts hold now, without a trial of their own."""
@@ -248,6 +280,7 @@ class Engine:
             and technique.name not in self.decisions
         ]
         found: Decisions = {}
+        self._owes_verdicts = bool(on_trial)
         with ExitStack() as stack:
             for technique in self._techniques:
                 stack.enter_context(technique.step(stage))
@@ -259,7 +292,13 @@ class Engine:
             yield
         if not self._techniques:
             return  # undone in the middle of the step
-        agreed = self._agree(found) if on_trial else {}
+        self._owes_verdicts = False
+        ranks = self._gather(found) if on_trial else [{}]
+        if None in ranks:
+            self.stand_aside(f"a trial step of rank {ranks.index(None)} raised")
+            self._stay_together({})
+            return
+        agreed = ranks[0]
         for technique in on_trial:
             verdicts = agreed.get(technique.name, {})
             if technique.remembers:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, fields
 from typing import Any, ClassVar, Literal, cast
@@ -17,7 +18,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -45,6 +46,7 @@ from lightning_accel.report import Report
 from lightning_accel.strategies.agreement import check_devices, gather
 from lightning_accel.strategies.feeding import Feeding, feeding_for
 from lightning_accel.strategies.hooks import strategy_hooks
+from lightning_accel.strategies.safety_net import SafetyNet
 from lightning_accel.techniques.base import Verdict
 from lightning_accel.techniques.memory_format import MemoryFormat, wants_channels_last
 from lightning_accel.techniques.mixed_precision import (
@@ -54,8 +56,11 @@ from lightning_accel.techniques.mixed_precision import (
     resolve_precision,
     without_mha_fast_path,
 )
+from lightning_accel.trial import one_line
 
 ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
+
+_NAMES_DTYPE = re.compile(r"dtype|scalar type|[Hh]alf|[Bb]?[Ff]loat(16|32)")
 
 
 class AccelPlugin(Precision):
@@ -111,6 +116,7 @@ class AccelPlugin(Precision):
         self.device = "cpu"
         self._set_precision("32-true" if precision == "auto" else precision)
         self._engine: Engine | None = None
+        self._net: SafetyNet | None = None
         self._report = Report()
         self._memory_plan: MemoryPlan | None = None
         self._hooks = PatchSet()
@@ -119,6 +125,7 @@ class AccelPlugin(Precision):
         self._decisions: Decisions = {}
         self._decisions_without_gradients: Decisions = {}
         self._is_fitting = False
+        self._repeats_in_float32 = False
 
     @classmethod
     def from_plan(cls, plan: Plan) -> AccelPlugin:
@@ -174,6 +181,10 @@ class AccelPlugin(Precision):
         self._report = self._engine.report
         self._report.of("precision").is_on = precision != "32-true"
         self._report.of("precision").status = f"{precision}: {reason}"
+        self._net = None
+        if not isinstance(trainer.strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
+            self._net = SafetyNet(module, self._engine, self._without_precision)
+            self._hook(self._net.patches(trainer.strategy))
         self._hook(strategy_hooks(trainer.strategy, self._engine, self._restore_layouts))
         if self.plan.transforms or getattr(trainer.strategy, "feeds_itself", False):
             self._feed(trainer, wants_channels_last(techniques))
@@ -199,7 +210,9 @@ class AccelPlugin(Precision):
 
     @override
     def forward_context(self) -> AbstractContextManager[None]:
-        return super().forward_context() if self.precision == "32-true" else self._autocast()
+        if self.precision == "32-true" or self._repeats_in_float32:
+            return Precision.forward_context(self)
+        return self._autocast()
 
     @override
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -237,6 +250,22 @@ class AccelPlugin(Precision):
             yield
         # With manual optimization every optimizer of this step has had its turn.
         scaler.finish_step()
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> None:
+        def run(loss: Tensor = tensor) -> None:
+            super(AccelPlugin, self).backward(loss, model, optimizer, *args, **kwargs)
+
+        def run_repeated(outputs: Any) -> None:
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+            run(loss if self.scaler is None else self.scaler.scale(loss))
+
+        if self._net is None:
+            run()
+        else:
+            self._net.backward(run, run_repeated)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -325,6 +354,7 @@ class AccelPlugin(Precision):
             self.scaler.forget()
         if self._engine is not None:
             self._engine.undo()
+            self._net = None
             self._memory_plan = self._engine.memory_plan or self._memory_plan
             self._engine = None
 
@@ -343,6 +373,22 @@ class AccelPlugin(Precision):
             self.scaler = None
         elif self.scaler is None or self.scaler._device != self.device:
             self.scaler = CountingGradScaler(self.device)
+
+    @contextmanager
+    def _without_precision(self, error: Exception) -> Iterator[None]:
+        """Repeats a step in float32, if another precision was our choice, and stays there if that was the cause."""
+        if self.plan.precision != "auto" or self.precision == "32-true":
+            yield
+            return
+        self._repeats_in_float32 = True
+        try:
+            yield
+        finally:
+            self._repeats_in_float32 = False
+        if _NAMES_DTYPE.search(str(error)):
+            self._set_precision("32-true")
+            record = self._report.of("precision")
+            record.is_on, record.status = False, f"32-true: {one_line(error)}"
 
     def _feed(self, trainer: Trainer, channels_last: Callable[[], bool]) -> None:
         assert self._engine is not None
@@ -363,7 +409,7 @@ class AccelPlugin(Precision):
     @override
     def __reduce__(self) -> Any:
         # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
-        left_here = {"_engine": None, "_hooks": PatchSet(), "feeding": None, "_decided_for": None}
+        left_here = {"_engine": None, "_net": None, "_hooks": PatchSet(), "feeding": None, "_decided_for": None}
         return _copied, (self._plain_class or type(self), {**vars(self), **left_here})
 
     def __repr__(self) -> str:

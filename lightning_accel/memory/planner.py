@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.byte_size import format_bytes
+from lightning_accel.checks import SettingError
 from lightning_accel.isolation import is_trial
 from lightning_accel.memory.costs import (
     OFFLOADING,
@@ -231,7 +232,7 @@ class Planner:
             state = self._grown(state)
         self.state = state if self.agree is None else self.agree(state)
         if self.state.error:
-            raise ValueError(self.state.error)
+            raise SettingError(self.state.error)
         if self.state.phase in ("confirming", "settled"):
             self._optimizers.stop()
         if self.state.offloads_rest and self._offloader is not None:

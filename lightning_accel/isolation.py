@@ -7,7 +7,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -171,8 +171,12 @@ def _same_items(now: Any, before: Any) -> bool:
 
 
 @contextmanager
-def dropout_off(module: nn.Module) -> Iterator[list[float]]:
+def dropout_off(module: nn.Module, *, functions: bool = True) -> Iterator[list[float]]:
     """Switches dropout off, in modules inside ``module`` and wherever a function of torch's is asked for it.
+
+    Args:
+        module: The module.
+        functions: Whether in functions, too.
 
     Yields:
         The rates that were switched off.
@@ -188,7 +192,7 @@ def dropout_off(module: nn.Module) -> Iterator[list[float]]:
     rates += [rate for attention, rate in attentions.items() if attention.training]
     token = _dropout_is_off.set(True)
     try:
-        with _NoDropout(rates):
+        with _NoDropout(rates) if functions else nullcontext():
             yield rates
     finally:
         _dropout_is_off.reset(token)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,8 @@ class Trial:
         timed_s: No further pair is timed once they have taken this long together.
         judged: Takes from the outputs what is to be compared.
         wide: The original, for arguments in float64; by default ``forward`` of a copy of the module in float64.
+        dropout: Where dropout is switched off while numbers are compared: everywhere; in modules alone, for compiled
+            code, which is compiled anew under a function mode; or nowhere, where both sides draw the same numbers.
     """
 
     module: nn.Module
@@ -93,6 +95,7 @@ class Trial:
     timed_s: float = TIMED_S
     judged: Callable[[Any], Any] = lambda outputs: outputs
     wide: Callable[..., Any] | None = None
+    dropout: Literal["off", "off in modules", "on"] = "off"
     _overwritten: set[str] = field(default_factory=set, init=False, repr=False)
 
     def numbers(self, original: Contender, candidate: Contender, *, in_other_orders: bool = True) -> Comparison:
@@ -141,7 +144,7 @@ class Trial:
         return self._judge(expected, [expected], self._once(candidate, self.args, self.kwargs))
 
     def _by_spread(self, original: Contender, candidate: Contender) -> Comparison:
-        with dropout_off(self.module) as dropped:
+        with self._without_dropout() as dropped:
             with original.state(), own_rng(self._device()):
                 args, kwargs = self._samples(original.call)
             expected = self._once(original, args, kwargs)
@@ -231,6 +234,11 @@ class Trial:
                 outputs = without_gradients._run(side.call, *side.arguments(args, kwargs))
                 draws.append([float(output.double().square().mean()) for output in outputs])
         return [list(of_output) for of_output in zip(*draws, strict=True)]
+
+    def _without_dropout(self) -> AbstractContextManager[list[float]]:
+        if self.dropout == "on":
+            return nullcontext([])
+        return dropout_off(self.module, functions=self.dropout == "off")
 
     # -- one run -----------------------------------------------------------------------------------------------
 

@@ -162,9 +162,17 @@ class Compilation(Technique):
         if (strange := changeable_argument(args, kwargs)) is not None:
             return Verdict(keep=False, reason=f"takes a {strange}, which its trial would change")
         # All samples: another batch size would have the block compiled a second time, for any size, and slower.
-        trial = Trial(block, args, kwargs, with_gradients=torch.is_grad_enabled(), samples=None)
+        trial = Trial(
+            block,
+            args,
+            kwargs,
+            with_gradients=torch.is_grad_enabled(),
+            samples=None,
+            # Off, the block would be compiled a second time; with the same random numbers on both sides it can stay on.
+            dropout="on" if patch.eager_random else "off in modules",
+        )
         eager, compiled = Contender(_eager_call(block)), Contender(_call(block), state=lambda: _applied(patch))
-        found = trial.numbers(eager, compiled, with_oracle=not (patch.eager_random and _drops(block)))
+        found = trial.numbers(eager, compiled)
         if found.failure:
             return Verdict(keep=False, reason=found.failure)
         if not self._must_be_faster:
@@ -186,12 +194,6 @@ def _eager_call(block: nn.Module) -> Callable[..., Any]:
 
 def _call(block: nn.Module) -> Callable[..., Any]:
     return (lambda *args, **kwargs: block.forward(*args, **kwargs)) if is_gathered_by_hooks(block) else block.__call__
-
-
-def _drops(block: nn.Module) -> bool:
-    # Dropout, off for the oracle, would have the block compiled a second time. With the same random numbers on both
-    # sides it can stay on instead.
-    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0 for m in block.modules())
 
 
 @contextmanager

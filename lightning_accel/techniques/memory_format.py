@@ -5,17 +5,15 @@ https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_accel.compiled import eager_where_compiled, is_inside_compiled
@@ -24,6 +22,7 @@ from lightning_accel.layout import FORMAT_NAMES, OptimizerLayouts, WeightLayout,
 from lightning_accel.patch import Patch, PatchSet
 from lightning_accel.plan import MemoryFormatSetting
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.techniques.layout_rescue import LayoutRescue
 from lightning_accel.techniques.layout_trial import LayoutTrial
 from lightning_accel.tree import map_tensors
 
@@ -68,42 +67,12 @@ def _has_buckets() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-class ViewRescue(TorchFunctionMode):
-    """Gives calls that read a tensor by its layout a contiguous copy, and remembers where they were.
-
-    ``x.view(x.size(0), -1)`` on a channels_last tensor raises, ``x.as_strided(...)`` reads other elements. While this
-    is active the step computes what it should, so that the layout can be taken back instead of the run breaking.
-    """
-
-    _BY_LAYOUT = (Tensor.view, Tensor.view_as, Tensor.as_strided, torch.as_strided)
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.places: list[str] = []
-        self.method = ""
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in self._BY_LAYOUT or args[0].dim() not in FORMAT_NAMES or args[0].is_contiguous():
-            return func(*args, **kwargs)
-        if func in (Tensor.view, Tensor.view_as):
-            try:
-                return func(*args, **kwargs)
-            except RuntimeError:
-                pass
-        frame = sys._getframe(1)
-        self.places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        self.method = func.__name__
-        return func(args[0].contiguous(), *args[1:], **kwargs)
-
-
 class MemoryFormat(Technique):
     """Channels_last for models with convolutions, and for their batches.
 
     The first step runs in the user's layout, and beside it every convolution, norm and pooling in the other: with
     other numbers, or (with ``"auto"``) if they take longer, nothing is changed. What is changed is taken back when the
-    user's code calls ``.view()`` where the new layout does not allow it.
+    user's code calls ``.view()`` where the new layout does not allow it, or looks at layouts itself.
 
     Args:
         setting: As in the plan; not ``"preserve"``.
@@ -128,9 +97,9 @@ class MemoryFormat(Technique):
         self._optimizers: OptimizerLayouts | None = None
         self._model = nn.Module()
         self._rescued_stages: set[str] = set()
-        self._is_decided = False
+        self._is_decided = not verify
         # DistributedDataParallel lays its buckets out by what it finds: see WeightLayout.hold.
-        self.applied_before_trial = _has_buckets()
+        self.applied_before_trial = _has_buckets() or not verify
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -165,15 +134,12 @@ class MemoryFormat(Technique):
 
     @contextmanager
     def _rescued(self, stage: str) -> Iterator[None]:
-        with eager_where_compiled(self._model), ViewRescue() as rescue:
+        with eager_where_compiled(self._model), LayoutRescue() as rescue:
             yield
         if self._is_decided:
             self._rescued_stages.add(stage)
-        if rescue.places:
-            self._object(
-                f"{rescue.places[0]} calls .{rescue.method}() on a tensor that channels_last lays out otherwise;"
-                " .reshape() or .flatten() there would allow it"
-            )
+        if rescue.place:
+            self._object(rescue.place)
 
     def _object(self, reason: str) -> None:
         self.objections = {weight.site: reason for weight in self._weights}
@@ -192,7 +158,8 @@ class MemoryFormat(Technique):
         elif self._is_auto:
             self._object(f"{reason}; memory_format='channels_last' trusts it not to")
         if self.objections:
-            self._take_back()
+            for weight in reversed(self._weights):
+                weight.undo()
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from lightning_accel.assembly import accelerate
 from lightning_accel.engine import Engine
 from lightning_accel.plan import Plan
+from lightning_accel.trial import Comparison, Trial
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -48,14 +48,10 @@ def assert_same_step(model: nn.Module, handle: Engine, plain: nn.Module, inputs:
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
-class Awake(nn.Module):
-    """Sleeps when its input is channels_last: a layout that is grossly slower."""
+def clock(monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
+    """Lets every trial find channels_last ``speed`` times as fast, whatever this machine is doing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
+    def time(self: Trial, original: Any, candidate: Any) -> Comparison:
+        return Comparison(original_ms=10.0, candidate_ms=10.0 / speed)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if is_channels_last(self.conv.weight):
-            time.sleep(0.2)
-        return self.conv(x)
+    monkeypatch.setattr(Trial, "time", time)

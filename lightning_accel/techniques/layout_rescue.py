@@ -1,0 +1,70 @@
+"""Lets code that reads a tensor by its layout compute what it would on the user's own, and says where that was."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_accel.layout import FORMAT_NAMES
+
+_VIEWS = (Tensor.view, Tensor.view_as)
+_STRIDED = (Tensor.as_strided, torch.as_strided)
+_QUESTIONS = (Tensor.is_contiguous, Tensor.stride)
+_MEMORY = (Tensor.data_ptr, Tensor.untyped_storage)
+
+
+class LayoutRescue(TorchFunctionMode):
+    """Answers calls that depend on the layout of an image as if it were contiguous.
+
+    ``x.view(x.size(0), -1)`` on a channels_last tensor raises, ``x.as_strided(...)`` reads other elements, and code
+    that asks for strides may go another way. While this is active a step computes what it should, so that the layout
+    can be taken back instead of the run breaking.
+
+    Attributes:
+        place: Where the user's code did so first, and what; empty if it did not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place = ""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (*_VIEWS, *_STRIDED, *_QUESTIONS, *_MEMORY) or not _is_laid_out(args[0]):
+            return func(*args, **kwargs)
+        if func in _VIEWS:
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError:
+                self._note(func, "lays out otherwise; .reshape() or .flatten() there would allow it")
+        elif func in _STRIDED:
+            self._note(func, "lays out otherwise; .reshape() or .flatten() there would allow it")
+        elif _is_users(sys._getframe(1)):
+            self._note(func, "lays out otherwise: what it does may depend on it")
+            if func in _MEMORY:  # of a copy it would be gone by the time it is used
+                return func(*args, **kwargs)
+        else:
+            return func(*args, **kwargs)
+        return func(args[0].contiguous(), *args[1:], **kwargs)
+
+    def _note(self, func: Any, why: str) -> None:
+        frame = sys._getframe(2)
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self.place = self.place or f"{place} calls .{func.__name__}() on a tensor that channels_last {why}"
+
+
+def _is_laid_out(tensor: Any) -> bool:
+    is_image = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.dim() in FORMAT_NAMES
+    return is_image and not tensor.is_contiguous()
+
+
+def _is_users(frame: FrameType) -> bool:
+    # Torch's own code asks too, and knows what to do with the answer.
+    return not str(frame.f_globals.get("__name__", "")).startswith(("torch.", "lightning_accel."))

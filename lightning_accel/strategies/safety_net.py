@@ -25,7 +25,7 @@ from lightning_accel.patch import MethodPatch, Patch
 from lightning_accel.tree import leaves, tensors_in
 from lightning_accel.trial import one_line
 
-Step = Callable[[], Any]
+Step = Callable[..., Any]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _MAX_BUFFER_BYTES = 1 << 20  # of one buffer that is copied at every step: running statistics, not tables
@@ -64,7 +64,7 @@ class SafetyNet:
 
         def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
             def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-                return self._run(lambda: original(strategy, *args, **kwargs), (args, kwargs))
+                return self._run(functools.partial(original, strategy), args, kwargs)
 
             return step
 
@@ -92,13 +92,13 @@ class SafetyNet:
         self._module.zero_grad(set_to_none=True)
         return run_repeated(self._repeat(attempt, failure))
 
-    def _run(self, step: Step, given: Any) -> Any:
+    def _run(self, step: Step, args: Any, kwargs: Any) -> Any:
         if not self._engine.has_edits:
             self._attempt = None
-            return step()
-        attempt = self._attempt = self._begin(step, given)
+            return step(*args, **kwargs)
+        attempt = self._attempt = self._begin(step, (args, kwargs))
         try:
-            return step()
+            return step(*args, **kwargs)
         except Exception as error:
             if attempt.has_gone_backward or not self._may_repeat(attempt, error):
                 raise
@@ -114,7 +114,7 @@ class SafetyNet:
         return _Attempt(step, given, self._module, is_trial=is_trial, small_buffers=self._small_buffers or [])
 
     def _may_repeat(self, attempt: _Attempt, error: Exception) -> bool:
-        return not isinstance(error, _NOT_OURS) and self._engine.has_edits and attempt.can_be_repeated()
+        return not isinstance(error, _NOT_OURS) and attempt.can_be_repeated()
 
     def _gradients_are_new(self) -> bool:
         # Several ranks wait for each other in a backward pass: there is no second one for a single rank.
@@ -123,10 +123,11 @@ class SafetyNet:
 
     def _repeat(self, attempt: _Attempt, error: Exception) -> Any:
         attempt.take_back()
+        args, kwargs = self._engine.predictions(attempt.given)  # the batch, too, as the user's loader gave it
         remark = f"a step raised {one_line(error)}"
         self._engine.stand_aside(remark)
         with self._without_precision(error):
-            outputs = attempt.step()
+            outputs = attempt.step(*args, **kwargs)
         self._engine.join_after_failure()
         note = f"{remark}, and ran when it was repeated without the edits of this plugin: all of them are taken back"
         self._engine.report.note(note)
@@ -139,11 +140,12 @@ class _Attempt:
 
     Attributes:
         step: Runs it, again perhaps.
+        given: Its arguments, positional and by name.
         has_gone_backward: Whether there are gradients of it.
 
     Args:
         step: See above.
-        given: Its arguments.
+        given: See above.
         module: The run's module.
         is_trial: Whether techniques are tried in it: then all that a step may change is kept. Later it is the random
             streams of torch, and buffers as small as running statistics are.
@@ -155,7 +157,7 @@ class _Attempt:
     ) -> None:
         self.step = step
         self.has_gone_backward = False
-        self._given = given
+        self.given = given
         self._module = module
         self._num_optimizer_steps = module.trainer.global_step
         self._random = _random_states(module.device)
@@ -166,7 +168,7 @@ class _Attempt:
             torch._foreach_copy_(self._values, self._buffers)
 
     def can_be_repeated(self) -> bool:
-        reads_its_loader = any(hasattr(leaf, "__next__") for leaf in leaves(self._given))
+        reads_its_loader = any(hasattr(leaf, "__next__") for leaf in leaves(self.given))
         has_stepped = self._module.trainer.global_step != self._num_optimizer_steps
         return not (reads_its_loader or has_stepped)
 

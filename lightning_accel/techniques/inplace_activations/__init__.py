@@ -1,4 +1,4 @@
-"""In-place activations: ReLU, dropout and their kin overwrite an input that nobody else can read, asked at every call."""
+"""In-place activations: ReLU, dropout and their kin overwrite an input that nobody else can read."""
 
 from lightning_accel.techniques.inplace_activations.technique import InplaceActivations
 

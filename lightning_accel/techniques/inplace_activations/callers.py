@@ -12,7 +12,7 @@ _QUIET = frozenset({"CACHE", "NOP", "EXTENDED_ARG", "RESUME", "PRECALL"})
 _CALLS = frozenset({"CALL", "CALL_METHOD", "CALL_FUNCTION"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 # With one of them in an argument, what stands before a call is not what made its argument, or not all of it.
-_SHUFFLES = ("COPY", "SWAP", "DUP", "ROT", "JUMP", "POP_JUMP", "FOR_ITER", "SEND", "YIELD", "UNPACK", "KW_NAMES")
+_SHUFFLES = ("COPY", "SWAP", "DUP", "ROT", "JUMP", "POP_JUMP", "FOR_ITER", "SEND", "YIELD", "UNPACK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class Call:
     Attributes:
         callee: The attribute that is called, by its name (``"relu"`` of ``self.relu(x)``); empty: a variable, say.
         argument: The local variable that is the argument; None: a temporary result.
-        is_rebound: Whether the next instruction stores the result under the argument's own name.
+        is_spent: Whether that variable is bound anew, deleted or returned from before anything else is run.
         is_parameter: Whether that variable is a parameter of the function.
         reader: The attribute of ``self`` that is called next, with a result of which nothing stays; None: not so.
     """
 
     callee: str
     argument: str | None
-    is_rebound: bool
+    is_spent: bool
     is_parameter: bool
     reader: str | None
 
@@ -48,7 +48,7 @@ def read_call(code: CodeType, offset: int) -> Call | None:
     return Call(
         callee=_name(code, found, callee),
         argument=argument,
-        is_rebound=argument is not None and argument == _stored(found[at + 1]),
+        is_spent=argument is not None and _is_spent(found, at, argument),
         is_parameter=argument is not None and argument in (*parameters.args, parameters.varargs, parameters.varkw),
         reader=_reader(code, found, at, callee),
     )
@@ -57,7 +57,8 @@ def read_call(code: CodeType, offset: int) -> Call | None:
 def _callee(found: Sequence[dis.Instruction], at: int) -> int | None:
     """Where what the call at ``at`` calls is loaded: before the instructions that make its one argument."""
     call = found[at]
-    if call.opname not in _CALLS or call.arg != 1 or call.is_jump_target:
+    is_plain = call.opname in _CALLS and call.arg == 1 and not call.is_jump_target
+    if not is_plain or found[at - 1].opname == "KW_NAMES":
         return None
     missing = 1
     for n in range(at - 1, 0, -1):
@@ -70,6 +71,20 @@ def _callee(found: Sequence[dis.Instruction], at: int) -> int | None:
         if missing < 0:
             return None
     return None
+
+
+def _is_spent(found: Sequence[dis.Instruction], at: int, variable: str) -> bool:
+    """Whether nothing can read ``variable`` any more once the call at ``at`` is over."""
+    for instruction in found[at + 1 :]:
+        if instruction.is_jump_target:
+            return False
+        if variable == _stored(instruction) or instruction.opname == "RETURN_VALUE":
+            return True
+        if instruction.opname == "DELETE_FAST" and instruction.argval == variable:
+            return True
+        if instruction.opname not in ("STORE_FAST", "DELETE_FAST", "LOAD_CONST"):
+            return False
+    return False
 
 
 def _effect(instruction: dis.Instruction) -> int:
@@ -103,9 +118,8 @@ def _reader(code: CodeType, found: Sequence[dis.Instruction], at: int, callee: i
     else:
         call = next((n for n in range(at + 2, len(found) - 1) if found[n].opname in _CALLS), len(found) - 1)
         reader = _callee(found, call)
-        is_gone = variable == _stored(found[call + 1]) if call + 1 < len(found) else False
-        is_gone |= call + 1 < len(found) and found[call + 1].opname == "RETURN_VALUE"
-        if call != at + 4 + (found[at + 1].opname == "STORE_FAST") or _loaded(found[call - 1]) != variable or not is_gone:
+        is_next = call == at + 4 + (found[at + 1].opname == "STORE_FAST") and _loaded(found[call - 1]) == variable
+        if not is_next or not _is_spent(found, call, variable):
             return None
     if reader is None:
         return None

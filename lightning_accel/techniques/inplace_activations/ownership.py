@@ -1,13 +1,14 @@
 """Whether anybody but the activation that is being called can ever read its input: what the runtime counts.
 
-Who else could? Python, by another reference to the tensor. C++, by another handle on it (autograd, DLPack), or by another
-tensor on its storage (a view, a result that an operation saved). All of these are counted, so the proof is a look at
-four numbers at the very call, whatever branch the code took. What they are for a tensor that nobody else holds is not
-known but tried out, once a process, on calls of each kind.
+Who else could? Python, by another reference to the tensor. C++, by another handle on it (autograd, DLPack), or by
+another tensor on its storage (a view, a result that an operation saved). All of these are counted, so the proof is a
+look at a few numbers at the very call, whatever branch the code took. What they are for a tensor that nobody else holds
+is tried out, once a process, by the very code that asks later.
 
-The caller's own variable is one reference more, and harmless where the next instruction binds the variable anew
-(``x = self.act(x)``, the loop of ``nn.Sequential``). The counts mean what they were found to mean only for calls of the
-same form, so the caller's bytecode has to show that form, and the module's own name in it.
+The caller's own variable is one reference more, and harmless where the next thing done is to bind the variable anew
+(``x = self.act(x)``, the loop of ``nn.Sequential``) or to return. The counts mean what they were found to mean only for
+calls of the same form: the caller's bytecode has to show that form, and a name of the module in it. (C code may hold
+more or less while it calls: ``sorted(hs, key=act)``, ``starmap(act, …)``, or ``list(hs)`` of ``hs = map(act, …)``.)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: F401 - where torch.jit.script, reading the original's source, looks for it
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -38,9 +40,10 @@ PATIENCE = 100
 _CALL_IMPL, _WRAPPED = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
 _SEQUENTIAL = nn.Sequential.forward.__code__
 _VIEW = "its input is a view: autograd would copy what it is a view of (nn.Linear gives one on 3-D input)"
+_TOO_FEW = "its input has too few elements to gain anything"
 _CALLER = "it is called in a way that does not show who holds its input"
 
-Numbers = tuple[int, int, int, int]
+Numbers = tuple[int, int, int, int, int]
 
 
 class Site:
@@ -88,16 +91,19 @@ class Site:
             self._stepping_aside(f"at none of its first {PATIENCE} calls: {reason}")
 
     def _against(self, module: nn.Module, x: Tensor) -> str | None:
+        call_impl = sys._getframe(2)
+        if call_impl.f_code is not _CALL_IMPL:  # first: a tracer would record the looks at the tensor
+            return "it is not called by nn.Module's own __call__: a hook, or another's code, stands between"
         if type(x) is not Tensor:
             return "its input is no plain tensor"
         if x.numel() < self._smallest:
-            return f"its input has fewer than {self._smallest} elements: too few to gain by"
+            return _TOO_FEW
         try:
-            return self._ask(module, x)
+            return self._ask(module, x, call_impl)
         except Exception as error:  # asking must never break the user's step
             return f"it could not be asked: {type(error).__name__}: {error}"
 
-    def _ask(self, module: nn.Module, x: Tensor) -> str | None:
+    def _ask(self, module: nn.Module, x: Tensor, call_impl: FrameType) -> str | None:
         in_training = x.requires_grad
         if in_training and not torch.is_grad_enabled():
             return "its input is part of a graph, its result is not to be"
@@ -109,10 +115,9 @@ class Site:
             return "its input was made in inference mode, which is over"
         if in_training and (x.is_leaf or x._backward_hooks is not None):
             return "its input is a leaf of the graph, or has hooks of its own"
-        frame = sys._getframe(3)
-        if frame.f_code is not _CALL_IMPL or (above := frame.f_back) is None or above.f_code is not _WRAPPED:
-            return "it is not called by nn.Module's own __call__: a hook, or another's code, stands between"
-        caller = above.f_back
+        wrapped = call_impl.f_back
+        if wrapped is None or wrapped.f_code is not _WRAPPED or (caller := wrapped.f_back) is None:
+            return _CALLER
         storage = x.untyped_storage()
         if not storage.resizable() or weakref.getweakrefcount(x):
             return "its input's memory is another library's or another process's, or it is referred to weakly"
@@ -121,9 +126,8 @@ class Site:
             x._use_count(),  # type: ignore[attr-defined]
             sys.getrefcount(storage),
             torch._C._storage_Use_Count(storage._cdata),  # type: ignore[attr-defined]
+            sys.getrefcount(caller),
         )
-        if caller is None:
-            return _CALLER
         return self._judge(module, x, caller, _call_in(caller), numbers)
 
     def _judge(
@@ -138,12 +142,12 @@ class Site:
         if call is None or (call.callee not in self.names and caller.f_code is not _SEQUENTIAL):
             return _CALLER
         if call.argument is not None:
-            if not call.is_rebound:
-                return "its input is held by a variable of its caller, which is not bound anew at once"
-            # Where the interpreter passes arguments without counting them, only __call__'s own way counts them for sure.
+            if not call.is_spent:
+                return "its input is held by a variable of its caller, which may still read it"
+            # Where arguments are passed without being counted, only those that __call__ passes are for sure.
             if counts.borrows and call.is_parameter and getattr(caller.f_back, "f_code", None) is not _CALL_IMPL:
                 return _CALLER
-        if numbers != (counts.temporary if call.argument is None else counts.rebound):
+        if numbers != (counts.temporary if call.argument is None else counts.spent):
             return "something else holds its input, or a part of it, or it is saved for the backward pass"
         if (not x.is_contiguous() or 1 in x.shape) and not self._keeps_layout(module, x):
             return "the original's result would lie in memory in another order"
@@ -152,7 +156,7 @@ class Site:
         return None
 
     def _keeps_layout(self, module: nn.Module, x: Tensor) -> bool:
-        """Whether the original's result would lie in memory as ``x`` does: what comes next may choose its kernel by it."""
+        """Whether the original's result would lie in memory as ``x`` does: later layers choose kernels by that."""
         key = x.shape, x.stride()
         if key not in self._layouts:
             if len(self._layouts) >= _MAX_KEPT:
@@ -189,7 +193,7 @@ def _call_in(frame: FrameType) -> Call | None:
 
 
 def _is_only_read(module: nn.Module, caller: FrameType | None) -> bool:
-    """Whether the next thing that happens to the result of ``module`` is its last: a layer that reads it, and keeps it."""
+    """Whether all that happens to the result of ``module`` is that a layer of torch's own reads it next."""
     while caller is not None and (above := caller.f_back) is not None and above.f_code is _CALL_IMPL:
         parent = above.f_locals["self"]  # of torch's own frame, whose other variables live as long as it does
         if "forward" in vars(parent):
@@ -213,13 +217,14 @@ class Counts:
     """What is counted of a tensor that only the call itself holds.
 
     Attributes:
-        temporary: References to the tensor, handles on it, references to its storage, handles on that.
-        rebound: The same for a variable of the caller that is bound anew at once.
+        temporary: References to the tensor, handles on it, references to its storage, handles on that, and references
+            to the caller's frame: a traceback or a debugger that holds it can read its variables.
+        spent: The same for a variable of the caller that nothing reads any more.
         borrows: Whether the interpreter puts a variable on the stack without counting it (Python 3.14).
     """
 
     temporary: Numbers
-    rebound: Numbers
+    spent: Numbers
     borrows: bool
 
 
@@ -248,14 +253,15 @@ def _calibrate() -> Counts | str:
         seen = {name: probe.seen(way) for name, way in _WAYS.items()}
     if any(numbers is None for numbers in seen.values()):
         return "calls are made in a way here that is not known"
-    temporary, rebound, kept = (seen[name] for name in ("temporary", "rebound", "kept"))
-    assert temporary is not None and rebound is not None
-    extra = rebound[0] - temporary[0]
-    is_known = kept == rebound and extra in (0, 1) and temporary[1:] == rebound[1:]
-    others = [numbers for name, numbers in seen.items() if name not in ("temporary", "rebound", "kept")]
+    temporary, spent, kept = (seen[name] for name in ("temporary", "spent", "kept"))
+    assert temporary is not None
+    assert spent is not None
+    extra = spent[0] - temporary[0]
+    is_known = kept == spent and extra in (0, 1) and temporary[1:] == spent[1:]
+    others = [numbers for name, numbers in seen.items() if name not in ("temporary", "spent", "kept")]
     if not is_known or temporary in others:
         return "references are counted in a way here that is not known"
-    return Counts(temporary, rebound, borrows=extra == 0)
+    return Counts(temporary, spent, borrows=extra == 0)
 
 
 class _Recorder(Site):
@@ -265,7 +271,7 @@ class _Recorder(Site):
     def _judge(
         self, module: nn.Module, x: Tensor, caller: FrameType, call: Call | None, numbers: Numbers
     ) -> str | None:
-        is_as_written = call is not None and call.callee == "act" and call.is_rebound is (caller.f_code in _REBINDING)
+        is_as_written = call is not None and call.callee == "act" and call.is_spent is (caller.f_code in _SPENDING)
         self.numbers = numbers if is_as_written else None
         return "only recorded"
 
@@ -294,7 +300,7 @@ def _temporary(self: _Probe) -> Tensor:
     return self.act(self.make())  # type: ignore[no-any-return]
 
 
-def _rebound(self: _Probe) -> Tensor:
+def _spent(self: _Probe) -> Tensor:
     x = self.make()
     x = self.act(x)
     return x
@@ -324,10 +330,10 @@ def _nothing(x: Tensor) -> None:
     return None
 
 
-_REBINDING = (_rebound.__code__,)
+_SPENDING = (_spent.__code__,)
 _WAYS: dict[str, Callable[[_Probe], Any]] = {
     "temporary": _temporary,
-    "rebound": _rebound,
+    "spent": _spent,
     "kept": _kept,
     "held": _held_by(lambda x: x),
     "viewed": _held_by(lambda x: x[:1]),

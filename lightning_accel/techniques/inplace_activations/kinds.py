@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch.nn.functional as F
@@ -81,7 +82,7 @@ def unfit(module: nn.Module, host: Host) -> str | None:
         return f"its backward cannot work in place with lower={module.lower}"
     if type(module).forward is nn.Dropout.forward and host.kind in ("cuda", "rocm"):
         return "in place, a GPU's dropout keeps a full-width mask, not one byte an element, and draws other numbers"
-    if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+    if is_rewired(module):
         return "its forward or __call__ is not the one of its class"
     hook = hook_on(module)
     return f"{hook} on it may keep its input" if hook else None
@@ -95,6 +96,13 @@ def hook_on(module: nn.Module) -> str | None:
     return None
 
 
+def is_rewired(module: nn.Module) -> bool:
+    """Whether calling ``module`` runs something else than the ``forward`` of its class."""
+    own = vars(module).get("forward")  # that of the class, bound, after unpickling what was rebound
+    is_own = own is None or (isinstance(own, MethodType) and own.__func__ is type(module).forward)
+    return not is_own or type(module).__call__ is not nn.Module.__call__
+
+
 def only_reads(module: nn.Module | None) -> bool:
     """Whether ``module`` neither overwrites nor hands on what it is given: one of torch's own, as it was made."""
     while isinstance(module, nn.Sequential) and len(module) and _is_plain(module, nn.Sequential.forward):
@@ -103,5 +111,4 @@ def only_reads(module: nn.Module | None) -> bool:
 
 
 def _is_plain(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    is_own = "forward" not in vars(module) and type(module).__call__ is nn.Module.__call__
-    return is_own and type(module).forward is forward and hook_on(module) is None
+    return type(module).forward is forward and not is_rewired(module) and hook_on(module) is None

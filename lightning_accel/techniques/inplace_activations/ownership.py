@@ -41,6 +41,7 @@ _CALL_IMPL, _WRAPPED = nn.Module._call_impl.__code__, nn.Module._wrapped_call_im
 _SEQUENTIAL = nn.Sequential.forward.__code__
 _VIEW = "its input is a view: autograd would copy what it is a view of (nn.Linear gives one on 3-D input)"
 _TOO_FEW = "its input has too few elements to gain anything"
+_LAYOUT = "the original's result lies in memory in another order, as far as is known"
 _CALLER = "it is called in a way that does not show who holds its input"
 
 Numbers = tuple[int, int, int, int, int]
@@ -77,11 +78,14 @@ class Site:
             if is_compiling() or (is_dropout and not (module.training and module.p)):
                 return original(module, input)
             reason = self._against(module, input)
-            if reason is not None:
-                self._leave(reason)
-                return original(module, input)
-            self.in_place += 1
-            return run(module, input, True)
+            if reason is None:
+                self.in_place += 1
+                return run(module, input, True)
+            self._leave(reason)
+            result = original(module, input)
+            if reason is _LAYOUT:
+                self._remember_layout(input, result)
+            return result
 
         return forward
 
@@ -119,7 +123,7 @@ class Site:
         if wrapped is None or wrapped.f_code is not _WRAPPED or (caller := wrapped.f_back) is None:
             return _CALLER
         storage = x.untyped_storage()
-        if not storage.resizable() or weakref.getweakrefcount(x):
+        if not storage.resizable() or (x.is_cpu and storage.is_shared()) or weakref.getweakrefcount(x):
             return "its input's memory is another library's or another process's, or it is referred to weakly"
         numbers = (
             sys.getrefcount(x),
@@ -149,21 +153,17 @@ class Site:
                 return _CALLER
         if numbers != (counts.temporary if call.argument is None else counts.spent):
             return "something else holds its input, or a part of it, or it is saved for the backward pass"
-        if (not x.is_contiguous() or 1 in x.shape) and not self._keeps_layout(module, x):
-            return "the original's result would lie in memory in another order"
+        # Of other shapes the result always lies as the input does; later layers choose their kernels by that.
+        if (not x.is_contiguous() or 1 in x.shape) and not self._layouts.get((x.shape, x.stride())):
+            return _LAYOUT
         if x.requires_grad and self.kind.saves_result and not _is_only_read(module, caller):
             return "in place its backward pass needs its result, which what comes next might overwrite"
         return None
 
-    def _keeps_layout(self, module: nn.Module, x: Tensor) -> bool:
-        """Whether the original's result would lie in memory as ``x`` does: later layers choose kernels by that."""
-        key = x.shape, x.stride()
-        if key not in self._layouts:
-            if len(self._layouts) >= _MAX_KEPT:
-                self._layouts.clear()
-            like = torch.empty_strided(*key, device="meta")
-            self._layouts[key] = self.kind.run(module, like, False).stride() == key[1]
-        return self._layouts[key]
+    def _remember_layout(self, x: Tensor, result: Tensor) -> None:
+        if len(self._layouts) >= _MAX_KEPT:
+            self._layouts.clear()
+        self._layouts[x.shape, x.stride()] = result.stride() == x.stride()
 
 
 def _surroundings(in_training: bool) -> str | None:

@@ -39,10 +39,8 @@ def module_techniques(
     attention = FlashAttention(plan.attention, verify=plan.verify)
     if plan.attention.backend != "off":
         techniques.append(attention)
-    if plan.inplace_activations and plan.verify:
-        recomputed = blocks_for(plan.checkpointing, model) if plan.checkpointing.mode != "off" else ()
-        reason = "inside a checkpointed block, whose activations do not last anyway"
-        techniques.append(InplaceActivations(skip=dict.fromkeys(recomputed, reason)))
+    if plan.inplace_activations:
+        techniques.append(InplaceActivations(skip=_not_in_place(plan, model)))
     if plan.memory_format != "preserve":
         techniques.append(MemoryFormat(plan.memory_format, verify=plan.verify))
     if plan.sparse_activations != "off":
@@ -57,6 +55,15 @@ def module_techniques(
         # What is compiled is captured anew, past the places where attention is sent to its kernels.
         techniques.append(Compilation(plan.compile, verify=plan.verify, prepare=attention.fuse_captured))
     return techniques
+
+
+def _not_in_place(plan: Plan, model: nn.Module) -> dict[str, str]:
+    """Where activations are not to work in place for the sake of other techniques: prefixes of sites → why."""
+    if plan.checkpointing.budget is not None:
+        # What a block has packed away is no longer counted as held, and still must not be changed.
+        return {"": "with a memory budget: what its plan packs away must stay as it is"}
+    recomputed = blocks_for(plan.checkpointing, model) if plan.checkpointing.mode != "off" else ()
+    return dict.fromkeys(recomputed, "inside a checkpointed block, whose activations do not last anyway")
 
 
 def accelerate(model: nn.Module, plan: Plan | None = None, *, host: Host | None = None) -> Engine:

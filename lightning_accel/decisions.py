@@ -176,14 +176,15 @@ def _decision(setting: str, technique: Technique, host: Host, model: nn.Module) 
         return Decision(setting=setting, is_had=True, brief="yes", words=words)
     sites = sum(isinstance(claim, Patch) for claim in claims)
     kernels = technique.candidates(host) if isinstance(technique, FlashAttention) else []
-    found = f"{sites} site{'' if sites == 1 else 's'}, tried on the first batch"
+    when = "asked at every call" if technique.trial_step is None else "tried on the first batch"
+    found = f"{sites} site{'' if sites == 1 else 's'}, {when}"
     found += f" with {', '.join(kernels)}" if kernels else ""
     refusals = Counter(claim.reason for claim in claims if not isinstance(claim, Patch))
     alone = [f"{count} left alone: {reason}" for reason, count in refusals.items()]
     return Decision(
         setting=setting,
         is_had=sites > 0,
-        brief=", ".join(kernels) or ("tried" if sites else "no"),
+        brief=", ".join(kernels) or (("yes" if technique.trial_step is None else "tried") if sites else "no"),
         words="; ".join([found, *alone] if sites else alone) or "no site in this model",
     )
 

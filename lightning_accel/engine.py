@@ -90,10 +90,6 @@ class Engine:
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
         self._retired: list[Technique] = []
         self._owes_verdicts = False
-        if plan.inplace_activations and not plan.verify:
-            self.report.of(
-                "inplace_activations"
-            ).status = "off: in place only where it is proven, which needs verify=True"
         try:
             for technique in self._techniques:
                 self._claim(technique)
@@ -245,6 +241,8 @@ class Engine:
     def _apply_early(self, technique: Technique) -> None:
         for patch in list(self._patches[technique.name]):
             self._apply(technique, patch, patch.change)
+        if technique.trial_step is None and len(self._patches[technique.name]):
+            self._settle(technique)
 
     def _apply(self, technique: Technique, patch: Patch, remark: str) -> None:
         try:
@@ -305,7 +303,8 @@ class Engine:
                 self.decisions[technique.name] = verdicts
             self._carry_out(technique, verdicts)
         if on_trial:
-            self._stay_together({name: {p.site for p in ps if p.is_applied} for name, ps in self._patches.items()})
+            tried = [technique.name for technique in self._techniques if technique.trial_step is not None]
+            self._stay_together({name: {p.site for p in self._patches[name] if p.is_applied} for name in tried})
         self._trial_step = 1 if self._trial_step == 0 else None
 
     def _stay_together(self, sites: Mapping[str, set[str]]) -> None:

@@ -105,7 +105,8 @@ class Plan:
     Attributes:
         precision: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler on
             older CUDA cards, else float32.
-        inplace_activations: Let activation and dropout modules overwrite their input where that is proven harmless.
+        inplace_activations: Let activation and dropout modules overwrite their input at every call where nobody else
+            can read it, as counts of who holds it show.
         memory_format: ``"auto"`` moves models with convolutions to channels_last where that is not slower;
             a named format is used wherever the numbers agree; ``"preserve"`` leaves every layout alone.
         gradient_checkpointing: ``"off"``, ``"full"``, ``"selective"``, or a :class:`CheckpointingPlan`

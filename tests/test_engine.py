@@ -353,10 +353,10 @@ def test_the_report_names_device_and_every_technique() -> None:
     handle.undo()
 
 
-def test_unverified_plans_leave_in_place_activations_out_and_say_so() -> None:
+def test_in_place_activations_need_no_trial_and_are_in_force_at_once() -> None:
     handle = accelerate(TinyCNN(), Plan(precision="32-true", verify=False))
-    assert "needs verify=True" in handle.report.of("inplace_activations").status
-    assert handle.report.applied("inplace_activations") == []
+    assert handle.report.of("inplace_activations").status == "in force"
+    assert handle.report.applied("inplace_activations") != []
     handle.undo()
 
 

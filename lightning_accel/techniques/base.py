@@ -51,7 +51,8 @@ class Technique:
         name: As in the plan and the report.
         applied_before_trial: Whether patches act from the start (and are undone if the trial refuses them), or
             wait for the trial's verdict.
-        trial_step: Which step tries this technique: 0, or 1 for what must see the model as the others leave it.
+        trial_step: Which step tries this technique: 0, or 1 for what must see the model as the others leave it; None:
+            none does, and ranks need not agree on its sites once they are at work.
         remembers: Whether verdicts hold for later runs and travel in checkpoints. Not where they are cheap to
             find again and a changed program would make them wrong.
         acts_without_sites: Whether it acts though it edits no module (mixed precision does).
@@ -69,7 +70,7 @@ class Technique:
 
     name: ClassVar[str]
     applied_before_trial: bool = False
-    trial_step: ClassVar[Literal[0, 1]] = 0
+    trial_step: ClassVar[Literal[0, 1] | None] = 0
     remembers: ClassVar[bool] = True
     acts_without_sites: ClassVar[bool] = False
     why_not_sharded: ClassVar[str] = ""

@@ -47,10 +47,10 @@ def a_rank_without_a_compiler() -> Any:
 
 
 class Stubborn(nn.ReLU):
-    """Cannot be set in place on rank 1."""
+    """Its forward cannot be bound anew on rank 1."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "inplace" and value and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+        if name == "forward" and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
             raise RuntimeError("not on this machine")
         super().__setattr__(name, value)
 

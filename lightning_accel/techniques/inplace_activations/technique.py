@@ -1,41 +1,43 @@
-"""The technique: activations and dropouts overwrite their input where both proofs hold."""
+"""The technique: activations and dropouts overwrite their input at every call where nobody else can read it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from torch import nn
 from typing_extensions import override
 
+from lightning_accel.compiled import is_inside_compiled
 from lightning_accel.host import Host
-from lightning_accel.patch import AttributePatch, Patch, PatchSet
-from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
-from lightning_accel.techniques.inplace_activations.ownership import Proof, prove
-from lightning_accel.techniques.inplace_activations.sites import compiled_part, find_sites, global_hook, unfit
-from lightning_accel.techniques.inplace_activations.watch import watched
+from lightning_accel.patch import MethodPatch, Patch
+from lightning_accel.techniques.base import Refusal, Technique
+from lightning_accel.techniques.inplace_activations.kinds import Kind, kind_of, unfit
+from lightning_accel.techniques.inplace_activations.ownership import SMALLEST, Site, calibration
 
 
 class InplaceActivations(Technique):
-    """Sets ``inplace=True`` on the activation and dropout modules whose input nobody needs afterwards.
+    """Lets activation and dropout modules overwrite their input where nobody else can ever read it.
 
-    An activation that overwrites an input which is read again makes the model silently wrong. So a site is changed
-    only when two proofs hold: one from the code, on every path it can take, and one from a real step. The in-place
-    forms of some activations (SiLU, ReLU6, …) copy their input for the backward pass: in training, those stay as
-    they are.
+    Who holds the input is asked at every call (see ``ownership.py``): nothing is read ahead, and no step is on trial. A
+    site that cannot work in place at any of its first calls goes back to what it was, with the reason.
 
     Args:
         skip: Prefixes of site names that are left alone, each with the reason.
+        smallest: Elements of an input below which asking would cost more than it saves.
     """
 
     name: ClassVar[str] = "inplace_activations"
+    applied_before_trial = True
+    trial_step: ClassVar[None] = None
     remembers: ClassVar[bool] = False
     on_by_default = True
 
-    def __init__(self, *, skip: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *, skip: Mapping[str, str] | None = None, smallest: int = SMALLEST) -> None:
         self._skip = dict(skip or {})
-        self._proofs: dict[str, Proof] = {}
+        self._smallest = smallest
+        self.sites: dict[str, Site] = {}
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -45,38 +47,34 @@ class InplaceActivations(Technique):
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
-        sites = find_sites(model)
-        whole = self._whole_model(model) if sites else None
-        refused = {site: whole or self._skipped(site) or unfit(module, host) for site, module in sites.items()}
-        if all(refused.values()):
-            return [Refusal(site, str(reason)) for site, reason in refused.items()]
-        self._proofs = prove(model, {sites[site]: reason for site, reason in refused.items() if reason})
-        return [
-            Refusal(site, proof.reason)
-            if proof.reason is not None
-            else AttributePatch(site, "inplace=False → True", sites[site], "inplace", True)
-            for site, proof in self._proofs.items()
-        ]
+        names: dict[nn.Module, set[str]] = defaultdict(set)
+        for site, module in model.named_modules(remove_duplicate=False):
+            names[module].add(site.rpartition(".")[2])
+        for site, module in model.named_modules():
+            kind = kind_of(module)
+            if kind is not None:
+                yield self._claim(model, site, module, kind, frozenset(names[module]), host)
 
-    @override
-    @contextmanager
-    def trial(self, patches: PatchSet) -> Iterator[Verdicts]:
-        sites = {patch.site: patch.target for patch in patches if isinstance(patch, AttributePatch)}
-        verdicts: Verdicts = {}
-        with watched(sites, self._proofs) as findings:
-            yield verdicts
-        for site, reason in findings.items():
-            verdicts[site] = Verdict(keep=reason is None, reason=reason or "")
+    def _claim(
+        self, model: nn.Module, site: str, module: nn.Module, kind: Kind, names: frozenset[str], host: Host
+    ) -> Patch | Refusal:
+        counts = calibration()
+        reason = self._skipped(site) or unfit(module, host) or (counts if isinstance(counts, str) else None)
+        if reason is None and is_inside_compiled(model, site):
+            reason = "inside a compiled module: the compiler plans memory itself"
+        if reason is not None:
+            return Refusal(site, reason)
+
+        def step_aside(reason: str) -> None:
+            self.objections = {**self.objections, site: reason}
+
+        self.sites[site] = owner = Site(kind, names, self._smallest, step_aside)
+        change = "overwrites its input where nobody else can read it"
+        change += f", without gradients only ({kind.not_in_training})" if kind.not_in_training else ""
+        return MethodPatch(site, change, module, "forward", owner.rebound)
 
     def _skipped(self, site: str) -> str | None:
         for prefix, reason in self._skip.items():
             if not prefix or site == prefix or site.startswith(f"{prefix}."):
                 return reason
         return None
-
-    @staticmethod
-    def _whole_model(model: nn.Module) -> str | None:
-        compiled = compiled_part(dict(model.named_modules()))
-        if compiled is not None:
-            return f"{compiled} is compiled: the compiler plans memory itself, and the watch would turn it off"
-        return global_hook()

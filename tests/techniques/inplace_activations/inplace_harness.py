@@ -1,10 +1,11 @@
-"""Runs the technique as the engine does, and compares a model with its untouched copy, bit for bit."""
+"""Trains a model with the technique and an untouched copy without, and compares the two bit for bit."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,41 +21,49 @@ GPU = Host(kind="cuda", device_name="a test's GPU")
 
 
 @dataclass
-class Outcome:
-    """What became of each site; ``patches`` are those applied."""
+class Converted:
+    """A model with the technique in force, until ``patches.undo()``."""
 
-    applied: set[str]
-    refused: dict[str, str]
+    technique: InplaceActivations
     patches: PatchSet
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def in_place(self) -> dict[str, int]:
+        """Site → calls done in place, for the sites with any."""
+        return {name: site.in_place for name, site in self.technique.sites.items() if site.in_place}
+
+    @property
+    def as_it_was(self) -> dict[str, int]:
+        return {name: site.as_it_was for name, site in self.technique.sites.items() if site.as_it_was}
 
 
 def convert(
-    model: nn.Module,
-    step: Callable[[], Any],
-    *,
-    host: Host = CPU,
-    skip: Mapping[str, str] | None = None,
-    between: Callable[[], Any] = lambda: None,
-) -> Outcome:
-    """Proposes, watches ``step``, applies what the verdicts allow. ``between`` runs after the code was read."""
-    technique = InplaceActivations(skip=skip)
+    model: nn.Module, *, host: Host = CPU, skip: Mapping[str, str] | None = None, smallest: int = 0
+) -> Converted:
+    """Puts the technique to work, on tensors of all sizes."""
+    technique = InplaceActivations(skip=skip, smallest=smallest)
     found = list(technique.patches(model, host))
-    refused = {item.site: item.reason for item in found if isinstance(item, Refusal)}
     patches = PatchSet(item for item in found if not isinstance(item, Refusal))
-    between()
-    with technique.trial(patches) as verdicts:
-        step()
-    for patch in list(patches):
-        if verdicts[patch.site].keep:
-            patch.apply()
-        else:
-            refused[patch.site] = verdicts[patch.site].reason
-            patches.drop(patch.site)
-    return Outcome({patch.site for patch in patches}, refused, patches)
+    patches.apply()
+    return Converted(technique, patches, {item.site: item.reason for item in found if isinstance(item, Refusal)})
+
+
+@contextmanager
+def converted(model: nn.Module, **options: Any) -> Iterator[Converted]:
+    """As :func:`convert`, for as long as it lasts."""
+    made = convert(model, **options)
+    try:
+        yield made
+    finally:
+        made.patches.undo()
 
 
 def run(model: nn.Module, *inputs: Any, **options: Any) -> list[Tensor]:
-    """Forward and backward from the same random numbers: the outputs, then all gradients, the input's among them."""
+    """Forward and backward from the same random numbers: the outputs, then all gradients, the input's among them.
+
+    The inputs stand at the end: nobody may have overwritten them.
+    """
     torch.manual_seed(0)
     model.zero_grad()
     leaves = [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
@@ -62,22 +71,33 @@ def run(model: nn.Module, *inputs: Any, **options: Any) -> list[Tensor]:
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     if any(y.requires_grad for y in outputs):
         sum((y * torch.linspace(0.5, 1.5, y.numel()).view_as(y)).sum() for y in outputs).backward()
-    gradients = [p.grad for p in model.parameters()] + [x.grad for x in leaves if isinstance(x, Tensor)]
-    return [y.detach().clone() for y in outputs] + [g.clone() for g in gradients if g is not None]
+    leaves = [x for x in leaves if isinstance(x, Tensor)]
+    gradients = [p.grad for p in model.parameters()] + [x.grad for x in leaves]
+    found = [*outputs, *(g for g in gradients if g is not None), *model.buffers(), *leaves]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def train(model: nn.Module, *inputs: Any, steps: int = 3, **options: Any) -> list[Tensor]:
+    """What :func:`run` finds on each of some steps of training."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    for _ in range(steps):
+        found += run(model, *inputs, **options)
+        optimizer.step()
+    return found
 
 
 def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
         assert torch.equal(a, b)
 
 
-def convert_and_compare(
-    model: nn.Module, *inputs: Any, others: Sequence[Mapping[str, Any]] = (), **options: Any
-) -> Outcome:
-    """Converts on one configuration of options; the model must compute the same on it and on all ``others``."""
+def assert_same_training(model: nn.Module, *inputs: Any, **options: Any) -> Converted:
+    """Trains with the technique and without; what was done in place is to be seen in what comes back."""
     plain = copy.deepcopy(model)
-    outcome = convert(model, lambda: run(model, *inputs, **options))
-    for each in ({}, *others):
-        assert_same(run(model, *inputs, **{**options, **each}), run(plain, *inputs, **{**options, **each}))
-    return outcome
+    with converted(model) as made:
+        actual = train(model, *inputs, **options)
+    assert_same(actual, train(plain, *inputs, **options))
+    return made

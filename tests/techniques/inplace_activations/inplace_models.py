@@ -1,7 +1,7 @@
 """Small models in many writing styles: which of their activations may overwrite their input, and which must not.
 
-Each says so itself: ``applied`` names the sites that must be found, all others must be refused. ``others`` are
-configurations of the forward that are not those of the step that is watched.
+Each says so itself: ``in_place`` has the calls that are to be done in place, by site, on one step of training with the
+options of each of ``others`` and one without any. All other calls must run as they were.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Model(nn.Module):
-    applied: ClassVar[set[str]] = set()
+    in_place: ClassVar[dict[str, int]] = {}
     others: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     def __init__(self) -> None:
@@ -23,14 +23,14 @@ class Model(nn.Module):
 
 
 class Temporary(Model):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.act(self.a(x)))
 
 
 class SameName(Model):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x)
@@ -39,7 +39,7 @@ class SameName(Model):
 
 
 class SharedAndSafe(Model):
-    applied = {"act"}
+    in_place = {"act": 2}
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.act(self.a(x))
@@ -49,6 +49,8 @@ class SharedAndSafe(Model):
 
 
 class SharedOnceUnsafe(Model):
+    in_place = {"act": 1}
+
     def forward(self, x: Tensor) -> Tensor:
         out = self.act(self.a(x))
         y = self.b(out)
@@ -77,8 +79,6 @@ class ReadThroughView(Model):
 
 
 class ReadThroughViewOfTheResultOnly(Model):
-    applied = {"act"}
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x)
         return self.act(x)[:, :4] * 2

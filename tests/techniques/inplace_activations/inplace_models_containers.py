@@ -12,7 +12,7 @@ from techniques.inplace_activations.inplace_models import Model, SameName, Tempo
 
 
 class SequentialTakenApart(nn.Module):
-    applied: ClassVar[set[str]] = set()
+    in_place: ClassVar[dict[str, int]] = {"body.1": 1}
     others: ClassVar[tuple[dict[str, Any], ...]] = ({"apart": True},)
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class SequentialTakenApart(nn.Module):
 
 
 class SequentialIterated(nn.Module):
-    applied: ClassVar[set[str]] = set()
+    in_place: ClassVar[dict[str, int]] = {}
     others: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class ReadyMadeSequence(nn.Sequential):
 
 
 class SequentialSubclass(Model):
-    applied = {"body.1", "act"}
+    in_place = {"act": 1, "body.1": 1}
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class SequentialSubclass(Model):
 
 
 class BlocksInAModuleList(nn.Module):
-    applied: ClassVar[set[str]] = {"blocks.0.act", "blocks.1.act"}
+    in_place: ClassVar[dict[str, int]] = {"blocks.0.act": 1, "blocks.1.act": 1}
     others: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class BlocksInAModuleList(nn.Module):
 
 
 class ActivationsInAModuleList(nn.Module):
-    applied: ClassVar[set[str]] = {"acts.0", "acts.1"}
+    in_place: ClassVar[dict[str, int]] = {}
     others: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class ActivationsInAModuleDict(Model):
 class ParallelBranches(nn.Module):
     """Two modules read the same tensor: each would overwrite what the other needs."""
 
-    applied: ClassVar[set[str]] = set()
+    in_place: ClassVar[dict[str, int]] = {}
     others: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class ParallelBranches(nn.Module):
 
 
 class CustomProducer(nn.Module):
-    applied: ClassVar[set[str]] = {"block.act", "act"}
+    in_place: ClassVar[dict[str, int]] = {"block.act": 1, "act": 1}
     others: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     def __init__(self) -> None:
@@ -148,6 +148,7 @@ class ProducerKeepsItsResult(Model):
 
 
 class ProducerReturnsItsArgument(Model):
+    in_place = {"act": 1}
     others = ({"through": True},)
 
     def forward(self, x: Tensor, through: bool = False) -> Tensor:
@@ -174,6 +175,7 @@ def remember(module: nn.Module, args: Any, output: Tensor) -> None:
 
 
 class OwnProperty(Model):
+    in_place = {"act": 1}
     others = ({"by_property": True},)
 
     @property
@@ -185,6 +187,7 @@ class OwnProperty(Model):
 
 
 class ByName(Model):
+    in_place = {"act": 2}
     others = ({"name": "act"},)
 
     def forward(self, x: Tensor, name: str = "a") -> Tensor:
@@ -193,7 +196,7 @@ class ByName(Model):
 
 
 class FunctionalProducers(Model):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.linear(x, self.a.weight)
@@ -201,8 +204,6 @@ class FunctionalProducers(Model):
 
 
 class MetadataAfterwards(Model):
-    applied = {"act"}
-
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         y = self.act(h)

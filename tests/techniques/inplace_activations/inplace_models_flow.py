@@ -38,7 +38,6 @@ class ReadInAConditionalExpression(Model):
 
 
 class CalledInAConditionalExpression(Model):
-    applied = {"act"}
     others = ({"on": False},)
 
     def forward(self, x: Tensor, on: bool = True) -> Tensor:
@@ -85,8 +84,6 @@ class ChainedAssignment(Model):
 
 
 class ChainedAssignmentUnread(Model):
-    applied = {"act"}
-
     def forward(self, x: Tensor) -> Tensor:
         h = unread = self.a(x)  # noqa: F841
         return self.act(h)
@@ -98,7 +95,7 @@ class Walrus(Model):
 
 
 class WalrusUnread(Model):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         if (h := self.a(x)).shape[0] > 0:
@@ -114,7 +111,7 @@ class TupleUnpacking(Model):
 
 
 class TupleUnpackingSafe(Model):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         h, keep = self.a(x), x
@@ -130,7 +127,7 @@ class Swap(Model):
 
 
 class Loop(Model):
-    applied = {"act"}
+    in_place = {"act": 3}
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(3):
@@ -214,7 +211,7 @@ class Suppressed(Model):
 
 
 class UnderAutocastOff(Model):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -269,7 +266,7 @@ class Locals(Model):
 
 
 class Deleted(Model):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -279,7 +276,7 @@ class Deleted(Model):
 
 
 class Augmented(Model):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -297,7 +294,7 @@ class AugmentedCallers(Model):
 
 
 class InPlaceBefore(Model):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x).add_(x)

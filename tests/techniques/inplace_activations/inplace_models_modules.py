@@ -38,7 +38,7 @@ class SavedByProduct(Model):
 
 
 class DropoutAfterReLU(Model):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class DropoutIsAnAliasInEvaluation(Model):
 
 
 class DropoutThenReLU(Model):
-    applied = {"act", "drop"}
+    in_place = {"drop": 1}
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class ResultOverwrittenElsewhere(Model):
 
 
 class HelperMethod(Model):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         return self._finish(self.a(x))
@@ -127,18 +127,18 @@ class HelperMethodOnItsArgument(Model):
 
 
 class InheritedForward(Temporary):
-    applied = {"act"}
+    in_place = {"act": 1}
 
 
 class SuperForward(Temporary):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + x
 
 
 class Local(Model):
-    applied = {"act"}
+    in_place = {"act": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         act = self.act
@@ -146,6 +146,7 @@ class Local(Model):
 
 
 class AlsoCalledThroughAList(Model):
+    in_place = {"act": 1}
     others = ({"listed": True},)
 
     def __init__(self) -> None:
@@ -159,6 +160,7 @@ class AlsoCalledThroughAList(Model):
 
 
 class AlsoHeldByAClosure(Model):
+    in_place = {"act": 1}
     others = ({"late": True},)
 
     def __init__(self) -> None:
@@ -171,6 +173,7 @@ class AlsoHeldByAClosure(Model):
 
 
 class TwoNames(Model):
+    in_place = {"act": 1}
     others = ({"other": True},)
 
     def __init__(self) -> None:
@@ -199,7 +202,7 @@ class OverAllChildren(Model):
 
 
 class ReachedFromOutside(nn.Module):
-    applied: ClassVar[set[str]] = set()
+    in_place: ClassVar[dict[str, int]] = {"inner.act": 1}
     others: ClassVar[tuple[dict[str, Any], ...]] = ({"outside": True},)
 
     def __init__(self) -> None:

@@ -197,26 +197,22 @@ class ConvNormAct(nn.Module):
         return F.max_pool2d(x, 2)
 
 
-def networks() -> dict[str, tuple[nn.Module, set[str]]]:
-    """Each with the names of all its safe sites."""
+def networks() -> dict[str, tuple[nn.Module, dict[str, int]]]:
+    """Each with the calls in place that are safe, by site."""
     blocks = [f"layer{i}.{j}" for i in (1, 2) for j in (0, 1)]
-    body = {f"{part}.body.{i}" for part in ("down", "middle", "last") for i in (2, 5)}
+    body = {f"{part}.body.{i}": 1 for part in ("down", "middle", "last") for i in (2, 5)}
+    bottleneck = {f"{block}.act{i}": 1 for block in blocks for i in (1, 2, 3)}
+    mobile = (f"{i}.{part}.2" for i in (0, 1) for part in ("expand", "depthwise"))
     return {
-        "resnet_basic": (ResNet(BasicBlock), {"relu", *(f"{block}.relu" for block in blocks)}),
-        "resnet_bottleneck": (
-            ResNet(Bottleneck),
-            {"relu", *(f"{block}.act{i}" for block in blocks for i in (1, 2, 3))},
-        ),
-        "resnet_preactivation": (ResNet(PreActivation), {"relu", *(f"{block}.relu" for block in blocks)}),
-        "vgg": (vgg(), {"2", "5", "9"}),
-        "mobilenet": (
-            nn.Sequential(InvertedResidual(), InvertedResidual()),
-            {f"{i}.{p}.2" for i in (0, 1) for p in ("expand", "depthwise")},
-        ),
-        "densenet": (DenseNet(), {f"layers.layer{i}.relu{j}" for i in (1, 2) for j in (1, 2)}),
+        "resnet_basic": (ResNet(BasicBlock), {"relu": 1, **{f"{block}.relu": 2 for block in blocks}}),
+        "resnet_bottleneck": (ResNet(Bottleneck), {"relu": 1, **bottleneck}),
+        "resnet_preactivation": (ResNet(PreActivation), {"relu": 1, **{f"{block}.relu": 2 for block in blocks}}),
+        "vgg": (vgg(), {"2": 1, "5": 1, "9": 1}),
+        "mobilenet": (nn.Sequential(InvertedResidual(), InvertedResidual()), dict.fromkeys(mobile, 1)),
+        "densenet": (DenseNet(), {f"layers.layer{i}.relu{j}": 1 for i in (1, 2) for j in (1, 2)}),
         "unet": (UNet(), body),
         "optional_parts": (
             nn.Sequential(ConvNormAct(3, 4, nn.ReLU()), ConvNormAct(4, 4, None), ConvNormAct(4, 4, nn.LeakyReLU())),
-            {"0.act", "2.act"},
+            {"0.act": 1},
         ),
     }

@@ -1,28 +1,35 @@
-"""In-place activations: which modules are sites, what a trial refuses, and that everything is left as it was."""
+"""In-place activations: which modules, which of their calls, and that everything else stays as it was."""
 
 from __future__ import annotations
 
 import copy
-import gc
+import pickle
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils import parametrize
 
+from lightning_accel import Plan, accelerate
 from lightning_accel.host import Host
-from lightning_accel.patch import PatchSet
-from lightning_accel.techniques.base import Refusal
-from lightning_accel.techniques.inplace_activations import InplaceActivations, prove_inputs_owned
-from techniques.inplace_activations.inplace_harness import CPU, GPU, assert_same, convert, convert_and_compare, run
-from techniques.inplace_activations.inplace_models import Model, SameName, Temporary
+from lightning_accel.techniques.inplace_activations import InplaceActivations
+from lightning_accel.techniques.inplace_activations.ownership import PATIENCE, SMALLEST, calibration
+from techniques.inplace_activations.inplace_harness import (
+    CPU,
+    GPU,
+    assert_same,
+    assert_same_training,
+    convert,
+    converted,
+    run,
+)
+from techniques.inplace_activations.inplace_models import SameName, Temporary
 
 SAVING = [nn.ReLU, nn.LeakyReLU, nn.RReLU, nn.Dropout]
 ROUNDING = [nn.ELU, nn.CELU, nn.SELU]
-COPYING = [nn.ReLU6, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.SiLU, nn.Mish]
+COPYING = [nn.ReLU6, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.SiLU, nn.Mish, lambda: nn.Threshold(0.1, 0.2)]
 CHANNELS = [nn.Dropout1d, nn.Dropout2d, nn.Dropout3d]
 
 
@@ -30,356 +37,428 @@ def between_linears(act: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), act, nn.Linear(8, 8))
 
 
+def named(kind: Any) -> str:
+    return getattr(kind, "__name__", str(kind))
+
+
 # Which modules
 
 
-@pytest.mark.parametrize("kind", SAVING, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", SAVING, ids=named)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_activation_between_linear_layers_works_in_place_and_back(kind: Any, dtype: torch.dtype) -> None:
-    model = between_linears(kind()).to(dtype)
+def test_an_activation_between_linear_layers_works_in_place(kind: Any, dtype: torch.dtype) -> None:
+    made = assert_same_training(between_linears(kind()).to(dtype), torch.randn(4, 8, dtype=dtype))
 
-    outcome = convert_and_compare(model, torch.randn(4, 8, dtype=dtype))
-
-    assert outcome.applied == {"1"}, outcome.refused
-    assert model[1].inplace
-    for patch in outcome.patches:
-        patch.undo()
-    assert not model[1].inplace
+    assert made.in_place == {"1": 3}
 
 
-@pytest.mark.parametrize("kind", COPYING, ids=lambda kind: kind.__name__)
-def test_an_activation_that_copies_its_input_for_backward_is_left_alone_in_training(kind: Any) -> None:
-    """PyTorch's in-place form of these first clones the input: no memory is saved, and the clone takes time."""
-    outcome = convert_and_compare(between_linears(kind()), torch.randn(4, 8))
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [*((kind, "copies its input") for kind in COPYING), *((kind, "its rounded result") for kind in ROUNDING)],
+    ids=named,
+)
+def test_an_activation_that_gains_nothing_or_rounds_differently_is_left_alone_in_training(
+    kind: Any, reason: str
+) -> None:
+    """PyTorch's in-place form clones the input; that of the ELU family starts its backward from ``exp(x) - 1``."""
+    model = between_linears(kind())
 
-    assert "copies its input" in outcome.refused["1"]
+    made = assert_same_training(model, torch.randn(4, 8))
+
+    assert made.in_place == {}
+    (patch,) = made.patches
+    assert reason in patch.change
 
 
-@pytest.mark.parametrize("kind", ROUNDING, ids=lambda kind: kind.__name__)
-def test_an_activation_whose_gradient_would_round_differently_is_left_alone_in_training(kind: Any) -> None:
-    """In place, the backward of the ELU family starts from ``exp(x) - 1``, where small gradients are lost."""
-    outcome = convert_and_compare(between_linears(kind()), torch.randn(4, 8))
-
-    assert "rounded result" in outcome.refused["1"]
-
-
-@pytest.mark.parametrize("kind", [*SAVING, *ROUNDING, *COPYING], ids=lambda kind: kind.__name__)
-def test_without_gradients_every_activation_works_in_place(kind: Any) -> None:
-    model = between_linears(kind()).eval()
-    x = torch.randn(4, 8)
+@pytest.mark.parametrize("kind", [*SAVING[:-1], *ROUNDING, *COPYING], ids=named)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_gradients_every_activation_works_in_place(kind: Any, mode: Any, dtype: torch.dtype) -> None:
+    model = between_linears(kind()).to(dtype).eval()
+    x = torch.randn(64, 8, dtype=dtype)
     expected = model(x)
 
-    with torch.no_grad():
-        outcome = convert(model, lambda: model(x))
+    with mode(), converted(model) as made:
+        assert torch.equal(model(x), expected)
 
-    assert outcome.applied == {"1"}, outcome.refused
-    assert torch.equal(model(x), expected)
+    assert made.in_place == {"1": 1}
 
 
-@pytest.mark.parametrize("kind", CHANNELS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", CHANNELS, ids=named)
 def test_dropout_of_whole_channels(kind: Any) -> None:
     dims = int(kind.__name__[-2])
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
 
-    outcome = convert_and_compare(nn.Sequential(conv(3, 4, 1), kind()), torch.randn(2, 3, *[4] * dims))
+    made = assert_same_training(nn.Sequential(conv(3, 4, 1), kind()), torch.randn(2, 3, *[4] * dims))
 
-    assert outcome.applied == {"1"}
+    assert made.in_place == {"1": 3}
 
 
-def test_what_is_no_site() -> None:
+@pytest.mark.parametrize(
+    "act",
+    [nn.ReLU(inplace=True), nn.AlphaDropout(), nn.GELU(), nn.Sigmoid(), nn.PReLU()],
+    ids=lambda act: type(act).__name__,
+)
+def test_what_is_no_site(act: nn.Module) -> None:
     """Already in place, or with an ``inplace`` that its forward ignores, or without one."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.AlphaDropout(), nn.GELU(), nn.Sigmoid())
-
-    assert prove_inputs_owned(model) == {}
+    assert list(InplaceActivations().patches(between_linears(act), CPU)) == []
 
 
 @pytest.mark.parametrize(
     ("act", "setting"),
-    [
-        (nn.LeakyReLU(-0.1), "negative_slope"),
-        (nn.ELU(-1.0), "alpha"),
-        (nn.CELU(-1.0), "alpha"),
-        (nn.RReLU(-0.2, 0.1), "lower"),
-    ],
-    ids=lambda value: type(value).__name__,
+    [(nn.LeakyReLU(-0.1), "negative_slope"), (nn.RReLU(-0.2, 0.1), "lower")],
+    ids=["leaky", "random"],
 )
 def test_settings_that_forbid_a_backward_in_place(act: nn.Module, setting: str) -> None:
-    outcome = convert_and_compare(between_linears(act), torch.randn(4, 8))
+    made = assert_same_training(between_linears(act), torch.randn(4, 8))
 
-    assert setting in outcome.refused["1"]
+    assert setting in made.refused["1"]
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_of_nothing_is_not_even_asked_for_and_of_everything_is(p: float) -> None:
+    made = assert_same_training(between_linears(nn.Dropout(p)), torch.randn(4, 8), steps=1)
+
+    assert made.in_place == ({"1": 1} if p else {})
+    assert made.as_it_was == {}
+
+
+def test_dropout_in_evaluation_is_not_asked_for() -> None:
+    made = assert_same_training(between_linears(nn.Dropout()).eval(), torch.randn(4, 8))
+
+    assert (made.in_place, made.as_it_was) == ({}, {})
 
 
 def test_elementwise_dropout_on_a_gpu_is_left_alone() -> None:
     """There the fused kernel keeps one byte an element; in place, PyTorch keeps a full mask and draws other numbers."""
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(), nn.Conv2d(4, 4, 1), nn.Dropout2d())
 
-    outcome = convert(model, lambda: run(model, torch.randn(2, 3, 4, 4)), host=GPU)
+    with converted(model, host=GPU) as made:
+        assert [patch.site for patch in made.patches] == ["3"]
 
-    assert outcome.applied == {"3"}
-    assert "GPU" in outcome.refused["1"]
+    assert "GPU" in made.refused["1"]
+
+
+def test_a_subclass_that_keeps_the_forward_is_a_site_and_one_with_its_own_is_none() -> None:
+    class Same(nn.ReLU):
+        pass
+
+    class Other(nn.ReLU):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + input
+
+    made = assert_same_training(
+        nn.Sequential(nn.Linear(8, 8), Same(), nn.Linear(8, 8), Other()), torch.randn(4, 8), steps=1
+    )
+
+    assert made.in_place == {"1": 1}
+    assert made.as_it_was == {}
 
 
 def test_sites_can_be_skipped_with_a_reason() -> None:
     model = nn.Sequential(between_linears(nn.ReLU()), between_linears(nn.ReLU()))
 
-    outcome = convert(model, lambda: run(model, torch.randn(4, 8)), skip={"0": "inside a checkpointed block"})
-
-    assert outcome.refused == {"0.1": "inside a checkpointed block"}
-    assert outcome.applied == {"1.1"}
-
-
-# What the watched step refuses
-
-
-def test_a_view_is_refused() -> None:
-    """``nn.Linear`` gives one on 3-D input, and autograd would copy the whole of what it is a view of."""
-    model = between_linears(nn.ReLU())
-
-    outcome = convert(model, lambda: run(model, torch.randn(2, 3, 8)))
-
-    assert "view" in outcome.refused["1"]
-
-
-def test_a_site_that_is_not_called_is_refused() -> None:
-    model = Temporary()
-
-    outcome = convert(model, lambda: None)
-
-    assert "not called" in outcome.refused["act"]
-
-
-def test_a_call_from_elsewhere_is_refused() -> None:
-    """The training loop itself calls a module of the model: no code of the model shows it."""
-    model = Temporary()
-    h = model.a(torch.randn(4, 8))
-
-    outcome = convert(model, lambda: model.act(model.a(torch.randn(4, 8))) + h)
-
-    assert "not proven" in outcome.refused["act"]
-
-
-def test_a_hook_added_after_the_code_was_read_is_seen() -> None:
-    model = Temporary()
-
-    outcome = convert(
-        model,
-        lambda: run(model, torch.randn(4, 8)),
-        between=lambda: model.a.register_forward_hook(lambda module, args, output: None),
-    )
-
-    assert outcome.refused == {"act": "a forward hook on Linear may keep its input"}
-
-
-@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
-def test_a_hook_on_the_site_is_refused(kind: str) -> None:
-    model = Temporary()
-    getattr(model.act, kind)(lambda *args: None)
-
-    outcome = convert(model, lambda: run(model, torch.randn(4, 8)))
-
-    assert "hook on it may keep its input" in outcome.refused["act"]
-
-
-def test_hooks_on_all_modules_are_refused() -> None:
-    model = Temporary()
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
-
-    outcome = convert(model, lambda: run(model, torch.randn(4, 8)))
-    handle.remove()
-
-    assert "hook on all modules" in outcome.refused["act"]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_block_is_refused(reentrant: bool) -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Temporary()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.block, x, use_reentrant=reentrant)
-
-    model = Outer()
-
-    outcome = convert(model, lambda: run(model, torch.randn(4, 8)))
-
-    assert "checkpointed block" in outcome.refused["block.act"]
-
-
-def test_other_saved_tensor_hooks_are_refused() -> None:
-    class Offloaded(Temporary):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autograd.graph.save_on_cpu():
-                return super().forward(x)
-
-    model = Offloaded()
-
-    outcome = convert(model, lambda: run(model, torch.randn(4, 8)))
-
-    assert "saved-tensor hooks" in outcome.refused["act"]
-
-
-def test_a_compiled_part_refuses_the_whole_model() -> None:
-    """Code that Dynamo first meets under a dispatch mode runs uncompiled for good: the watch must not be entered."""
-    model = nn.Sequential(Temporary(), between_linears(nn.ReLU()))
-    model[1].compile(backend="eager")
-
-    refused = list(InplaceActivations().patches(model, CPU))
-
-    assert all(isinstance(item, Refusal) and "1 is compiled" in item.reason for item in refused)
-
-
-def test_a_forward_replaced_on_the_instance_is_refused() -> None:
-    model = Temporary()
-    model.forward = lambda x: model.act(x) + x  # type: ignore[method-assign]
-
-    assert "plain forward" in str(prove_inputs_owned(model)["act"])
-
-
-def test_a_forward_without_source_is_refused() -> None:
-    namespace: dict[str, Any] = {"Model": Model}
-    exec("class Sourceless(Model):\n    def forward(self, x):\n        return self.act(self.a(x))\n", namespace)
-
-    assert "no source" in str(prove_inputs_owned(namespace["Sourceless"]())["act"])
-
-
-def test_a_forward_wrapped_by_a_decorator_is_refused() -> None:
-    assert "decorated" in str(prove_inputs_owned(Wrapped())["act"])
-
-
-def twice(function: Any) -> Any:
-    return lambda self, x: function(self, function(self, x))
-
-
-def keeping(function: Any) -> Any:
-    import functools
-
-    @functools.wraps(function)
-    def wrapper(self: Any, x: Tensor) -> Any:
-        return function(self, x)
-
-    return wrapper
-
-
-class Wrapped(Model):
-    @keeping
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.a(x))
-
-
-# What is left behind
-
-
-def test_the_random_stream_is_untouched_by_the_trial() -> None:
-    model = between_linears(nn.Dropout())
-    x = torch.randn(4, 8)
-    torch.manual_seed(3)
-    model(x)
-    expected = torch.rand(3)
-
-    torch.manual_seed(3)
-    convert(model, lambda: model(x))
-
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_the_watched_step_computes_the_same() -> None:
-    model, x = SameName(), torch.randn(4, 8)
-    expected, seen = run(model, x), []
-
-    convert(model, lambda: seen.extend(run(model, x)))
-
-    assert_same(seen, expected)
-
-
-def test_an_exception_in_the_step_leaves_no_hook_and_no_mode() -> None:
-    model = Temporary()
-
-    def fail() -> None:
-        model(torch.randn(4, 8))
-        raise KeyError("the user's")
-
-    with pytest.raises(KeyError, match="the user's"):
-        convert(model, fail)
-
-    assert not model.act._forward_hooks
-    assert not model.act._forward_pre_hooks
-    assert _get_current_dispatch_mode() is None
-    assert not model.act.inplace
-
-
-def test_without_candidates_no_mode_is_entered() -> None:
-    technique = InplaceActivations()
-    patches = [p for p in technique.patches(nn.Sequential(nn.ReLU()), CPU) if not isinstance(p, Refusal)]
-
-    with technique.trial(PatchSet(patches)) as verdicts:
-        assert _get_current_dispatch_mode() is None
-
-    assert verdicts == {}
-
-
-def test_the_watch_keeps_no_tensor_alive() -> None:
-    model, storages = SameName(), []
-
-    def step() -> None:
-        y = model(torch.randn(4, 8))
-        storages.append(weakref.ref(y))
-        del y
-        gc.collect()
-        assert storages[0]() is None
-
-    convert(model, step)
-
-
-def test_manual_optimization_may_run_backward_inside_the_step() -> None:
-    """LeakyReLU's backward reads its input: that is no second reader."""
-    model = between_linears(nn.LeakyReLU())
-
-    outcome = convert_and_compare(model, torch.randn(4, 8))
-
-    assert outcome.applied == {"1"}
-
-
-def test_a_deep_copy_of_the_changed_model_works_by_itself() -> None:
-    model, x = SameName(), torch.randn(4, 8)
-    expected = run(model, x)
-    convert(model, lambda: run(model, x))
-
-    assert_same(run(copy.deepcopy(model), x), expected)
-
-
-def test_state_dict_keys_stay() -> None:
-    model = Temporary()
-    keys = list(model.state_dict())
-
-    convert(model, lambda: run(model, torch.randn(4, 8)))
-
-    assert list(model.state_dict()) == keys
-
-
-def test_converting_twice_finds_nothing_new() -> None:
-    model = Temporary()
-    convert(model, lambda: run(model, torch.randn(4, 8)))
-
-    assert list(InplaceActivations().patches(model, CPU)) == []
-
-
-def test_reasons_name_the_line() -> None:
-    class ReadLater(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.a(x)
-            y = self.act(h)
-            return y + h
-
-    line = ReadLater.forward.__code__.co_firstlineno + 3
-
-    assert prove_inputs_owned(ReadLater()) == {
-        "act": f"its input is needed again: it is read at line {line} of ReadLater.forward"
-    }
+    with converted(model, skip={"0": "inside a checkpointed block"}) as made:
+        assert made.refused == {"0.1": "inside a checkpointed block"}
+        assert [patch.site for patch in made.patches] == ["1.1"]
 
 
 def test_host_is_only_asked_for_its_kind() -> None:
     (patch,) = InplaceActivations().patches(Temporary(), Host(kind="mps", device_name="a Mac"))
 
     assert patch.site == "act"
+
+
+# LeakyReLU and RReLU: in place, their backward needs the result
+
+
+class Overwriting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("kind", [nn.LeakyReLU, nn.RReLU], ids=named)
+@pytest.mark.parametrize(
+    "rest", [[], [Overwriting()], [nn.Identity(), Overwriting()], [nn.ReLU(inplace=True)]], ids=len
+)
+def test_a_result_that_somebody_may_overwrite_is_not_needed_by_backward(kind: Any, rest: list[nn.Module]) -> None:
+    made = assert_same_training(nn.Sequential(nn.Linear(8, 8), kind(), *rest), torch.randn(4, 8))
+
+    assert made.in_place == {}
+
+
+def test_a_result_is_followed_out_of_a_sequential_and_into_the_next() -> None:
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.LeakyReLU()) for _ in range(3)]
+
+    made = assert_same_training(nn.Sequential(*blocks), torch.randn(2, 3, 4, 4), steps=1)
+
+    assert made.in_place == {"0.1": 1, "1.1": 1}
+
+
+def test_a_slice_of_a_sequential_ends_where_it_ends() -> None:
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body[:2](x)
+            h += 1
+            return self.body[2](h)
+
+    assert assert_same_training(Sliced(), torch.randn(4, 8)).in_place == {}
+
+
+def test_a_hook_on_what_reads_the_result_may_overwrite_it() -> None:
+    model = between_linears(nn.LeakyReLU())
+    model[2].register_forward_pre_hook(lambda module, args: (args[0].mul_(2),))
+
+    assert assert_same_training(model, torch.randn(4, 8)).in_place == {}
+
+
+def test_leaky_relu_halves_what_is_saved_for_backward() -> None:
+    def saved_bytes(model: nn.Module) -> int:
+        pending, sizes = [model(torch.randn(256, 64)).grad_fn], {}
+        while pending:
+            if (node := pending.pop()) is None:
+                continue
+            for name in dir(node):
+                if name.startswith("_saved_") and isinstance(value := getattr(node, name), Tensor):
+                    sizes[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            pending += [below for below, _ in node.next_functions]
+        return sum(sizes.values())
+
+    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.LeakyReLU())]
+    model = nn.Sequential(*layers, nn.Linear(64, 1))
+    plain = saved_bytes(model)
+    with converted(model):
+        activation = 256 * 64 * 4
+        assert plain - saved_bytes(model) == 8 * activation
+
+
+# What asking costs: it steps aside
+
+
+def test_a_module_that_could_work_in_place_at_none_of_its_calls_steps_aside_with_the_reason() -> None:
+    class Residual(Temporary):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.act(h) + h
+
+    model, technique = Residual(), InplaceActivations(smallest=0)
+    for patch in technique.patches(model, CPU):
+        patch.apply()
+
+    for _ in range(PATIENCE - 1):
+        model(torch.randn(4, 8))
+    assert technique.objections == {}
+    model(torch.randn(4, 8))
+
+    assert "which may still read it" in technique.objections["act"]
+
+
+def test_the_engine_takes_back_what_stepped_aside_and_the_report_says_why() -> None:
+    model = Temporary()
+    handle = accelerate(model, Plan(precision="32-true"))
+    assert handle.report.applied("inplace_activations") == ["act"]
+
+    for _ in range(PATIENCE):
+        with handle.step():
+            model(torch.randn(4, 8))
+
+    assert "too few elements" in handle.report.refused("inplace_activations")["act"]
+    assert "forward" not in vars(model.act)
+    handle.undo()
+
+
+def test_small_inputs_are_not_worth_the_look() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+    with converted(model, smallest=SMALLEST) as made:
+        model(torch.randn(SMALLEST // 8 - 1, 8))
+        model(torch.randn(SMALLEST // 8, 8))
+
+    assert (made.in_place, made.as_it_was) == ({"1": 1}, {"1": 1})
+
+
+# What is left behind
+
+
+def test_undo_leaves_the_module_as_it_was() -> None:
+    model = Temporary()
+    before = dict(vars(model.act))
+    made = convert(model)
+    assert "forward" in vars(model.act)
+    made.patches.undo()
+    assert vars(model.act) == before
+
+
+def test_the_flag_stays_as_it_is_for_whoever_looks() -> None:
+    model = between_linears(nn.ReLU())
+
+    with converted(model):
+        model(torch.randn(4, 8))
+        assert model[1].inplace is False
+
+
+def test_a_deep_copy_works_by_itself() -> None:
+    model, x = SameName(), torch.randn(4, 8)
+    expected = run(model, x)
+
+    with converted(model) as made:
+        copied = copy.deepcopy(model)
+        assert copied.act.forward.__self__ is copied.act
+        made.patches.undo()
+        assert_same(run(copied, x), expected)
+
+
+def test_pickling_leaves_the_edit_behind() -> None:
+    model = between_linears(nn.ReLU())
+
+    with converted(model):
+        loaded = pickle.loads(pickle.dumps(model))
+
+    assert loaded[1].forward.__func__ is nn.ReLU.forward
+    assert assert_same_training(loaded, torch.randn(4, 8), steps=1).in_place == {"1": 1}
+
+
+def test_state_dict_keys_stay() -> None:
+    model = Temporary()
+    keys = list(model.state_dict())
+
+    with converted(model):
+        assert list(model.state_dict()) == keys
+
+
+def test_converting_twice_finds_nothing_new() -> None:
+    model = Temporary()
+
+    with converted(model):
+        (refusal,) = InplaceActivations().patches(model, CPU)
+
+    assert "not the one of its class" in refusal.reason
+
+
+def test_nothing_is_kept_alive() -> None:
+    model = SameName()
+
+    with converted(model):
+        y = model(torch.randn(4, 8))
+        found = weakref.ref(y)
+        del y
+        assert found() is None
+
+
+def test_neither_random_numbers_nor_batch_statistics_are_touched_by_asking() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(), nn.Dropout())
+
+    made = assert_same_training(model, torch.randn(1, 3, 4, 4).to(memory_format=torch.channels_last))
+
+    assert made.in_place["4"] == 2  # of a shape with ones, the first call shows how its results lie in memory
+
+
+# Modules of other makes
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+
+
+def traced() -> nn.Module:
+    return torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8))
+
+
+def graph_module() -> nn.Module:
+    return torch.fx.symbolic_trace(Temporary())
+
+
+class Slotted(nn.ReLU):
+    __slots__ = ("extra",)
+
+
+class Answering(nn.Module):
+    """Has an answer to every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return lambda *args: False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Silent(nn.Module):
+    """Raises something else than AttributeError."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_parameters", "_buffers", "_modules"):
+            return super().__getattr__(name)
+        raise RuntimeError(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Calling(nn.ReLU):
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args) + args[0]
+
+
+def parametrized() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    parametrize.register_parametrization(layer, "weight", nn.ReLU())
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "make", [scripted, traced, graph_module, Slotted, Answering, Silent, Calling, parametrized], ids=named
+)
+def test_modules_of_other_makes_do_no_harm(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), make(), nn.ReLU(), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    expected = run(model, x)
+
+    with converted(model) as made:
+        assert_same(run(model, x), expected)
+
+    assert "2" in made.technique.sites
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_model_under_the_technique_can_be_scripted_and_traced() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.3), nn.LeakyReLU()).eval()
+    x = torch.randn(4, 8)
+    expected = model(x)
+
+    with converted(model):
+        assert torch.equal(torch.jit.script(model)(x), expected)
+        assert torch.equal(torch.jit.trace(model, x)(x), expected)
+        assert torch.equal(torch.fx.symbolic_trace(model)(x), expected)
+
+
+def test_the_compiler_sees_the_originals_and_breaks_no_graph() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    expected = model(x)
+
+    with converted(model) as made:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), expected)
+        assert (made.in_place, made.as_it_was) == ({}, {})
+
+
+def test_what_is_compiled_is_left_to_the_compiler() -> None:
+    model = nn.Sequential(Temporary(), between_linears(nn.ReLU()))
+    model[1].compile(backend="eager")
+
+    with converted(model) as made:
+        assert list(made.refused) == ["1.1"]
+
+    assert "compiled" in made.refused["1.1"]
+
+
+def test_this_interpreter_counts_references_in_a_way_that_is_known() -> None:
+    assert not isinstance(calibration(), str)

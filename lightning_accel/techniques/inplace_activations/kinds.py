@@ -1,0 +1,114 @@
+"""Which modules have an in-place form that computes the same, and what forbids it wherever they stand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_accel.host import Host
+
+_COPIES = "in place PyTorch copies its input for the backward pass: nothing is saved, and the copy takes time"
+_ROUNDS = "in place its gradient is computed from its rounded result: other numbers (in bfloat16, far off)"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one ``forward`` of torch's is done in place.
+
+    Attributes:
+        run: That forward as a function of the module, its input, and whether to overwrite it. (The module's own
+            ``inplace`` is not touched: another thread may be reading it.)
+        not_in_training: Why it stays as it is where a gradient is due; empty: it does not.
+        saves_result: Whether the backward pass then needs the result, where that of the original needs the input.
+        is_dropout: Whether it hands out its very input in evaluation and with p=0.
+    """
+
+    run: Callable[[Any, Tensor, bool], Tensor]
+    not_in_training: str = ""
+    saves_result: bool = False
+    is_dropout: bool = False
+
+
+_KINDS: dict[Any, Kind] = {
+    nn.ReLU.forward: Kind(lambda m, x, inplace: F.relu(x, inplace)),
+    nn.LeakyReLU.forward: Kind(lambda m, x, inplace: F.leaky_relu(x, m.negative_slope, inplace), saves_result=True),
+    nn.RReLU.forward: Kind(lambda m, x, inplace: F.rrelu(x, m.lower, m.upper, m.training, inplace), saves_result=True),
+    nn.Dropout.forward: Kind(lambda m, x, inplace: F.dropout(x, m.p, m.training, inplace), is_dropout=True),
+    nn.Dropout1d.forward: Kind(lambda m, x, inplace: F.dropout1d(x, m.p, m.training, inplace), is_dropout=True),
+    nn.Dropout2d.forward: Kind(lambda m, x, inplace: F.dropout2d(x, m.p, m.training, inplace), is_dropout=True),
+    nn.Dropout3d.forward: Kind(lambda m, x, inplace: F.dropout3d(x, m.p, m.training, inplace), is_dropout=True),
+    nn.ELU.forward: Kind(lambda m, x, inplace: F.elu(x, m.alpha, inplace), _ROUNDS),
+    nn.CELU.forward: Kind(lambda m, x, inplace: F.celu(x, m.alpha, inplace), _ROUNDS),
+    nn.SELU.forward: Kind(lambda m, x, inplace: F.selu(x, inplace), _ROUNDS),
+    nn.Hardtanh.forward: Kind(lambda m, x, inplace: F.hardtanh(x, m.min_val, m.max_val, inplace), _COPIES),
+    nn.Hardsigmoid.forward: Kind(lambda m, x, inplace: F.hardsigmoid(x, inplace), _COPIES),
+    nn.Hardswish.forward: Kind(lambda m, x, inplace: F.hardswish(x, inplace), _COPIES),
+    nn.SiLU.forward: Kind(lambda m, x, inplace: F.silu(x, inplace), _COPIES),
+    nn.Mish.forward: Kind(lambda m, x, inplace: F.mish(x, inplace), _COPIES),
+    nn.Threshold.forward: Kind(lambda m, x, inplace: F.threshold(x, m.threshold, m.value, inplace), _COPIES),
+}
+
+# They read what they are given, keep it only for their backward pass, and give something new.
+_READERS = frozenset(
+    cls.forward
+    for cls in (
+        *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear),
+        *(nn.BatchNorm1d, nn.InstanceNorm1d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+        *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+        *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    )
+)
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """The kind of ``module``, if it has an in-place form and is not set to it; nothing of the module's own is run."""
+    forward = inspect.getattr_static(type(module), "forward", None)
+    is_out_of_place = module.__dict__.get("inplace") is False
+    return _KINDS.get(forward) if is_out_of_place and inspect.isfunction(forward) else None
+
+
+def unfit(module: nn.Module, host: Host) -> str | None:
+    """Why ``module`` cannot work in place wherever it stands, in words; None when it can."""
+    if isinstance(module, nn.LeakyReLU) and module.negative_slope < 0:
+        return f"its backward cannot work in place with negative_slope={module.negative_slope}"
+    if isinstance(module, nn.RReLU) and module.lower < 0:
+        return f"its backward cannot work in place with lower={module.lower}"
+    if type(module).forward is nn.Dropout.forward and host.kind in ("cuda", "rocm"):
+        return "in place, a GPU's dropout keeps a full-width mask, not one byte an element, and draws other numbers"
+    if is_rewired(module):
+        return "its forward or __call__ is not the one of its class"
+    hook = hook_on(module)
+    return f"{hook} on it may keep its input" if hook else None
+
+
+def hook_on(module: nn.Module) -> str | None:
+    """What kind of hook ``module`` carries, in words; None without any."""
+    for kind in _HOOKS:
+        if getattr(module, kind, None):
+            return f"a {kind.strip('_').removesuffix('s').replace('_', ' ')}"
+    return None
+
+
+def is_rewired(module: nn.Module) -> bool:
+    """Whether calling ``module`` runs something else than the ``forward`` of its class."""
+    own = vars(module).get("forward")  # that of the class, bound, after unpickling what was rebound
+    is_own = own is None or (isinstance(own, MethodType) and own.__func__ is type(module).forward)
+    return not is_own or type(module).__call__ is not nn.Module.__call__
+
+
+def only_reads(module: nn.Module | None) -> bool:
+    """Whether ``module`` neither overwrites nor hands on what it is given: one of torch's own, as it was made."""
+    while isinstance(module, nn.Sequential) and len(module) and _is_plain(module, nn.Sequential.forward):
+        module = next(iter(module))
+    return module is not None and _is_plain(module, type(module).forward) and type(module).forward in _READERS
+
+
+def _is_plain(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    return type(module).forward is forward and not is_rewired(module) and hook_on(module) is None

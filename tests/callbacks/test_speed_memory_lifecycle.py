@@ -124,3 +124,24 @@ def test_of_two_loggers_the_first_measures() -> None:
     with pytest.warns(UserWarning, match="more than one SpeedMemoryLogger"):
         fit(Model(), callbacks=[first, second])
     assert (len(first.history), len(second.history)) == (1, 0)
+
+
+def test_hooks_that_do_nothing_are_passed_over_while_it_measures() -> None:
+    """Lightning enters the profiler for every hook of every callback, empty ones too, unless it is None."""
+    measured, seen = SpeedMemoryLogger(), []
+    fit(Model(lambda *_: seen.append((measured.on_after_backward, measured.on_before_backward))), callbacks=[measured])
+    assert set(seen) == {(None, None)}
+    assert not {"on_after_backward", "on_before_backward"} & set(vars(measured))
+
+
+def test_hooks_that_a_subclass_or_a_user_gave_it_are_called() -> None:
+    called = []
+
+    class Mine(SpeedMemoryLogger):
+        def on_after_backward(self, *_: Any) -> None:
+            called.append("subclass")
+
+    measured = Mine()
+    measured.on_before_zero_grad = lambda *_: called.append("instance")  # type: ignore[method-assign]
+    fit(Model(), loader(1), callbacks=[measured])
+    assert called == ["instance", "subclass"]

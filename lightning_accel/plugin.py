@@ -86,7 +86,7 @@ class AccelPlugin(Precision):
         gradient_checkpointing: CheckpointingMode | CheckpointingPlan | dict[str, Any] | bool = "off",
         compile: CompileSetting | bool = "off",
         flash_attention: FlashAttentionSetting | FlashAttentionPlan | dict[str, Any] | bool = "auto",
-        activation_offloading: OffloadingSetting | OffloadingPlan | dict[str, Any] | bool = "off",
+        activation_offloading: OffloadingSetting | OffloadingPlan | dict[str, Any] | bool = "auto",
         sparse_activations: SparseSetting | bool = "off",
         preprocess: Sequence[Transform | dict[str, Any]] | None = None,
         log: bool = True,

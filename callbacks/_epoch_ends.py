@@ -16,7 +16,8 @@ from lightning.pytorch import Trainer
 
 from lightning_accel.report import Report
 
-_PATIENCE_S = 1.0  # for ranks that made their last step together and take different times over what comes after it
+_PATIENCE_S = 1.0  # for a last step that did not keep the ranks together: one without a loss, say
+_PATIENCE_UNFORESEEN_S = 10.0  # for ranks that stopped together and take different times over what comes after
 _fits = itertools.count()
 
 
@@ -50,24 +51,23 @@ class EpochEnds:
         return None if store is None else cls(trainer, store)
 
     def step_begins(self, batch_idx: int) -> None:
-        is_last = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if is_last or batch_idx + 1 >= self._trainer.num_training_batches:
+        trainer = self._trainer
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if is_last or batch_idx + 1 >= trainer.num_training_batches or self._reaches_max_steps():
             self._announce(self._steps + 1)
 
     def step_ended(self) -> None:
         self._steps += 1
-        # Announced before a validation that takes one rank longer than another.
-        if self._trainer.max_steps != -1 and self._trainer.global_step >= self._trainer.max_steps:
-            self._announce(self._steps)
 
     def are_together(self) -> bool:
         """Whether all ranks are at the end of an epoch; the same on each of those that are. Waits for seconds at most.
 
         Where they are not, that is said, once.
         """
+        patience_s = _PATIENCE_S if self._announced == self._steps else _PATIENCE_UNFORESEEN_S
         self._announce(self._steps)
         ranks = [self._key(rank) for rank in range(self._world_size)]
-        give_up_at = time.monotonic() + (0.0 if self._has_warned else _PATIENCE_S)
+        give_up_at = time.monotonic() + (0.0 if self._has_warned else patience_s)
         try:
             while not (is_complete := self._store.check(ranks)) and time.monotonic() < give_up_at:
                 time.sleep(0.005)
@@ -103,6 +103,11 @@ class EpochEnds:
             return [] if self._announced == self._steps else [r for r in others if self._store.check([self._key(r)])]
         except dist.DistError:
             return []
+
+    def _reaches_max_steps(self) -> bool:
+        trainer = self._trainer
+        is_near = trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps
+        return is_near and not trainer.fit_loop._should_accumulate()
 
     def _announce(self, steps: int) -> None:
         if self._announced == steps:

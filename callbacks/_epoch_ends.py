@@ -39,6 +39,7 @@ class EpochEnds:
         self._prefix = f"lightning-accel/epoch-ends/{next(_fits)}"
         self._steps = 0
         self._announced = -1  # after how many steps the latest announced end comes
+        self._ended = 0  # after how many steps the epoch before did
         self._has_warned = False
 
     @classmethod
@@ -66,6 +67,9 @@ class EpochEnds:
         """
         patience_s = _PATIENCE_S if self._announced == self._steps else _PATIENCE_UNFORESEEN_S
         self._announce(self._steps)
+        is_empty, self._ended = self._steps == self._ended, self._steps
+        if is_empty:  # there is nothing to put together, and others may be deep in their steps
+            return False
         ranks = [self._key(rank) for rank in range(self._world_size)]
         give_up_at = time.monotonic() + (0.0 if self._has_warned else patience_s)
         try:

@@ -171,8 +171,8 @@ class EpochMeter(Metric):
     step_ms: list[Tensor]
     rows: list[Tensor]
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         for name, reduction in _REDUCTIONS.items():
             self.add_state(name, torch.tensor(math.nan), dist_reduce_fx=reduction)
         self.add_state("step_ms", [], dist_reduce_fx="cat")
@@ -220,9 +220,10 @@ def put_together(rank: RankEpoch, device: torch.device, **about: Any) -> EpochSp
     Args:
         rank: This rank's numbers.
         device: Where the process group can send tensors from.
-        about: ``epoch``, ``world_size`` and ``peak_memory_source`` of :class:`EpochSpeed`.
+        about: ``epoch``, ``world_size`` and ``peak_memory_source`` of :class:`EpochSpeed`. With a ``world_size`` of 1
+            the epoch is this rank's, and no other is asked.
     """
-    meter = EpochMeter().to(device)
+    meter = EpochMeter(sync_on_compute=about["world_size"] > 1).to(device)
     meter.update(rank)
     values = meter.compute()
     if math.isnan(values["step_ms_p50"]):

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_accel.callbacks._clocks import StepClock, clock_for
 from lightning_accel.callbacks._epoch import EpochSpeed, RankEpoch, put_together
+from lightning_accel.callbacks._epoch_ends import EpochEnds
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib, memory_meter_for
 from lightning_accel.callbacks._samples import SampleCounter
@@ -28,6 +29,7 @@ class FitInstruments:
     Attributes:
         clock: Told of every fetch and step.
         flops: Counts one of the steps.
+        ends: Told of every step, where there are several ranks; else None.
     """
 
     _FIRST_COUNTED_STEP = 3
@@ -45,6 +47,7 @@ class FitInstruments:
         self._peak_flops = peak_flops_per_sec(self._device, str(trainer.precision))
         self.clock = clock_for(self._device)
         self.flops = FlopMeter()
+        self.ends = EpochEnds.open(trainer)
         self._fetch_hooks = _time_fetches(trainer, self.clock)
 
     def restart(self) -> None:
@@ -78,9 +81,14 @@ class FitInstruments:
             self._has_unknown_samples = True
         self.clock.step_ended(samples or 0, is_apart=is_counted)
         self._steps += 1
+        if self.ends is not None:
+            self.ends.step_ended()
 
     def measure(self) -> EpochSpeed | None:
-        """The epoch that has ended, over all ranks. A collective call; None when there was no step."""
+        """The epoch that has ended; None when there was no step. A collective call of ranks that end it together.
+
+        Where they do not, it is that of this rank alone.
+        """
         self.flops.close()
         self.clock.settle()
         timed, apart = self.clock.timed, self.clock.apart
@@ -105,18 +113,24 @@ class FitInstruments:
             before_backward_ms=rated.before_backward_ms,
             step_ms=rated.step_ms,
         )
-        return put_together(
+        is_together = self.ends is None or self.ends.are_together()
+        speed = put_together(
             rank,
             self._device,
             epoch=self._trainer.current_epoch,
-            world_size=self._trainer.world_size,
+            world_size=self._trainer.world_size if is_together else 1,
             peak_memory_source=self._memory.source,
         )
+        if self.ends is not None and is_together:
+            self.ends.forget()
+        return speed
 
     def advise(self, speed: EpochSpeed) -> None:
         """Says what to change in a run that waits for its data, the first time that an epoch does so."""
         if self._has_advised or speed.data_wait_frac is None or speed.data_wait_frac <= WORTH_ADVICE:
             return
+        if speed.world_size != self._trainer.world_size:
+            return  # the ranks are not here together to hear what rank 0 has to say
         self._has_advised = True
         plugin = self._trainer.precision_plugin
         lines = waiting_advice(

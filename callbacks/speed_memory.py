@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._instruments import FitInstruments
 from lightning_accel.patch import AttributePatch, PatchSet
+from lightning_accel.strategies.lost_ranks import is_broken_collective
 
 _HOOKS_OF_A_STEP = (
     *("on_train_batch_start", "on_train_batch_end", "on_validation_batch_start", "on_validation_batch_end"),
@@ -54,7 +55,9 @@ class SpeedMemoryLogger(Callback):
     **Several ranks** log the same values on each: rates and FLOPs add up, memory is the largest rank's, ``step_ms`` is
     of the steps of all. Ranks wait for each other in the backward pass, so that a slow one makes the steps of all long;
     ``before_backward_ms`` is what a rank takes before it comes there, and the one that takes longest holds the others
-    up. :attr:`EpochSpeed.stragglers` names it, and says where this cannot be told.
+    up. :attr:`EpochSpeed.stragglers` names it, and says where this cannot be told. A rank that has fewer batches than
+    others, as with an ``IterableDataset`` that is split unevenly, waits for none of them at its epoch's end: it warns,
+    and the numbers of that epoch are its own, with an :attr:`EpochSpeed.world_size` of 1.
 
     Args:
         batch_size_fn: The number of samples in a batch. By default it is found in the batch: its ``batch_size``, the
@@ -101,6 +104,8 @@ class SpeedMemoryLogger(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._fit is not None:
             self._fit.clock.step_began()
+            if self._fit.ends is not None:
+                self._fit.ends.step_begins(batch_idx)
             if self._fit.flops.is_due:
                 self._fit.count_flops_if_time(batch_idx)
 
@@ -142,9 +147,12 @@ class SpeedMemoryLogger(Callback):
         self._fit.advise(speed)
         if trainer.barebones:
             return
-        # Through the module, because a callback that joined late has no log of its own. Every rank has the same
-        # values: sync_dist only keeps them on every rank, where a monitor looks for them, and Lightning content.
-        pl_module.log_dict(speed.metrics(), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+        # Through the module, because a callback that joined late has no log of its own. The ranks have been put
+        # together: rank_zero_only leaves each with the values it has, where a monitor looks for them, and sync_dist
+        # keeps Lightning content.
+        pl_module.log_dict(
+            speed.metrics(), on_step=False, on_epoch=True, sync_dist=True, rank_zero_only=True, batch_size=1
+        )
         if not trainer.loggers:
             pl_module.print(speed.line())
 
@@ -154,6 +162,8 @@ class SpeedMemoryLogger(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._fit is not None and self._fit.ends is not None and is_broken_collective(exception):
+            self._fit.ends.explain(exception)
         self._close()
 
     @override

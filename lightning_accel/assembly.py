@@ -45,7 +45,7 @@ def module_techniques(
         techniques.append(MemoryFormat(plan.memory_format, verify=plan.verify))
     if plan.sparse_activations != "off":
         techniques.append(SparseActivations(model))
-    if plan.offloading.to != "off" and plan.checkpointing.budget is None:
+    if plan.offloading.always and plan.checkpointing.budget is None:
         techniques.append(ActivationOffloading(plan.offloading, model, device))
     if plan.checkpointing.budget is not None:
         techniques.append(MemoryBudget(plan.checkpointing, plan.offloading, device, verify=plan.verify))

@@ -17,7 +17,7 @@ from lightning_accel.data.settings import read_transforms, written
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
 MemoryFormatSetting = Literal["auto", "preserve", "channels_last", "channels_last_3d"]
 CheckpointingMode = Literal["off", "full", "selective"]
-OffloadingSetting = Literal["off", "host", "disk"]
+OffloadingSetting = Literal["auto", "off", "host", "disk"]
 SparseSetting = Literal["off", "auto"]
 FlashAttentionSetting = Literal[
     "auto", "off", "sdpa", "cudnn", "flash", "efficient", "fa3", "fa4", "flash-attn", "flex"
@@ -56,7 +56,8 @@ class OffloadingPlan:
     """Activation offloading in detail: what ``activation_offloading`` takes when a place is not enough.
 
     Attributes:
-        to: ``"host"``: pinned memory of the host; ``"disk"``: a memory-mapped file; ``"off"``.
+        to: ``"host"``: pinned memory of the host; ``"disk"``: a memory-mapped file; ``"off"``; ``"auto"``: on a GPU
+            with a memory budget as ``"host"``, else as ``"off"``.
         min_bytes: Saved tensors smaller than this stay on the device: bytes, or text such as ``"256KiB"``.
         folder: Where the file is made; None: the folder for temporary files.
     """
@@ -73,6 +74,11 @@ class OffloadingPlan:
             raise ValueError(
                 f"activation_offloading.folder={self.folder!r} is no folder. Allowed: one that exists, or None."
             )
+
+    @property
+    def always(self) -> bool:
+        """Whether it is asked for, memory budget or not."""
+        return self.to in ("host", "disk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +126,8 @@ class Plan:
             ``skip`` and ``force``).
         activation_offloading: ``"host"`` moves what is saved for the backward pass to pinned host memory and back,
             ``"disk"`` to a memory-mapped file; or an :class:`OffloadingPlan` (in YAML a mapping with ``to``,
-            ``min_bytes`` and ``folder``). With a memory budget the planner decides which blocks do so.
+            ``min_bytes`` and ``folder``). With a memory budget the planner decides which blocks do so: none with
+            ``"off"``; with ``"auto"`` it may take the host's memory on a GPU, and without a budget nothing is moved.
         sparse_activations: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where that
             is worth its time; ``"off"``.
         preprocess: Transforms of :mod:`lightning_accel.data` that batches go through on the device, each prepared
@@ -141,7 +148,7 @@ class Plan:
     gradient_checkpointing: CheckpointingMode | CheckpointingPlan | Mapping[str, Any] | bool = "off"
     compile: CompileSetting | bool = "off"
     flash_attention: FlashAttentionSetting | FlashAttentionPlan | Mapping[str, Any] | bool = "auto"
-    activation_offloading: OffloadingSetting | OffloadingPlan | Mapping[str, Any] | bool = "off"
+    activation_offloading: OffloadingSetting | OffloadingPlan | Mapping[str, Any] | bool = "auto"
     sparse_activations: SparseSetting | bool = "off"
     preprocess: Sequence[Transform | dict[str, Any]] = ()
     log: bool = True
@@ -172,7 +179,7 @@ class Plan:
                 " planner measures blocks as they run eagerly, and changes what they do. Give compile='off', or"
                 " gradient_checkpointing='selective' or 'full'."
             )
-        if self.offloading.to != "off" and self.compile in ("reduce-overhead", "max-autotune"):
+        if self.offloading.always and self.compile in ("reduce-overhead", "max-autotune"):
             raise ValueError(
                 f"activation_offloading={self.offloading.to!r} with compile={self.compile!r}, which records CUDA"
                 " graphs: their activations have fixed places in memory and cannot be moved."

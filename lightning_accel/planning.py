@@ -29,7 +29,7 @@ def plan_memory(
     step_fn: Callable[[nn.Module, Any], Any],
     *,
     blocks: Sequence[str] = (),
-    offloading: OffloadingSetting | OffloadingPlan = "off",
+    offloading: OffloadingSetting | OffloadingPlan = "auto",
 ) -> MemoryPlan:
     """Finds what each block of ``model`` should do so that a training step fits into ``budget``, at the least time.
 
@@ -56,7 +56,8 @@ def plan_memory(
             ``"12GiB"``, or a fraction of the device.
         step_fn: Called as ``step_fn(model, batch)``: a whole training step, forward, backward and optimizer.
         blocks: Class names or module paths of the blocks; empty: found by themselves.
-        offloading: Where blocks may offload to; ``"off"``: the host's memory on a GPU, nowhere on a CPU.
+        offloading: Where blocks may offload to; ``"auto"``: the host's memory on a GPU, nowhere on a CPU; ``"off"``:
+            nowhere.
 
     Returns:
         The plan, predicted and measured.

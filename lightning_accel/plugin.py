@@ -91,7 +91,7 @@ class AccelPlugin(Precision):
         gradient_checkpointing: CheckpointingMode | CheckpointingPlan | dict[str, Any] | bool = "off",
         compile: CompileSetting | bool = "off",
         flash_attention: FlashAttentionSetting | FlashAttentionPlan | dict[str, Any] | bool = "auto",
-        activation_offloading: OffloadingSetting | OffloadingPlan | dict[str, Any] | bool = "off",
+        activation_offloading: OffloadingSetting | OffloadingPlan | dict[str, Any] | bool = "auto",
         sparse_activations: SparseSetting | bool = "off",
         preprocess: Sequence[Transform | dict[str, Any]] | None = None,
         log: bool = True,
@@ -156,6 +156,10 @@ class AccelPlugin(Precision):
         has_others = trainer.world_size > 1
         if has_others:
             check_devices(host, precision)
+        is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+        # Training keeps the ranks in step. Evaluating, each has as many batches as it has, and none at all perhaps:
+        # only where shards are gathered does one depend on another, and may wait for what rank 0 decides.
+        steps_with_others = has_others and (self._is_fitting or is_sharded)
         self.device = host.device_type
         self._set_precision(cast(ResolvedPrecision, precision))
         if self._decided_for is None or self._decided_for() is not module:
@@ -167,9 +171,9 @@ class AccelPlugin(Precision):
             self.plan,
             host,
             techniques,
-            agree=trainer.strategy.broadcast if has_others else None,
-            gather=gather if has_others else None,
-            is_sharded=isinstance(trainer.strategy, ModelParallelStrategy),
+            agree=trainer.strategy.broadcast if steps_with_others else None,
+            gather=gather if steps_with_others else None,
+            is_sharded=is_sharded,
             # What was tried without gradients does not hold with them: fitting decides for evaluating, not the reverse.
             decisions=self._decisions if self._is_fitting else self._decisions_without_gradients | self._decisions,
         )

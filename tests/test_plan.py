@@ -280,3 +280,17 @@ def test_offloading_in_detail_survives_yaml() -> None:
     plan = Plan(activation_offloading={"to": "disk", "min_bytes": "64KiB"})
     assert plan.offloading.to == "disk"
     assert Plan.from_yaml(plan.to_yaml()) == plan
+
+
+def test_to_say_nothing_of_offloading_is_not_to_forbid_it() -> None:
+    assert Plan().offloading.to == "auto"
+    assert Plan(activation_offloading=False).offloading.to == "off"
+    assert not Plan().offloading.always
+
+
+@pytest.mark.parametrize("setting", ["auto", "off", {"to": "off"}, {"to": "auto", "min_bytes": "2MiB"}])
+def test_offloading_stays_what_it_is_on_the_way_to_yaml_and_back(setting: Any) -> None:
+    plan = Plan(activation_offloading=setting, gradient_checkpointing={"budget": "1GiB"})
+    again = Plan.from_yaml(plan.to_yaml())
+    assert again == plan
+    assert again.offloading == plan.offloading

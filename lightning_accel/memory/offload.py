@@ -352,11 +352,11 @@ class _Handle:
 
 
 def offloader_for(plan: OffloadingPlan, device: torch.device) -> Offloader | None:
-    """What single blocks offload with: to where ``plan`` says, else to the host's memory on a GPU, on a CPU not at all.
+    """What single blocks offload with; None where ``plan`` says ``"off"``, and for ``"auto"`` without a GPU.
 
     One tensor at a time is brought back ahead of its use: whoever plans a budget has no room for more.
     """
-    to = "host" if plan.to == "off" and device.type == "cuda" else plan.to
+    to = ("host" if device.type == "cuda" else "off") if plan.to == "auto" else plan.to
     if to == "off":
         return None
     min_bytes = int(parse_bytes("activation_offloading.min_bytes", plan.min_bytes))

@@ -29,7 +29,7 @@ class ActivationOffloading(Technique):
     """Offloads the saved tensors of every training step.
 
     Args:
-        plan: Where to, and from which size on; not ``"off"``.
+        plan: Where to, and from which size on: ``"host"`` or ``"disk"``.
         model: Whose parameters and buffers stay.
         device: Where it computes.
     """
@@ -39,7 +39,7 @@ class ActivationOffloading(Technique):
     explicit = True
 
     def __init__(self, plan: OffloadingPlan, model: nn.Module, device: torch.device) -> None:
-        assert plan.to != "off"
+        assert plan.to in ("host", "disk")
         self.offloader = Offloader(
             device,
             plan.to,

@@ -249,3 +249,19 @@ def test_on_a_gpu_blocks_may_offload_without_being_asked() -> None:
     assert planner.budget_bytes == int(0.9 * torch.cuda.get_device_properties(0).total_memory)
     assert set(planner.ways.values()) == {"keep"}
     loop.handle.undo()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_no_block_offloads_where_that_is_off() -> None:
+    plain = GpuLoop()
+    for _ in range(SETTLED):
+        plain.step()
+    peak, fixed = plain.peak_bytes(), FixedMemory.of(plain.model).total
+    del plain
+    asked = round(fixed + 0.4 * (peak - fixed))
+    loop = GpuLoop(gradient_checkpointing={"budget": asked}, activation_offloading="off")
+    for _ in range(SETTLED):
+        loop.step()
+    assert loop.handle.memory_plan is not None
+    assert not {"offload", "full+offload"} & set(loop.handle.memory_plan.ways.values())
+    loop.handle.undo()

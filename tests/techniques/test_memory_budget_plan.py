@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_accel import OffloadingPlan, plan_memory
+from lightning_accel import OffloadingPlan, Plan, plan_memory
 from lightning_accel.memory.memory_plan import state_of
 from lightning_accel.memory.meter import meter_for
+from lightning_accel.memory.offload import offloader_for
+from lightning_accel.plan import OffloadingSetting
 from models import TinyTransformer
 from techniques.memory_budget_cases import SETTLED, Block, Loop, Stack, budget, handles_are_undone, peak_of, plain
 
@@ -136,3 +138,25 @@ def test_plan_memory_says_when_the_step_calls_no_block() -> None:
     model = TinyTransformer()
     with pytest.raises(RuntimeError, match="nothing was planned"):
         plan_memory(model, None, "1GiB", lambda model, batch: None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "offloads"),
+    [
+        ("auto", "cuda", True),
+        ("auto", "cpu", False),
+        ("off", "cuda", False),
+        ("off", "cpu", False),
+        ("host", "cuda", True),
+        ("disk", "cpu", True),
+    ],
+)
+def test_blocks_offload_unless_it_is_forbidden_or_would_free_nothing(
+    setting: OffloadingSetting, device: str, offloads: bool
+) -> None:
+    """Nothing is on the device yet: what the planner may choose from is known before."""
+    plan = Plan(activation_offloading=setting, gradient_checkpointing={"budget": "1GiB"})
+    offloader = offloader_for(plan.offloading, torch.device(device))
+    assert (offloader is not None) == offloads
+    if offloader is not None:
+        offloader.close()

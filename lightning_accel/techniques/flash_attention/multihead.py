@@ -8,8 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+
+# Where it is defined: a program may put a class of its own, or the one below, in its place in torch.nn.
+from torch.nn.modules.activation import MultiheadAttention
 from typing_extensions import override
 
 from lightning_accel.checks import nearest
@@ -24,7 +27,7 @@ _memory = MaskMemory()
 
 
 def multihead_forward(
-    module: nn.MultiheadAttention,
+    module: MultiheadAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -60,7 +63,7 @@ def multihead_forward(
     is_discarded = need_weights and caller_discards_weights()
     fits = (not need_weights or is_discarded) and _fits(module, query, key, value, key_padding_mask, attn_mask)
     if not fits or (is_causal and attn_mask is None):
-        return nn.MultiheadAttention.forward(
+        return MultiheadAttention.forward(
             module, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         )
     q, k, v = _project(module, query, key, value)
@@ -83,7 +86,7 @@ def multihead_forward(
     return F.linear(heads.reshape(query.shape), module.out_proj.weight, module.out_proj.bias), None
 
 
-def _is_causal_mask(module: nn.MultiheadAttention, mask: Tensor | None) -> bool:
+def _is_causal_mask(module: MultiheadAttention, mask: Tensor | None) -> bool:
     """Whether a mask is the causal one, so that no kernel has to read it; a GPU is not waited for to find out."""
     is_square = mask is not None and mask.dim() == 2 and mask.shape[0] == mask.shape[1] > 1
     if not is_square or _num_extra_keys(module) or torch.compiler.is_compiling():
@@ -109,7 +112,7 @@ def _attend_as_with_weights(call: AttentionCall, mask: Tensor, backend: Backend)
     return attend_masked(call, masking, lambda call: attend(call, backend))
 
 
-class FlashMultiheadAttention(nn.MultiheadAttention):
+class FlashMultiheadAttention(MultiheadAttention):
     """``nn.MultiheadAttention`` that never computes attention weights which nobody reads.
 
     A drop-in: the same arguments, the same results, the same ``state_dict``.
@@ -185,9 +188,9 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             backend=BACKENDS[self.backend],
         )
 
-    def __prepare_scriptable__(self) -> nn.MultiheadAttention:
+    def __prepare_scriptable__(self) -> MultiheadAttention:
         """What ``torch.jit.script`` compiles in its place, with the same parameters: it reads no code of this kind."""
-        plain = nn.MultiheadAttention.__new__(nn.MultiheadAttention)
+        plain = MultiheadAttention.__new__(MultiheadAttention)
         vars(plain).update({name: value for name, value in vars(self).items() if name != "backend"})
         return plain
 
@@ -199,12 +202,12 @@ def _check_available(backend: str, device: torch.device) -> None:
         raise ValueError(f"FlashMultiheadAttention(backend={backend!r}) does not work here: {reason}.")
 
 
-def _num_extra_keys(module: nn.MultiheadAttention) -> int:
+def _num_extra_keys(module: MultiheadAttention) -> int:
     return int(module.bias_k is not None) + int(module.add_zero_attn)
 
 
 def _fits(
-    module: nn.MultiheadAttention,
+    module: MultiheadAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -243,7 +246,7 @@ def _is_mask(mask: Tensor) -> bool:
     return mask.dtype == torch.bool or mask.is_floating_point()
 
 
-def _project(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _project(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, each (B, H, T or S, D).
 
     The parts of one product stay views into it: kernels read them where they lie, and the backward pass puts their
@@ -264,19 +267,19 @@ def _project(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: T
     return _heads_first(module, q), _heads_first(module, k), _heads_first(module, v)
 
 
-def _linear(module: nn.MultiheadAttention, t: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1) -> Tensor:
+def _linear(module: MultiheadAttention, t: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1) -> Tensor:
     """The product as (..., parts * H, D)."""
     return F.linear(t, weight, bias).view(*t.shape[:-1], parts * module.num_heads, module.head_dim)
 
 
-def _heads_first(module: nn.MultiheadAttention, t: Tensor) -> Tensor:
+def _heads_first(module: MultiheadAttention, t: Tensor) -> Tensor:
     """(B, T, H, D), (T, B, H, D) or (T, H, D) as (B, H, T, D)."""
     if t.dim() == 3:
         return t.transpose(0, 1).unsqueeze(0)
     return t.transpose(1, 2) if module.batch_first else t.permute(1, 2, 0, 3)
 
 
-def _with_extra_keys(split: Tensor, module: nn.MultiheadAttention, learned: Tensor | None) -> Tensor:
+def _with_extra_keys(split: Tensor, module: MultiheadAttention, learned: Tensor | None) -> Tensor:
     """(B, H, S, D) with the learned key (1, 1, E) and the key of zeros, where the module has them, behind the last."""
     size = (split.shape[0], module.num_heads, 1, module.head_dim)
     extra = []
@@ -289,7 +292,7 @@ def _with_extra_keys(split: Tensor, module: nn.MultiheadAttention, learned: Tens
 
 
 def _mask(
-    module: nn.MultiheadAttention, query: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+    module: MultiheadAttention, query: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
 ) -> Tensor | None:
     """Both of torch's masks as one of :class:`AttentionCall`'s: (B or 1, H or 1, T or 1, S), True takes part."""
     padding, mask = key_padding_mask, attn_mask

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.activation import MultiheadAttention  # a program may replace it in torch.nn
 from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import override
 
@@ -21,9 +22,9 @@ class MultiheadSite(AttentionSite):
     """An ``nn.MultiheadAttention``, or a subclass that leaves its forward pass as it is."""
 
     what = "nn.MultiheadAttention"
-    module: nn.MultiheadAttention
+    module: MultiheadAttention
 
-    def __init__(self, site: str, module: nn.MultiheadAttention) -> None:
+    def __init__(self, site: str, module: MultiheadAttention) -> None:
         super().__init__(site, module)
         self._has_weights = False
 
@@ -59,11 +60,11 @@ class MultiheadSite(AttentionSite):
 def find_multihead(model: nn.Module) -> Iterator[MultiheadSite | Refusal]:
     """Every ``nn.MultiheadAttention`` in ``model``: a site, or why it is none."""
     for site, module in model.named_modules():
-        if not isinstance(module, nn.MultiheadAttention):
+        if not isinstance(module, MultiheadAttention):
             continue
         if isinstance(module, FlashMultiheadAttention):
             yield Refusal(site, "already fused")
-        elif type(module).forward is not nn.MultiheadAttention.forward:
+        elif type(module).forward is not MultiheadAttention.forward:
             yield Refusal(site, f"{type(module).__name__} computes attention in a forward pass of its own")
         elif is_parametrized(module):
             yield Refusal(site, "its weights are computed from others by a parametrization, at every call")

@@ -38,7 +38,7 @@ class MemoryBudget(GradientCheckpointing):
 
     Args:
         plan: The budget, and the blocks where they are named.
-        offloading: Where blocks may offload to. Not asked for, they do so on a GPU only, to the host's memory.
+        offloading: Where blocks may offload to; ``"auto"``: on a GPU to the host's memory, elsewhere not at all.
         device: Where the model computes, though it may not be there yet.
         verify: Whether each block's recomputation is compared with the original.
     """

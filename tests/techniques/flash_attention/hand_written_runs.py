@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.spread import relative_error
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
-from lightning_accel.spread import relative_error
 
 SDPA = BACKENDS["sdpa"]
 

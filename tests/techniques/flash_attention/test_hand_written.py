@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention_lookalikes import LEFT_ALONE
 from attention_module import MAX_LEN, Attention
 from attention_zoo import FOUND
-from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from lightning_accel.spread import relative_error
+from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from techniques.flash_attention.hand_written_runs import SDPA, assert_same, batch, make, results, run
 from techniques.flash_attention.recorder import Recorder
 

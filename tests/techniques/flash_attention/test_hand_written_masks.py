@@ -11,8 +11,8 @@ from torch import Tensor
 import attention_zoo
 from attention_module import Attention
 from attention_zoo import FOUND
-from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from lightning_accel.spread import relative_error
+from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from techniques.flash_attention.hand_written_runs import SDPA, assert_same, batch, make, results, run
 from techniques.flash_attention.recorder import Recorder
 

@@ -1,0 +1,148 @@
+"""Whether all ranks end an epoch after the same step, found out without waiting for one that does not.
+
+Ranks step together, and each has batches of its own. Where one has fewer, as with an ``IterableDataset`` that is not
+split evenly, it ends its epoch while the others wait for it in a backward pass: a collective call at the epoch's end
+would wait for them in turn, until the process group's timeout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from lightning_accel.report import Report
+
+_PATIENCE_S = 1.0  # for a last step that did not keep the ranks together: one without a loss, say
+_PATIENCE_UNFORESEEN_S = 10.0  # for ranks that stopped together and take different times over what comes after
+_fits = itertools.count()
+
+
+class EpochEnds:
+    """What the ranks tell each other of the ends of their epochs, through the store that they have met in.
+
+    A rank announces an end before the epoch's last step, whose backward pass all ranks leave together: who is not
+    announced then has more batches. The first to look decides for all, as a later look may find what it has not.
+
+    Args:
+        trainer: In its ``fit``, with several ranks.
+        store: Of the default process group.
+    """
+
+    def __init__(self, trainer: Trainer, store: dist.Store) -> None:
+        self._trainer = trainer
+        self._store = store
+        self._rank, self._world_size = trainer.global_rank, trainer.world_size
+        self._prefix = f"lightning-accel/epoch-ends/{next(_fits)}"
+        self._steps = 0
+        self._announced = -1  # after how many steps the latest announced end comes
+        self._ended = 0  # after how many steps the epoch before did
+        self._has_warned = False
+
+    @classmethod
+    def open(cls, trainer: Trainer) -> EpochEnds | None:
+        """For the fit that begins; None for a single process, and where processes have met without a store."""
+        if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+            return None
+        # Private, and so since torch 1.10: there is no public way to the store that init_process_group made.
+        store = dist.distributed_c10d._get_default_store()
+        return None if store is None else cls(trainer, store)
+
+    def step_begins(self, batch_idx: int) -> None:
+        trainer = self._trainer
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if is_last or batch_idx + 1 >= trainer.num_training_batches or self._reaches_max_steps():
+            self._announce(self._steps + 1)
+
+    def step_ended(self) -> None:
+        self._steps += 1
+
+    def are_together(self) -> bool:
+        """Whether all ranks are at the end of an epoch; the same on each of those that are. Waits for seconds at most.
+
+        Where they are not, that is said, once.
+        """
+        patience_s = _PATIENCE_S if self._announced == self._steps else _PATIENCE_UNFORESEEN_S
+        self._announce(self._steps)
+        is_empty, self._ended = self._steps == self._ended, self._steps
+        if is_empty:  # there is nothing to put together, and others may be deep in their steps
+            return False
+        ranks = [self._key(rank) for rank in range(self._world_size)]
+        give_up_at = time.monotonic() + (0.0 if self._has_warned else patience_s)
+        try:
+            while not (is_complete := self._store.check(ranks)) and time.monotonic() < give_up_at:
+                time.sleep(0.005)
+            ours = "together" if is_complete else "apart"
+            decided = self._store.compare_set(self._key("decided"), "", ours).decode()
+        except dist.DistError:  # the process that held the store has left
+            decided = "apart"
+        if decided == "apart":
+            self._warn()
+        return decided == "together"
+
+    def forget(self) -> None:
+        """Clears away what was said of the latest end. To be called once all ranks have gone by it."""
+        self._store.delete_key(self._key(self._rank))
+        if self._rank == 0:
+            self._store.delete_key(self._key("decided"))
+
+    def explain(self, exception: BaseException) -> None:
+        """Adds to the error of a collective call that was broken off who had no more data for it, if that is so."""
+        departed = self._departed()
+        if not departed:
+            return
+        ranks = f"Rank {departed[0]}" if len(departed) == 1 else f"Ranks {', '.join(map(str, departed))}"
+        exception.args = (
+            f"{exception}\n{ranks} ended an epoch after training batch {self._steps} of this fit, and rank {self._rank}"
+            f" had more. {_MEND}",
+        )
+
+    def _departed(self) -> list[int]:
+        """The ranks that ended an epoch after this rank's latest step, in the midst of its own."""
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        try:
+            return [] if self._announced == self._steps else [r for r in others if self._store.check([self._key(r)])]
+        except dist.DistError:
+            return []
+
+    def _reaches_max_steps(self) -> bool:
+        trainer = self._trainer
+        is_near = trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps
+        return is_near and not trainer.fit_loop._should_accumulate()
+
+    def _announce(self, steps: int) -> None:
+        if self._announced == steps:
+            return
+        self._announced = steps
+        key = f"{self._prefix}/{steps}/{self._rank}"
+        try:
+            self._store.set(key, "ended")
+            self._store.check([key])  # is answered when the store has it; the ranks meet in the step after that
+        except dist.DistError:
+            pass
+
+    def _key(self, of: int | str) -> str:
+        return f"{self._prefix}/{self._steps}/{of}"
+
+    def _warn(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        message = (
+            f"Rank {self._rank} ended epoch {self._trainer.current_epoch} after training batch {self._steps} of this"
+            " fit, and not all ranks did: they have different numbers of batches. What SpeedMemoryLogger says of such"
+            f" an epoch is each rank's own. {_MEND}"
+        )
+        report = getattr(self._trainer.precision_plugin, "report", None)
+        if isinstance(report, Report):
+            report.note(message)
+        warnings.warn(message, stacklevel=2)
+
+
+_MEND = (
+    "Ranks that average gradients need as many batches each, or the one with most waits for the others in vain: split"
+    " the data evenly, or give Trainer(limit_train_batches=...) the number that the smallest has."
+)

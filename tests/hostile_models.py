@@ -2,5 +2,9 @@
 
 from __future__ import annotations
 
-import hostile_watchers  # noqa: F401  (each of these adds its rows)
+# Each of these adds its rows.
+import hostile_kinds  # noqa: F401
+import hostile_steps  # noqa: F401
+import hostile_values  # noqa: F401
+import hostile_watchers  # noqa: F401
 from hostile_parts import ROWS as ROWS

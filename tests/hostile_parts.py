@@ -75,12 +75,9 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
 
-    def weights(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q @ k.transpose(-2, -1) / DIM**0.5).softmax(dim=-1)
-
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        return self.out((q @ k.transpose(-2, -1) / DIM**0.5).softmax(dim=-1) @ v)
+        return self.out((q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(dim=-1) @ v)
 
 
 class Block(nn.Module):

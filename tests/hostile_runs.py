@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ def train(row: Row, **options: Any) -> Run:
     before = _belongings(module)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_model_summary=False, **quiet, **options)
+    random.seed(1)
     torch.manual_seed(1)
     trainer.fit(module)
     after = _belongings(module)

@@ -295,8 +295,8 @@ def complex_parameters() -> nn.Module:
             self.conv, self.act = nn.Conv2d(DIM, DIM, 1, dtype=torch.complex64), nn.Tanh()
 
         def forward(self, x: Tensor) -> Tensor:
-            spectrum = self.act(self.conv(torch.fft.rfft2(x)) * self.weight)
-            return torch.fft.irfft2(spectrum, s=x.shape[-2:])
+            spectrum = self.act(0.1 * self.conv(torch.fft.rfft2(x, norm="ortho")) * self.weight)
+            return torch.fft.irfft2(spectrum, s=x.shape[-2:], norm="ortho")
 
     return convolutional(Fourier())
 

@@ -55,7 +55,10 @@ class Patch(ABC):
 
 
 class AttributePatch(Patch):
-    """Sets an attribute of an object, and restores it: value, or absence from the instance."""
+    """Sets an attribute of an object, and restores it: value, or absence from the instance.
+
+    Where somebody has set it anew in the meantime, what they set stays.
+    """
 
     def __init__(self, site: str, change: str, target: Any, name: str, value: Any) -> None:
         super().__init__(site, change)
@@ -71,6 +74,8 @@ class AttributePatch(Patch):
 
     @override
     def _undo(self) -> None:
+        if vars(self.target).get(self.name, _MISSING) is not self.value:
+            return
         if self._before is not _MISSING:
             setattr(self.target, self.name, self._before)
         else:
@@ -104,6 +109,7 @@ class MethodPatch(AttributePatch):
         self.original = _unbound(self.target, self.name)
         function = self._wrap(self.original)
         function.__name__ = self.name  # pickle stores a bound method as (object, method name)
+        function.__wrapped__ = self.original  # type: ignore[attr-defined]  # whose signature is the method's
         self.value = types.MethodType(function, self.target)
         super()._apply()
 

@@ -1,0 +1,77 @@
+"""Architectures as they are in use, of transformers and in the manner of timm: with every default on, the plain run."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from architectures import ARCHITECTURES, Architecture
+from hostile_parts import Row, Watched, see
+from hostile_runs import differences, train
+from lightning_accel import AccelPlugin
+from timm_like import CLASSES, NETWORKS, SIDE
+
+STEPS = 2
+
+
+class Pretrains(Watched):
+    """Trains a model of transformers by its own loss, to which everything that it was asked for adds."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__(architecture.make())
+        self.architecture = architecture
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(**batch, **self.architecture.asked)
+        loss = out.loss
+        for name, value in out.items():
+            if isinstance(value, tuple):
+                tensors = [part for part in value if isinstance(part, Tensor) and part.requires_grad]
+                see(name, [tuple(tensor.shape) for tensor in tensors])
+                loss = loss + sum(tensor.square().mean() for tensor in tensors)
+        return self.noted(loss)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(1)
+        return DataLoader([self.architecture.batch(generator) for _ in range(STEPS)], batch_size=None)
+
+
+class Classifies(Watched):
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(STEPS, 4, 3, SIDE, SIDE, generator=generator)
+        y = torch.randint(0, CLASSES, (STEPS, 4), generator=generator)
+        return DataLoader([*zip(x, y, strict=True)], batch_size=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _transformers_imported() -> None:
+    """Once, before the first test, which would otherwise look slow."""
+    pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_of_transformers_trains_as_it_does_plain(name: str) -> None:
+    assert_trains_as_plain(functools.partial(Pretrains, ARCHITECTURES[name]))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_model_in_the_manner_of_timm_trains_as_it_does_plain(name: str) -> None:
+    assert_trains_as_plain(lambda: Classifies(NETWORKS[name]()))
+
+
+def assert_trains_as_plain(make: Any) -> None:
+    row = Row(make)
+    expected = train(row)
+    assert len(expected.losses) == STEPS
+    assert all(map(math.isfinite, expected.losses))
+    assert differences(train(row, plugins=[AccelPlugin(precision="32-true")]), expected) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from _turns import Outcome
 
@@ -48,29 +48,27 @@ class Comparison:
     verdict: str
 
 
-def compare(
-    rounds: Sequence[tuple[EpochSpeed, EpochSpeed]], plain_outcome: Outcome, fast_outcome: Outcome
-) -> Comparison:
+def compare(rounds: Sequence[tuple[EpochSpeed, EpochSpeed]], plain: Outcome, accelerated: Outcome) -> Comparison:
     """Puts the plain run beside the accelerated one.
 
     Args:
         rounds: What (plain, accelerated) measured, of every round that counts.
-        plain_outcome: Of the plain run.
-        fast_outcome: Of the accelerated run.
+        plain: What the plain run has come to.
+        accelerated: What the accelerated one has.
     """
     lines = [
         _line("samples/s", rounds, "samples_per_sec", 1),
         _line("step p50, ms", rounds, "step_ms_p50", 1),
         _line("peak memory, MiB", rounds, "peak_memory_mib", 0),
-        Line(title="loss before", plain=f"{plain_outcome.first_loss:.3f}", accelerated=f"{fast_outcome.first_loss:.3f}"),
+        Line(title="loss before", plain=f"{plain.first_loss:.3f}", accelerated=f"{accelerated.first_loss:.3f}"),
         Line(
             title="loss after",
-            plain=f"{plain_outcome.final_loss:.3f}",
-            accelerated=f"{fast_outcome.final_loss:.3f}",
-            ratio=f"{fast_outcome.final_loss / plain_outcome.final_loss - 1:+.1%}",
+            plain=f"{plain.final_loss:.3f}",
+            accelerated=f"{accelerated.final_loss:.3f}",
+            ratio=f"{accelerated.final_loss / plain.final_loss - 1:+.1%}",
         ),
     ]
-    before, after = plain_outcome.final_accuracy, fast_outcome.final_accuracy
+    before, after = plain.final_accuracy, accelerated.final_accuracy
     if before is not None and after is not None:
         change = f"{100 * (after - before):+.1f} points"
         lines.append(Line(title="accuracy", plain=f"{before:.1%}", accelerated=f"{after:.1%}", ratio=change))
@@ -96,7 +94,7 @@ def _line(title: str, rounds: Sequence[tuple[EpochSpeed, EpochSpeed]], field: st
 
 
 def speed_words(found: Sequence[float]) -> str:
-    """What ratios of speed amount to: faster or slower only where nearly every round says so, and by more than noise."""
+    """What ratios of speed amount to: more than noise, and in nearly every round, or nothing."""
     median, faster, slower = _direction(found)
     counted = f"{median:.2f}x the speed"
     if faster:

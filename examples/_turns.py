@@ -91,10 +91,15 @@ class Run:
         self._process.join()
         return outcome
 
+    def close(self) -> None:
+        """Ends its process, if it has not ended; by force, for Lightning answers a request only after the next step."""
+        self._process.kill()
+        self._process.join()
+
     def _receive(self) -> Any:
         try:
             return self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._process.join()
             printed = _output(self.job).read_text(encoding="utf-8", errors="replace")
             sys.exit(f"{self.job.name}, {self.job.mode} failed:\n{printed}")

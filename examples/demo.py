@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,15 +39,17 @@ Rounds = dict[str, list[tuple["EpochSpeed", "EpochSpeed"]]]
 def main() -> None:
     args = _parse_args()
     log_dir = args.log_dir / time.strftime("%Y%m%d-%H%M%S")
+    jobs = {name: [job_of(name, mode, args, log_dir) for mode in MODES] for name in MODELS}
     start = time.perf_counter()
-    runs = {name: tuple(Run(job_of(name, mode, args, log_dir)) for mode in MODES) for name in MODELS}
-    about = machine(args.accelerator)  # imports torch, while the children do the same
-    print(f"{describe(about)}\n\nstarting four processes …", end=" ", flush=True)
-    for run in (run for pair in runs.values() for run in pair):
-        run.wait_for_gate()
-    print(f"{time.perf_counter() - start:.0f} s", flush=True)
-    rounds = take_turns(runs, args.rounds)
-    outcomes = {name: (plain.outcome(), fast.outcome()) for name, (plain, fast) in runs.items()}
+    with ExitStack() as stack:
+        runs = {name: tuple(stack.enter_context(closing(Run(job))) for job in pair) for name, pair in jobs.items()}
+        about = machine(args.accelerator)  # imports torch, while the children do the same
+        print(f"{describe(about)}\n\nstarting four processes …", end=" ", flush=True)
+        for run in (run for pair in runs.values() for run in pair):
+            run.wait_for_gate()
+        print(f"{time.perf_counter() - start:.0f} s", flush=True)
+        rounds = take_turns(runs, args.rounds)
+        outcomes = {name: (plain.outcome(), fast.outcome()) for name, (plain, fast) in runs.items()}
     comparisons = {name: compare(rounds[name], *outcomes[name]) for name in MODELS}
     show(comparisons, rounds)
     point_to_logs(outcomes, log_dir)
@@ -173,7 +175,10 @@ def write(
             **asdict(comparisons[name]),
             "outcomes": dict(zip(MODES, map(asdict, outcomes[name]), strict=True)),
             "rounds": [
-                {mode: {field: getattr(turn, field) for field in fields} for mode, turn in zip(MODES, pair, strict=True)}
+                {
+                    mode: {field: getattr(turn, field) for field in fields}
+                    for mode, turn in zip(MODES, pair, strict=True)
+                }
                 for pair in rounds[name]
             ],
         }

@@ -53,7 +53,6 @@ def train(job: Job, pipe: Connection) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     speed = SpeedMemoryLogger()
     gate = Gate(pipe, speed)
-    options = {} if job.batches is None else {"limit_train_batches": job.batches}
     trainer = importlib.import_module(job.name).train(
         plain=job.mode == "plain",
         epochs=job.turns,
@@ -65,7 +64,8 @@ def train(job: Job, pipe: Connection) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        limit_train_batches=job.batches,
+        **job.sizes,
     )
     gate.tell()
     accuracy = trainer.callback_metrics.get("val/accuracy")

@@ -27,7 +27,8 @@ class Job:
         name: A module of this folder, with a function ``train``.
         mode: ``"plain"`` or ``"accelerated"``.
         turns: For how many turns it trains.
-        batches: Training batches a turn; None: as many as the example takes by itself.
+        batches: Training batches a turn.
+        sizes: What else its ``train`` is given: of the data and the model.
         accelerator: As in Lightning's Trainer.
         log_dir: Where logs go.
     """
@@ -35,7 +36,8 @@ class Job:
     name: str
     mode: str
     turns: int
-    batches: int | None
+    batches: int
+    sizes: dict[str, int]
     accelerator: str
     log_dir: Path
 

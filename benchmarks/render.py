@@ -73,7 +73,7 @@ REMARKS = {
     "strategies": "Asked for: at least as fast. The same plugin on both sides, one thread a process, float32.",
 }
 DEMO_MODELS = {
-    "digits": "residual CNN, digits at 48x48, 32 a step",
+    "digits": "residual CNN, digits at 40x40, 32 a step",
     "bytes_gpt": "GPT on bytes, 3.3M parameters, 4 x 512 tokens a step",
 }
 PLOTS = {

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import EpochSpeed
 
 MODELS = {
-    "digits": "residual CNN, 48x48 handwritten digits, 32 a step",
+    "digits": "residual CNN, 40x40 handwritten digits, 32 a step",
     "bytes_gpt": "byte-level GPT, 4 x 512 tokens of Python's standard library a step",
 }
 # For two slow cores: a turn is a few seconds there, and the table stands after three minutes.
-SIZES = {"digits": {"size": 48, "batch_size": 32}, "bytes_gpt": {"seq_len": 512, "batch_size": 4}}
-BATCHES = {"digits": 8, "bytes_gpt": 6}
+SIZES = {"digits": {"size": 40, "batch_size": 32}, "bytes_gpt": {"seq_len": 512, "batch_size": 4}}
+BATCHES = {"digits": 8, "bytes_gpt": 4}
 MODES = ("plain", "accelerated")
 ROUNDS = 10
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.claims.measure import machine
+from lightning_accel.claims.machine import machine
 
 
 def publish(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from _gpu import arguments, is_possible, write
 
-from lightning_accel.claims.page import table
+from lightning_accel.claims.page import details, table
 from lightning_accel.claims.record import measure_rows
 
 ROWS = (1, 2, 4, 6, 7, 8, 9, 11, 13)
@@ -22,7 +22,7 @@ def main() -> None:
     if not is_possible(args):
         return
     record = measure_rows(QUICK if args.dry_run else ROWS, lambda line: print(line, flush=True))
-    text = table(record)
+    text = f"{table([record])}\n\n{details([record])}"
     print(f"\n{text}")
     write("claims", args.out, {"record": record.to_dict()}, "The claims of the articles, on", text)
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from _plots import attention_memory_svg, device_pipeline_svg, memory_modes_svg
 
+from lightning_accel.claims.machine import title
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 
@@ -69,6 +71,10 @@ REMARKS = {
     " are parameters, gradients and optimizer states after a step; the peak is of tensors alive within one.",
     "strategies": "Asked for: at least as fast. The same plugin on both sides, one thread a process, float32.",
 }
+DEMO_MODELS = {
+    "digits": "residual CNN, digits at 40x40, 32 a step",
+    "bytes_gpt": "GPT on bytes, 3.3M parameters, 4 x 512 tokens a step",
+}
 PLOTS = {
     "attention_memory": (
         attention_memory_svg,
@@ -91,36 +97,35 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def demo_table() -> str:
-    """The table of `make demo`, as in README.md."""
-    demo = json.loads((RESULTS / "demo.json").read_text(encoding="utf-8"))
+    """The tables of `make demo`, as in README.md: what it says of each model, a column for each machine."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((RESULTS / "demo").glob("*.json"))]
     rows = []
-    for name, runs in demo["runs"].items():
-        plain, fast = runs["plain"], runs["accelerated"]
-
-        def ratio(field: str, plain: dict[str, Any] = plain, fast: dict[str, Any] = fast) -> str:
-            return f"**{fast[field] / plain[field]:.2f}x**"
-
-        model = {"digits": "residual CNN, digits at 64x64", "bytes_gpt": "GPT on bytes, 3.3M parameters"}[name]
-        for title, field, digits in (
-            ("samples/s", "samples_per_sec", 0),
-            ("step p50, ms", "step_ms_p50", 0),
-            ("peak memory, MiB", "peak_memory_mib", 0),
-        ):
-            values = (f"{plain[field]:.{digits}f}", f"{fast[field]:.{digits}f}")
-            rows.append([model, title, *values, ratio(field)])
-        change = f"{fast['final_loss'] / plain['final_loss'] - 1:+.1%}"
-        rows.append([model, "validation loss", f"{plain['final_loss']:.3f}", f"{fast['final_loss']:.3f}", change])
-        if plain["final_accuracy"] is not None:
-            accuracies = [plain["final_accuracy"], fast["final_accuracy"]]
-            change = f"{100 * (accuracies[1] - accuracies[0]):+.1f} points"
-            rows.append([model, "accuracy", *(f"{accuracy:.1%}" for accuracy in accuracies), change])
-    where = f"{demo['device']}, {demo['threads']} threads, torch {demo['torch']}"
-    table = markdown(["model", "", "plain", "`AccelPlugin()`", ""], rows)
+    for name, model in DEMO_MODELS.items():
+        lines = [{line["title"]: line for line in record["models"][name]["lines"]} for record in records]
+        rows.append([f"**{model}**", *(f"**{record['models'][name]['verdict']}**" for record in records)])
+        for kind in dict.fromkeys(kind for by_kind in lines for kind in by_kind if kind != "loss before"):
+            rows.append([kind, *(_demo_cell(by_kind.get(kind)) for by_kind in lines)])
+    rows.append(["measured", *(_measured(record) for record in records)])
     return (
-        f"{table}\n\n`make demo` on {where}: the same weights and batches, every run in a process of its own."
-        " The GPT trains without dropout; with it the ratio is lower, since both sides wait for masks"
-        " that torch draws slowly on a CPU."
+        markdown(["", *(title(record["machine"]) for record in records)], rows)
+        + "\n\nPlain → `AccelPlugin()`: the ratio, and in parentheses the least and the largest of a round. The same"
+        " weights and batches on both sides, every run in a process of its own. The GPT trains without dropout; with it"
+        " the ratio is lower, since both sides wait for masks that torch draws slowly on a CPU."
     )
+
+
+def _demo_cell(line: dict[str, str] | None) -> str:
+    if line is None:
+        return ""
+    cell = f"{line['plain']} → {line['accelerated']}"
+    cell += f": **{line['ratio']}**" if line["ratio"] else ""
+    return cell + (f" ({line['spread']})" if line["spread"] else "")
+
+
+def _measured(record: dict[str, Any]) -> str:
+    about = record["machine"]
+    versions = f"lightning-accel {about['lightning_accel']}, torch {about['torch']}, {about['threads']} threads"
+    return "; ".join(part for part in (f"{record['date']}, {versions}", record["note"]) if part)
 
 
 def readme() -> str:
@@ -134,17 +139,17 @@ def results_page() -> str:
         "# Measured\n",
         "Made by `python benchmarks/render.py` from the JSON files beside it; the command over each table measures it"
         " again. Times are medians, on a shared machine: trust the ratios. The sides of a benchmark take turns, step by"
-        " step or fit by fit; the demo's four runs follow each other.\n",
+        " step, fit by fit or, in the demo, a few steps at a time.\n",
     ]
-    parts += [f"## The demo\n\n`python examples/demo.py --json docs/results/demo.json`\n\n{demo_table()}\n"]
-    for name, title in TITLES.items():
+    parts += [f"## The demo\n\n`python examples/demo.py --json docs/results/demo`\n\n{demo_table()}\n"]
+    for name, heading in TITLES.items():
         record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         machine = record["machine"]
         where = f"{machine['device']}, {machine['cores']} cores, torch {machine['torch']}"
         table = markdown(record["columns"], record["rows"])
         command = f"`{record['command']} --json docs/results`"
         plot = f"\n![{PLOTS[name][1]}]({name}.svg)\n" if name in PLOTS else ""
-        parts.append(f"## {title}\n\n{command} on {where}. {REMARKS[name]}\n\n{table}\n{plot}")
+        parts.append(f"## {heading}\n\n{command} on {where}. {REMARKS[name]}\n\n{table}\n{plot}")
     parts.append(gpu_section())
     return "\n".join(parts)
 

@@ -167,11 +167,13 @@ class StdlibText(LightningDataModule):
         return DataLoader(self.val_set, batch_size=self.batch_size)
 
 
-def train(*, plain: bool = False, epochs: int = 3, batch_size: int = 8, **trainer_options: Any) -> Trainer:
+def train(
+    *, plain: bool = False, epochs: int = 3, batch_size: int = 8, seq_len: int = 256, **trainer_options: Any
+) -> Trainer:
     """Trains, and returns the Trainer; ``trainer_options`` go to it as they are."""
     seed_everything(0)
-    model = BytesGPT()
-    data = StdlibText(batch_size=batch_size)
+    model = BytesGPT(seq_len=seq_len)
+    data = StdlibText(batch_size=batch_size, seq_len=seq_len)
     plugins = [] if plain else [AccelPlugin()]  # the one line
     # A pass over all of the text takes minutes on a CPU: an epoch is a short random part of it.
     options: dict[str, Any] = {"limit_train_batches": 50, "limit_val_batches": 10, **trainer_options}

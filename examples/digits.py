@@ -126,11 +126,13 @@ class Digits(LightningDataModule):
         return DataLoader(self.val_set, batch_size=self.batch_size)
 
 
-def train(*, plain: bool = False, epochs: int = 5, batch_size: int = 64, **trainer_options: Any) -> Trainer:
+def train(
+    *, plain: bool = False, epochs: int = 5, batch_size: int = 64, size: int = 64, **trainer_options: Any
+) -> Trainer:
     """Trains, and returns the Trainer; ``trainer_options`` go to it as they are."""
     seed_everything(0)
     model = DigitsNet()
-    data = Digits(batch_size=batch_size)
+    data = Digits(batch_size=batch_size, size=size)
     plugins = [] if plain else [AccelPlugin()]  # the one line
     trainer = Trainer(plugins=plugins, max_epochs=epochs, log_every_n_steps=5, **trainer_options)
     trainer.fit(model, datamodule=data)

@@ -144,7 +144,7 @@ def _extras_table(extras: tuple[Extra, ...]) -> object:
 
 def _facts(host: Host) -> dict[str, str]:
     facts = {
-        "device": f"{host.device_name} ({host.kind})",
+        "device": host.described,
         "memory": _memory(host),
         "CPU cores": _cores(),
         "bfloat16": _bfloat16(host),

@@ -75,7 +75,7 @@ class Engine:
         self.model = model
         self.plan = plan
         self.host = host
-        self.report = Report(device=f"{host.device_name} ({host.kind})")
+        self.report = Report(device=host.described)
         self.decisions: Decisions = dict(decisions or {})
         self._gather = gather or (lambda value: [value])
         self._is_sharded = is_sharded

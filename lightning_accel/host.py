@@ -19,6 +19,9 @@ HostKind = Literal["cuda", "rocm", "xla", "mps", "cpu"]
 # card that it takes bfloat16. https://rocm.docs.amd.com/en/latest/reference/precision-support.html
 _BF16_ARCHITECTURES = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
+# From the widest on, by the names that torch.cpu.get_capabilities() has for them.
+_INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512_f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
@@ -32,6 +35,8 @@ class Host:
         device_name: The device's name as its vendor writes it.
         capability: CUDA compute capability ``(major, minor)``; None on every other kind.
         arch: An AMD card's architecture: ``"gfx942"``; empty on every other kind.
+        instructions: The widest instructions that a CPU of the x86 family computes with: ``"AVX2"``,
+            ``"AVX512-BF16"``; its name alone does not tell. Empty on every other kind.
         native_bf16: Whether matrix units (or AVX512-BF16, AMX) compute in bfloat16, rather than emulate it.
         compiler: What TorchInductor would build kernels with (``"triton"`` or a C++ compiler); None when there is none.
         kernels: Attention kernels that are installed beside torch's own, by the names that ``flash_attention`` takes:
@@ -42,6 +47,7 @@ class Host:
     device_name: str
     capability: tuple[int, int] | None = None
     arch: str = ""
+    instructions: str = ""
     native_bf16: bool = False
     compiler: str | None = None
     kernels: frozenset[str] = frozenset()
@@ -62,6 +68,7 @@ class Host:
         return cls(
             kind="cpu",
             device_name=_cpu_name() or str(cpu.get("cpu_name") or platform.machine()),
+            instructions=next((name for key, name in _INSTRUCTIONS.items() if cpu.get(key)), ""),
             native_bf16=bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16")),
             compiler=_cpp_compiler(),
         )
@@ -82,6 +89,11 @@ class Host:
             compiler="triton" if importlib.util.find_spec("triton") and _c_compiler() else None,
             kernels=_installed_kernels(),
         )
+
+    @property
+    def described(self) -> str:
+        """For people: ``"AMD EPYC, AVX2 (cpu)"``."""
+        return f"{self.device_name}{', ' if self.instructions else ''}{self.instructions} ({self.kind})"
 
     @property
     def device_type(self) -> str:
@@ -145,6 +157,8 @@ def _cpu_capabilities() -> dict[str, Any]:
         return dict(torch.cpu.get_capabilities())
     # torch 2.11 has only the single questions.
     return {
+        "avx2": torch.cpu._is_avx2_supported(),
+        "avx512_f": torch.cpu._is_avx512_supported(),
         "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
         "amx_bf16": torch.cpu._is_amx_tile_supported(),
     }

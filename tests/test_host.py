@@ -54,11 +54,32 @@ def test_bfloat16_is_native_with_avx512_bf16_or_amx(
     assert Host.detect("cpu").native_bf16 is is_native
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "instructions"),
+    [
+        ({"avx2": True, "avx512_f": True, "avx512_bf16": True, "amx_bf16": True}, "AMX"),
+        ({"avx2": True, "avx512_f": True, "avx512_bf16": True}, "AVX512-BF16"),
+        ({"avx2": True, "avx512_f": True, "avx512_bf16": False}, "AVX-512"),
+        ({"avx2": True}, "AVX2"),
+        ({}, ""),
+    ],
+)
+def test_a_cpu_is_told_from_others_of_its_name_by_its_widest_instructions(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], instructions: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    host = Host.detect("cpu")
+    assert host.instructions == instructions
+    assert host.described == f"{host.device_name}{instructions and ', '}{instructions} (cpu)"
+
+
 def test_torch_without_get_capabilities_is_asked_the_single_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
+    for name in ("avx2", "avx512", "avx512_bf16"):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda: True, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
-    assert Host.detect("cpu").native_bf16
+    host = Host.detect("cpu")
+    assert (host.native_bf16, host.instructions) == (True, "AVX512-BF16")
 
 
 def test_no_compiler_on_the_path_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import math
 from html import escape
 
 from lightning_accel.claims.claim import Figure
+from lightning_accel.claims.machine import title
 from lightning_accel.claims.page import number_text
 from lightning_accel.claims.record import Record
 
@@ -24,7 +25,7 @@ def svg(record: Record) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"'
         ' font-size="10" fill="#444">',
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        _text(12, 26, f"Claimed and measured on {record.machine['device']}", 'font-size="14" fill="#111"'),
+        _text(12, 26, f"Claimed and measured on {title(record.machine)}", 'font-size="14" fill="#111"'),
         _text(12, 44, "as multiples of the claimed number, better to the right; logarithmic"),
     ]
     bottom = _TOP + _LINE * len(bars)

@@ -15,7 +15,8 @@ def add_parser(subcommands: Any) -> argparse.ArgumentParser:
         "claims",
         help="what articles promise of PyTorch's speed, measured on this machine",
         description="Measures on this machine what articles promise of PyTorch's speed, a few seconds a claim, and says"
-        " what holds. All rows together take under five minutes on two cores, and write a page and a chart.",
+        " what holds. All rows together take under five minutes on two cores, and write a page, with a column for each"
+        " machine that was ever measured.",
     )
     parser.add_argument("--row", type=int, action="append", metavar="N", help="only this one; may be repeated")
     parser.add_argument("--json", action="store_true", help="print the record as JSON in the table's stead")
@@ -23,7 +24,8 @@ def add_parser(subcommands: Any) -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="folder for claims.md, claims.svg and claims.json (default: docs; with --row: nothing is written)",
+        help="folder for claims.md, and for claims/ with the figures and the chart of this machine; other machines'"
+        " there stay as they are (default: docs; with --row: nothing is written)",
     )
     return parser
 
@@ -34,8 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: A row that there is not.
     """
-    from lightning_accel.claims.chart import svg
-    from lightning_accel.claims.page import CHART, page
+    from lightning_accel.claims.machine import machine
     from lightning_accel.claims.record import measure_rows, row_numbers
 
     numbers = row_numbers()
@@ -43,27 +44,57 @@ def run(arguments: argparse.Namespace) -> int:
     if strange:
         raise ValueError(f"--row {strange[0]}: there is none. Allowed: {min(numbers)} to {max(numbers)}.")
     folder = arguments.out or (None if arguments.row else Path("docs"))
-    if folder is not None:
-        _make(folder)
+    older = None if folder is None else _kept(folder, machine(), is_partial=bool(arguments.row))
     record = measure_rows(arguments.row or list(numbers), lambda line: print(line, file=sys.stderr, flush=True))
     if arguments.json:
         print(json.dumps(record.to_dict(), indent=2))
     else:
         show(record)
     if folder is not None:
-        (folder / "claims.md").write_text(page(record), encoding="utf-8")
-        (folder / CHART).write_text(svg(record), encoding="utf-8")
-        (folder / "claims.json").write_text(json.dumps(record.to_dict(), indent=2) + "\n", encoding="utf-8")
-        print(f"written: {folder / 'claims.md'}, {CHART} and claims.json beside it", file=sys.stderr)
+        write(folder, record if older is None else record.with_rows_of(older))
     return int(any(row.has_failed for row in record.rows))
 
 
-def _make(folder: Path) -> None:
-    """Before minutes are spent on measuring what could then not be written."""
+def _kept(folder: Path, about: dict[str, Any], *, is_partial: bool) -> Any:
+    """What is kept of an older record where some rows are measured; before minutes are spent that cannot be written."""
+    from lightning_accel.claims.machine import slug
+    from lightning_accel.claims.page import FOLDER
+    from lightning_accel.claims.record import Record
+
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out {folder}: no folder can be made there ({error.strerror}).") from None
+    path = folder / FOLDER / f"{slug(about)}.json"
+    if not is_partial or not path.exists():
+        return None
+    older = Record.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    if older.machine != about:
+        was, now = (
+            ", ".join(f"{name} {of[name]}" for name in about if older.machine.get(name) != about[name])
+            for of in (older.machine, about)
+        )
+        raise ValueError(
+            f"--row: {path} was measured with {was}, here is {now}: rows of both in one column would not be comparable."
+            " Measure all rows, without --row, or give another --out."
+        )
+    return older
+
+
+def write(folder: Path, record: Any) -> None:
+    """The record and its chart, and the page of every machine whose record is there."""
+    from lightning_accel.claims.chart import svg
+    from lightning_accel.claims.machine import slug
+    from lightning_accel.claims.page import FOLDER, page
+    from lightning_accel.claims.record import Record
+
+    path = folder / FOLDER / f"{slug(record.machine)}.json"
+    path.write_text(json.dumps(record.to_dict(), indent=2) + "\n", encoding="utf-8")
+    path.with_suffix(".svg").write_text(svg(record), encoding="utf-8")
+    paths = sorted((folder / FOLDER).glob("*.json"))
+    records = [Record.from_dict(json.loads(found.read_text(encoding="utf-8"))) for found in paths]
+    (folder / "claims.md").write_text(page(records), encoding="utf-8")
+    print(f"written: {path}, its chart beside it, {folder / 'claims.md'} of all machines", file=sys.stderr)
 
 
 def show(record: Any) -> None:
@@ -71,14 +102,14 @@ def show(record: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from lightning_accel.claims.machine import title
     from lightning_accel.claims.page import MET, interval_text, number_text, target_text
 
     console = Console()
     # As the doctor: a pipe has no width to wrap at.
     console = console if console.is_terminal else Console(width=160)
-    about = record.machine
     console.print(
-        f"{about['device']}, {about['cores']} cores, torch {about['torch']}",
+        f"{title(record.machine)}; torch {record.machine['torch']}",
         highlight=False,
         markup=False,
         soft_wrap=True,

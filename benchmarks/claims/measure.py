@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import time
 import tracemalloc
@@ -15,7 +14,7 @@ import psutil
 import torch
 
 from lightning_accel.claims.claim import Figure, Target
-from lightning_accel.host import Host, usable_cores
+from lightning_accel.host import usable_cores
 from lightning_accel.memory.meter import meter_for
 
 _RESAMPLES = 2000
@@ -153,14 +152,3 @@ def _busy_seconds() -> float:
     # Linux counts guests as users, too.
     busy -= getattr(everybody, "guest", 0.0) + getattr(everybody, "guest_nice", 0.0)
     return float(busy - own.user - own.system - own.children_user - own.children_system)
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    return {
-        "device": Host.detect().device_name,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }

@@ -1,91 +1,133 @@
-"""A record of claims as a page: the table in Markdown, with its chart beside it."""
+"""Records of claims as a page: the verdicts of every machine side by side, then all figures, claim by claim."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_accel.claims.claim import RULE, Figure, Unit
+from lightning_accel.claims.claim import RULE, Figure, Missing, Unit
+from lightning_accel.claims.machine import slug, title
 from lightning_accel.claims.record import Record, Row
 
-CHART = "claims.svg"
-_FEW = 6  # figures, of which the summary has those without a claimed number too
+FOLDER = "claims"  # beside the page: every machine's record and chart
 MET = {True: "yes", False: "no", None: ""}
+_MARKS = {True: " ✓", False: " ✗", None: ""}
 
 
-def page(record: Record) -> str:
+def page(records: Sequence[Record]) -> str:
     """``claims.md``."""
-    about = record.machine
-    measured = sum(1 for row in record.rows if row.figures)
-    seconds = sum(row.seconds for row in record.rows)
     lines = [
         "# The claims, measured\n",
-        "What widely read articles promise of PyTorch's speed, and what of it is so on one machine. `lightning-accel"
-        " claims` measures it again on yours and writes this page; the command in each row measures that row alone.\n",
-        f"Measured on **{about['device']}**, {about['cores']} cores, {about['threads']} threads, torch"
-        f" {about['torch']}, Python {about['python']}, on {record.date}: {measured} of {len(record.rows)} rows in"
-        f" {seconds:.0f} seconds.\n",
-        table(record),
-        *_disturbed(record),
-        f"\n**How a verdict comes about.** {RULE}\n",
-        f"![What was measured against what was claimed, as multiples of the claimed number]({CHART})\n",
-        "In the chart, the grey bar is what was claimed, the coloured one what was measured, better to the right, and"
-        " the thin line its interval.\n",
-        "## All figures\n",
-        figures_table(record),
+        "What widely read articles promise of PyTorch's speed, and what of it is so, a column for each machine that"
+        " measured it. `lightning-accel claims` measures it on yours, and adds its column to this page or replaces it;"
+        " the others stay.\n",
+        machines_table(records),
+        "\n## Verdicts\n",
+        table(records),
+        "\nUnder a verdict stand the figures that it follows from, in the order of the conditions below: ✓ meets what"
+        " is claimed, ✗ does not.\n",
+        f"**How a verdict comes about.** {RULE}\n",
+        "## Claim by claim\n",
+        details(records),
+        "\n## Charts\n",
+        "The grey bar is what was claimed, the coloured one what was measured, better to the right, and the thin line"
+        " its interval.\n",
+        *(f"![Claimed and measured on {title(of.machine)}]({FOLDER}/{slug(of.machine)}.svg)\n" for of in records),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def _disturbed(record: Record) -> list[str]:
-    rows = [str(row.row) for row in record.rows if row.is_disturbed]
-    return [f"\nOther processes were busy meanwhile, of rows {', '.join(rows)}: measure these again."] if rows else []
+def machines_table(records: Sequence[Record]) -> str:
+    """A line a machine: what it is, what ran on it, and which rows other processes disturbed."""
+    heading = ("machine", "threads", "torch", "Python", "measured on", "rows measured", "seconds", "to be repeated")
+    return _markdown(heading, [_machine_line(record) for record in records])
 
 
-def table(record: Record) -> str:
-    """A line a row, in Markdown."""
-    heading = ("#", "claim", "claimed", "measured here, with the 95% interval", "verdict", "why", "command")
-    return _markdown(heading, [_summary(row) for row in record.rows])
-
-
-def figures_table(record: Record) -> str:
-    """A line a figure, in Markdown."""
-    heading = ("#", "condition", "claimed", "measured", "95% interval", "met", "")
-    lines = [
-        (
-            str(row.row),
-            figure.condition,
-            target_text(figure),
-            number_text(figure.value, figure.unit),
-            interval_text(figure),
-            MET[figure.is_met],
-            figure.note,
-        )
-        for row in record.rows
-        for figure in row.figures
-    ]
-    gaps = [
-        (str(row.row), gap.condition, "", "not here", "", "", gap.reason) for row in record.rows for gap in row.missing
-    ]
-    return _markdown(heading, sorted([*lines, *gaps], key=lambda cells: int(cells[0])))
-
-
-def _summary(row: Row) -> Sequence[str]:
-    is_short = len(row.figures) <= _FEW
-    shown = [_measured(figure) for figure in row.figures if is_short or figure.target is not None]
+def _machine_line(record: Record) -> Sequence[str]:
+    about = record.machine
+    measured = sum(1 for row in record.rows if row.figures)
+    disturbed = ", ".join(str(row.row) for row in record.rows if row.is_disturbed)
     return (
-        str(row.row),
-        row.text,
-        row.claimed,
-        "<br>".join(shown) or "-",
-        f"**{row.verdict}**",
-        row.why,
-        f"`{row.command}`",
+        title(about),
+        str(about["threads"]),
+        about["torch"],
+        about["python"],
+        record.date,
+        f"{measured} of {len(record.rows)}",
+        f"{sum(row.seconds for row in record.rows):.0f}",
+        f"other processes were busy meanwhile: {disturbed}" if disturbed else "",
     )
 
 
-def _measured(figure: Figure) -> str:
-    interval = "" if figure.low == figure.high else f" [{interval_text(figure)}]"
-    return f"{figure.condition}: **{number_text(figure.value, figure.unit)}**{interval}"
+def table(records: Sequence[Record]) -> str:
+    """A line a claim, with the verdict of every machine and the figures that it follows from."""
+    lines = [
+        (f"[{number}](#claim-{number})", claim.text, claim.claimed, *map(_verdict, rows))
+        for number, claim, rows in _side_by_side(records)
+    ]
+    return _markdown(("#", "claim", "claimed", *(title(record.machine) for record in records)), lines)
+
+
+def _verdict(row: Row | None) -> str:
+    if row is None:
+        return ""
+    judged = [figure for figure in row.figures if figure.target is not None]
+    met = sum(figure.is_met is True for figure in judged)
+    counted = f" ({met} of {len(judged)})" if row.outcome == "holds when" else ""
+    found = ", ".join(f"{number_text(figure.value, figure.unit)}{_MARKS[figure.is_met]}" for figure in judged)
+    return f"**{row.outcome}**{counted}{'<br>' if found else ''}{found}"
+
+
+def details(records: Sequence[Record]) -> str:
+    """A table a claim: a line a condition, a column a machine; then every machine's verdict and its reason."""
+    return "\n\n".join(_detail(records, *found) for found in _side_by_side(records))
+
+
+def _detail(records: Sequence[Record], number: int, claim: Row, rows: Sequence[Row | None]) -> str:
+    found = [_by_condition(row) for row in rows]
+    conditions = dict.fromkeys(condition for by_condition in found for condition in by_condition)
+    lines = [
+        (condition, _claimed(condition, found), *(_cell(by_condition.get(condition)) for by_condition in found))
+        for condition in conditions
+    ]
+    titles = [title(record.machine) for record in records]
+    parts = [f'### <a id="claim-{number}"></a>{number}. {claim.text}', f"Claimed: {claim.claimed}. `{claim.command}`"]
+    parts += [_markdown(("condition", "claimed", *titles), lines)] if lines else []
+    said: dict[tuple[str, str], list[str]] = {}
+    for where, row in zip(titles, rows, strict=True):
+        if row is not None:
+            said.setdefault((row.verdict, row.why), []).append(where)
+    parts += [f"- {'; '.join(where)}: **{verdict}**: {why}." for (verdict, why), where in said.items()]
+    return "\n\n".join(parts)
+
+
+def _side_by_side(records: Sequence[Record]) -> Iterable[tuple[int, Row, list[Row | None]]]:
+    """Every number, the claim in its newest words, and each record's row of it."""
+    by_number = [{row.row: row for row in record.rows} for record in records]
+    for number in sorted({number for rows in by_number for number in rows}):
+        rows = [rows.get(number) for rows in by_number]
+        _, newest = max((record.date, index) for index, record in enumerate(records) if rows[index] is not None)
+        claim = rows[newest]
+        assert claim is not None
+        yield number, claim, rows
+
+
+def _by_condition(row: Row | None) -> Mapping[str, Figure | Missing]:
+    return {} if row is None else {found.condition: found for found in (*row.figures, *row.missing)}
+
+
+def _claimed(condition: str, found: Iterable[Mapping[str, Figure | Missing]]) -> str:
+    figures = [by_condition.get(condition) for by_condition in found]
+    return next((target_text(figure) for figure in figures if isinstance(figure, Figure)), "")
+
+
+def _cell(found: Figure | Missing | None) -> str:
+    if found is None:
+        return ""
+    if isinstance(found, Missing):
+        return f"not here: {found.reason}"
+    interval = "" if found.low == found.high else f" [{interval_text(found)}]"
+    note = f"<br>{found.note}" if found.note else ""
+    return f"**{number_text(found.value, found.unit)}**{interval}{_MARKS[found.is_met]}{note}"
 
 
 def _markdown(heading: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -11,14 +11,15 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 import lightning_accel.claims
 from lightning_accel.claims.claim import Claim, Figure, Missing, NotHereError, Target, verdict_of
-from lightning_accel.claims.measure import Others, machine
+from lightning_accel.claims.machine import machine
+from lightning_accel.claims.measure import Others
 
 _DISTURBING_CORES = 0.25
 
@@ -59,6 +60,11 @@ class Row:
         return self.others_cores > _DISTURBING_CORES
 
     @property
+    def outcome(self) -> str:
+        """The verdict without its conditions."""
+        return self.verdict if self.has_failed else verdict_of(self.figures)[0] or self.verdict
+
+    @property
     def command(self) -> str:
         """What measures it again."""
         return f"lightning-accel claims --row {self.row}"
@@ -69,7 +75,7 @@ class Record:
     """A run over rows.
 
     Attributes:
-        machine: Where: the device, its cores and threads, the versions.
+        machine: Where: what :func:`~lightning_accel.claims.machine.machine` says.
         date: When: year-month-day.
         rows: In the order of their numbers.
     """
@@ -81,6 +87,12 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
         return asdict(self)
+
+    def with_rows_of(self, older: Record) -> Record:
+        """These rows, and the others of an older record of the same machine and the same versions."""
+        assert self.machine == older.machine
+        rows = {row.row: row for row in (*older.rows, *self.rows)}
+        return replace(self, rows=tuple(rows[number] for number in sorted(rows)))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Record:

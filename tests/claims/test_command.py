@@ -9,16 +9,20 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_accel.__main__ import main
 from lightning_accel.claims import record
 from lightning_accel.claims.chart import multiple, svg
 from lightning_accel.claims.claim import Claim, Figure, Missing, NotHereError, Target, counted
+from lightning_accel.claims.command import write
+from lightning_accel.claims.machine import machine, slug, title
 from lightning_accel.claims.page import number_text, page
 from lightning_accel.claims.record import Record, measured, row_numbers
 
@@ -39,8 +43,9 @@ def a_row(*found: Any) -> record.Row:
     return measured(CLAIM, measure)
 
 
-def a_record(*rows: record.Row) -> Record:
-    about = {"device": "a machine", "cores": 2, "threads": 2, "torch": "2", "python": "3"}
+def a_record(*rows: record.Row, **machine: Any) -> Record:
+    about = {"device": "a machine", "kind": "cpu", "instructions": "AVX2", "native_bf16": False}
+    about |= {"cores": 2, "threads": 2, "torch": "2", "python": "3", **machine}
     return Record(machine=about, date="2026-01-01", rows=rows)
 
 
@@ -102,26 +107,54 @@ def test_a_record_comes_back_from_json_as_it_was() -> None:
     assert Record.from_dict(json.loads(json.dumps(made.to_dict()))) == made
 
 
-def test_the_page_has_a_line_a_row_with_figures_intervals_verdict_reason_and_command() -> None:
-    text = page(a_record(a_row(MET, MISSED, Missing("TensorRT", "not installed"))))
-    (line,) = re.findall(r"^\| 1 .*--row.*$", text, flags=re.MULTILINE)
-    assert "large: **3.00x**<br>small: **1.00x** [0.90x to 1.10x]" in line
-    assert line.endswith("| **holds when large** | the reason | `lightning-accel claims --row 1` |")
-    assert "a machine" in text
+def lines_of(text: str, start: str) -> list[list[str]]:
+    """The cells of the table's lines that start so."""
+    lines = re.findall(rf"^\| {re.escape(start)} .*$", text, flags=re.MULTILINE)
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
-def test_the_page_has_a_line_a_figure_with_what_is_claimed_of_it_and_whether_it_is_met() -> None:
-    text = page(a_record(a_row(MET, MISSED, counted("beside", 9.0, "x"), Missing("TensorRT", "not installed"))))
-    assert "| 1 | large | at least 2.00x | 3.00x | counted | yes | 6 ms to 2 ms |" in text
-    assert "| 1 | small | at least 2.00x | 1.00x | 0.90x to 1.10x | no |  |" in text
-    assert "| 1 | beside |  | 9.00x | counted |  |  |" in text
-    assert "| 1 | TensorRT |  | not here |  |  | not installed |" in text
+def test_the_page_has_a_line_a_claim_with_every_machine_s_verdict_and_figures() -> None:
+    mine, other = a_record(a_row(MET, MISSED)), a_record(a_row(MET), device="another", native_bf16=True)
+    (line,) = lines_of(page([mine, other]), "[1](#claim-1)")
+    assert line[1:] == ["a claim", "2x", "**holds when** (1 of 2)<br>3.00x ✓, 1.00x ✗", "**holds**<br>3.00x ✓"]
+
+
+def test_a_machine_s_conditions_stand_in_the_head_of_its_column() -> None:
+    mine, other = a_record(a_row(MET)), a_record(a_row(MET), device="another", native_bf16=True)
+    (head,) = lines_of(page([mine, other]), "#")
+    assert head[3:] == [
+        "a machine, AVX2, 2 cores, no bfloat16 in hardware",
+        "another, AVX2, 2 cores, bfloat16 in hardware",
+    ]
+
+
+def test_the_page_has_a_line_a_condition_with_every_machine_s_figure() -> None:
+    beside = counted("beside", 9.0, "x")
+    mine, other = a_row(MET, MISSED, beside), a_row(MET, Missing("small", "not installed"))
+    text = page([a_record(mine), a_record(other, device="another")])
+    assert lines_of(text, "large") == [["large", "at least 2.00x", *["**3.00x** ✓<br>6 ms to 2 ms"] * 2]]
+    expected = ["small", "at least 2.00x", "**1.00x** [0.90x to 1.10x] ✗", "not here: not installed"]
+    assert lines_of(text, "small") == [expected]
+    assert lines_of(text, "beside") == [["beside", "", "**9.00x**", ""]]
+
+
+def test_the_page_gives_each_verdict_its_reason_and_machines_of_one_mind_a_line() -> None:
+    records = [a_record(a_row(*found), device=name) for name, found in {"A": [MET], "B": [MISSED], "C": [MET]}.items()]
+    where = "AVX2, 2 cores, no bfloat16 in hardware"
+    text = page(records)
+    assert f"- A, {where}; C, {where}: **holds**: the reason." in text
+    assert f"- B, {where}: **no longer holds**: the reason." in text
+
+
+def test_a_claim_that_one_machine_has_no_row_of_leaves_its_cell_empty() -> None:
+    (line,) = lines_of(page([a_record(), a_record(a_row(MET), device="another")]), "[1](#claim-1)")
+    assert line[3:] == ["", "**holds**<br>3.00x ✓"]
 
 
 def test_bars_in_a_cell_do_not_break_the_table() -> None:
-    text = page(a_record(measured(CLAIM, lambda: [counted("|x| > 0", 1.0, "x")])))
-    for line in re.findall(r"^\| 1 .*$", text, flags=re.MULTILINE):
-        assert len(re.findall(r"(?<!\\)\|", line)) == 8
+    text = page([a_record(measured(CLAIM, lambda: [counted("|x| > 0", 1.0, "x")]))])
+    (line,) = re.findall(r"^\| \\\|x\\\| .*$", text, flags=re.MULTILINE)
+    assert len(re.findall(r"(?<!\\)\|", line)) == 4
 
 
 def test_the_chart_has_two_bars_and_both_numbers_for_every_judged_figure() -> None:
@@ -174,9 +207,48 @@ def test_json_is_all_there_is_on_the_standard_output(capsys: pytest.CaptureFixtu
     found = json.loads(capsys.readouterr().out)
     assert [row["row"] for row in found["rows"]] == [9]
     written = tmp_path / "new" / "folder"
-    assert sorted(file.name for file in written.iterdir()) == ["claims.json", "claims.md", "claims.svg"]
-    assert json.loads((written / "claims.json").read_text()) == found
-    assert (written / "claims.md").read_text() == page(Record.from_dict(found))
+    name = slug(found["machine"])
+    files = sorted(str(file.relative_to(written)) for file in written.rglob("*.*"))
+    assert files == ["claims.md", f"claims/{name}.json", f"claims/{name}.svg"]
+    assert json.loads((written / "claims" / f"{name}.json").read_text()) == found
+    assert (written / "claims.md").read_text() == page([Record.from_dict(found)])
+
+
+def kept_in(folder: Path) -> dict[str, Record]:
+    """Every machine's record, by the name of its device."""
+    found = [Record.from_dict(json.loads(path.read_text())) for path in (folder / "claims").glob("*.json")]
+    return {of.machine["device"]: of for of in found}
+
+
+def test_a_machine_gets_a_column_of_its_own_and_another_s_stays_as_it_is(tmp_path: Path) -> None:
+    other = a_record(a_row(MET), device="another machine")
+    (tmp_path / "claims").mkdir()
+    write(tmp_path, other)
+    assert main(["claims", "--row", "18", "--out", str(tmp_path)]) == 0
+    found = kept_in(tmp_path)
+    assert found.keys() == {"another machine", machine()["device"]}
+    assert found["another machine"] == other
+    for about in (other.machine, machine()):
+        assert f"| {title(about)} |" in (tmp_path / "claims.md").read_text()
+
+
+def test_single_rows_replace_those_of_this_machine_s_record_and_leave_its_others(tmp_path: Path) -> None:
+    older = a_record(a_row(MET), replace(a_row(MET), row=18), **machine())
+    (tmp_path / "claims").mkdir()
+    write(tmp_path, older)
+    assert main(["claims", "--row", "18", "--out", str(tmp_path)]) == 0
+    rows = kept_in(tmp_path)[machine()["device"]].rows
+    assert [(row.row, row.verdict) for row in rows] == [(1, "holds"), (18, "not measured here")]
+
+
+def test_single_rows_do_not_join_a_record_of_other_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "claims").mkdir()
+    write(tmp_path, a_record(a_row(MET), **{**machine(), "torch": "1.0"}))
+    with pytest.raises(SystemExit):
+        main(["claims", "--row", "18", "--out", str(tmp_path)])
+    complaint = capsys.readouterr().err
+    assert f"was measured with torch 1.0, here is torch {torch.__version__}" in complaint
+    assert "without --row" in complaint
 
 
 def test_a_failed_row_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,15 +288,23 @@ def test_help_needs_no_torch() -> None:
 # -- the page in the docs ----------------------------------------------------------------------------------------------
 
 
-def test_the_page_and_the_chart_in_the_docs_are_those_of_the_record() -> None:
-    kept = Record.from_dict(json.loads((DOCS / "claims.json").read_text(encoding="utf-8")))
-    assert (DOCS / "claims.md").read_text(encoding="utf-8") == page(kept)
-    assert (DOCS / "claims.svg").read_text(encoding="utf-8") == svg(kept)
+def records_in_docs() -> dict[Path, Record]:
+    paths = sorted((DOCS / "claims").glob("*.json"))
+    assert paths
+    return {path: Record.from_dict(json.loads(path.read_text(encoding="utf-8"))) for path in paths}
+
+
+def test_the_page_and_the_charts_in_the_docs_are_those_of_the_records() -> None:
+    records = records_in_docs()
+    assert (DOCS / "claims.md").read_text(encoding="utf-8") == page(list(records.values()))
+    for path, kept in records.items():
+        assert path.stem == slug(kept.machine)
+        assert path.with_suffix(".svg").read_text(encoding="utf-8") == svg(kept)
 
 
 def test_the_verdicts_in_the_docs_are_those_of_the_rule() -> None:
-    kept = Record.from_dict(json.loads((DOCS / "claims.json").read_text(encoding="utf-8")))
-    assert [row.row for row in kept.rows] == list(range(1, 20))
-    for row in kept.rows:
-        assert not row.has_failed
-        assert row.verdict == record.verdict_of(row.figures)[1]
+    for kept in records_in_docs().values():
+        assert [row.row for row in kept.rows] == list(range(1, 20))
+        for row in kept.rows:
+            assert not row.has_failed
+            assert row.verdict == record.verdict_of(row.figures)[1]

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from huggingface_models import BATCH, LENGTH
 from lightning_accel.techniques.flash_attention.backends import Sdpa
+from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal, WatchedBackend
 from techniques.flash_attention.huggingface_runs import (
     FAMILIES,
     MODES,
@@ -210,7 +211,7 @@ def test_generation_with_a_cache_says_the_same(family: str, switched: bool) -> N
     assert torch.equal(actual, expected)
 
 
-def test_a_cache_is_left_alone_by_calls_with_repeatable_arguments() -> None:
+def test_a_rehearsal_adds_to_a_cache_what_the_call_itself_adds() -> None:
     model, _ = make("gpt2")
     site = sites_of(model)[0]
     hidden = torch.randn(1, 6, 32)
@@ -219,13 +220,9 @@ def test_a_cache_is_left_alone_by_calls_with_repeatable_arguments() -> None:
     both = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
 
     for cache in (decoder_only, both):
-        outputs = []
-        for _ in range(3):
-            args, kwargs = site.repeatable((hidden,), {"past_key_values": cache})
-            outputs.append(site.judged(site.fused(Sdpa(), forward, args, kwargs)))
-        assert cache.get_seq_length() == 0
-        assert torch.equal(outputs[0], outputs[2])
-        forward(site.module, hidden, past_key_values=cache)
+        rehearsal = Rehearsal([WatchedBackend(Sdpa())], by_clock=False)
+        site.rehearsed(rehearsal, forward, (hidden,), {"past_key_values": cache})
+        assert rehearsal.judgement(site.nothing_found()).choice == "sdpa"
         assert cache.get_seq_length() == 6
 
 

@@ -20,6 +20,8 @@ from memory.limits import limited, resource
 from memory.offloaders import CPU, NO_MODEL, PLACES, Make, copying_threads, make, one_core, wave
 from models import TASKS
 
+pytestmark = pytest.mark.numbers
+
 __all__ = ["make", "one_core"]
 
 MIB = 1 << 20

@@ -16,6 +16,8 @@ from torch import Tensor
 from covariances import covariances, drawn_covariance
 from lightning_accel.ops import gaussian
 
+pytestmark = pytest.mark.numbers
+
 EYE = np.eye(2)
 SINGULAR = np.ones((2, 2))
 

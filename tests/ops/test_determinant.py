@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from covariances import covariances, drawn_covariance, mirrored
 from lightning_accel.ops import determinant, gaussian
 
+pytestmark = pytest.mark.numbers
+
 
 class _Names(TorchDispatchMode):
     """The names of the operators that ran."""

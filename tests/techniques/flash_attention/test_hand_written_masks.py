@@ -16,6 +16,8 @@ from lightning_accel.trial import relative_error
 from techniques.flash_attention.hand_written_runs import SDPA, assert_same, batch, make, results, run
 from techniques.flash_attention.recorder import Recorder
 
+pytestmark = pytest.mark.numbers
+
 CAUSAL = ["function_outside", *(name for name in FOUND if name.startswith("causal"))]
 
 

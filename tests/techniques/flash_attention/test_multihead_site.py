@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,8 @@ from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadA
 from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite, find_multihead
 from techniques.flash_attention.multihead_cases import EMBED_DIM, NUM_HEADS, inputs, padding, pair
 from techniques.flash_attention.recorder import Recorder
+
+pytestmark = pytest.mark.numbers
 
 
 def test_every_site_of_a_transformer_is_found() -> None:

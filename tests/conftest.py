@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+# pytest-xdist's workers take the processors between them: a second thread of one would only wait for another's.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Lightning says which devices it uses at every Trainer: nothing that a test could be judged by.
 for _name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
     logging.getLogger(_name).setLevel(logging.WARNING)

@@ -16,6 +16,8 @@ pytest.importorskip("tensorboard")
 
 import torch
 
+pytestmark = pytest.mark.numbers
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

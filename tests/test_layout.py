@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from lightning_accel.layout import OptimizerLayouts, WeightLayout, restore_layouts, to_channels_last, with_strides
 
+pytestmark = pytest.mark.numbers
+
 CHANNELS_LAST = torch.channels_last
 
 

@@ -117,7 +117,7 @@ def test_every_direct_dependency_is_pinned() -> None:
 
 def test_make_lists_its_targets() -> None:
     listed = make("help", check=True).stdout
-    for target in ("demo", "test", "lint", "types", "format", "bench", "gpu", "test-slow", "clean"):
+    for target in ("demo", "test", "lint", "types", "format", "bench", "gpu", "test-slow", "test-cpus", "clean"):
         assert f"make {target} " in listed
 
 

@@ -26,6 +26,8 @@ from lightning_accel.host import Host
 from lightning_accel.plan import Plan
 from lightning_accel.simulated_hosts import SIMULATED_HOSTS
 
+pytestmark = pytest.mark.numbers
+
 ASKED_FOR = {"gradient_checkpointing": "full", "activation_offloading": "disk", "sparse_activations": "auto"}
 NOTHING: dict[str, Any] = {
     "precision": "32-true",  # a simulated card has no autocast region to enter

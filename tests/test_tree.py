@@ -13,6 +13,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from lightning_accel.tree import leaves, map_tensors, tensors_in
 
+pytestmark = pytest.mark.numbers
+
 
 class Pair(NamedTuple):
     image: Tensor

@@ -114,25 +114,41 @@ def factorised(asker: str, cov: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     """
     check_jitter(asker, jitter)
     matrices = cov
-    factors, found = torch.linalg.cholesky_ex(matrices)
-    if _all_well(factors, found):
+    factors, failed = _tried(matrices)
+    if _all_well(factors, failed):
         return matrices, factors
     _raise_if_not_finite(asker, cov.detach())
-    share = torch.zeros_like(found, dtype=cov.dtype)
+    share = torch.zeros_like(failed, dtype=cov.dtype)
     mean = cov.diagonal(dim1=-2, dim2=-1).mean(-1)
     for power in range(_JITTERS if jitter else 0):
-        share = share.where(found == 0, jitter * 10**power)
+        share = share.where(~failed, jitter * 10**power)
         matrices = cov + torch.diag_embed((share * mean)[..., None].expand(cov.shape[:-1]))
-        factors, found = torch.linalg.cholesky_ex(matrices)
-        if _all_well(factors, found):
+        factors, failed = _tried(matrices)
+        if _all_well(factors, failed):
             return matrices, factors
-    raise _not_positive_definite(asker, cov.detach(), found != 0, jitter)
+    raise _not_positive_definite(asker, cov.detach(), failed, jitter)
 
 
-def _all_well(factors: Tensor, found: Tensor) -> Tensor:
+def least_deviation(dtype: torch.dtype) -> float:
+    """The smallest entry that the diagonal of a factor may have: its square is the smallest normal number.
+
+    Below it, some processors' libraries find a matrix not positive definite, and others return what is left of its
+    digits: it is refused on all of them.
+    """
+    return float(torch.finfo(dtype).tiny ** 0.5)
+
+
+def _tried(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors, and which of them are none."""
+    factors, found = torch.linalg.cholesky_ex(matrices)
+    diagonals = factors.detach().diagonal(dim1=-2, dim2=-1)
+    return factors, (found != 0) | (diagonals < least_deviation(matrices.dtype)).any(-1)
+
+
+def _all_well(factors: Tensor, failed: Tensor) -> Tensor:
     """Whether the matrices are positive definite and finite: NaN and infinity anywhere end up on the diagonal."""
     diagonals = factors.detach().diagonal(dim1=-2, dim2=-1)
-    return (found == 0).all() & diagonals.sum().isfinite()
+    return ~failed.any() & diagonals.sum().isfinite()
 
 
 def _raise_if_not_finite(asker: str, cov: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accel.ops.arrays import ArrayT, as_tensors
-from lightning_accel.ops.cholesky import check_jitter, check_symmetric, factorised, in_full
+from lightning_accel.ops.cholesky import check_jitter, check_symmetric, factorised, in_full, least_deviation
 
 _ROUNDS, _TIMED_S = 10, 0.05
 _FEW = 32
@@ -135,12 +135,12 @@ def _diagonal(matrices: Tensor) -> Tensor:
 
 
 def _product(diagonals: Tensor) -> Tensor | None:
-    """The product of each diagonal ``(..., D)``; None where an entry is not positive and finite.
+    """The product of each diagonal ``(..., D)``; None where an entry is too small, or not finite.
 
     By logarithms where a product might leave the dtype's range on its way, and come back without its digits.
     """
     least, most = _extremes(diagonals)
-    if not (least > 0 and most < math.inf):
+    if not (least_deviation(diagonals.dtype) <= least and most < math.inf):
         return None
     limits, size = torch.finfo(diagonals.dtype), diagonals.shape[-1]
     lowest, highest = size * math.log(min(least, 1)), size * math.log(max(most, 1))

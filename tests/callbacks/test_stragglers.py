@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lightning_accel.callbacks._stragglers import compare_ranks, rank_row
 
+pytestmark = pytest.mark.numbers
+
 
 def rows(*ranks: tuple[float, float, float]) -> Tensor:
     """Each rank's p95 of its steps and of what comes before its backward passes, and its wait for data."""

@@ -13,6 +13,8 @@ from lightning_accel.claims import row_06_cupy_product, row_07_contiguous, row_1
 from lightning_accel.claims.claim import Figure, NotHereError, verdict_of
 from lightning_accel.data import arrays
 
+pytestmark = pytest.mark.numbers
+
 CPU = torch.device("cpu")
 
 

@@ -13,6 +13,8 @@ import torch
 from lightning_accel.claims import measure, row_16_sqrt_det, row_17_gaussian
 from lightning_accel.claims.claim import Figure
 
+pytestmark = pytest.mark.numbers
+
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:

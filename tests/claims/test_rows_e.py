@@ -34,6 +34,8 @@ from lightning_accel.claims.record import Row, measured
 from lightning_accel.host import Host
 from lightning_accel.simulated_hosts import SIMULATED_HOSTS
 
+pytestmark = pytest.mark.numbers
+
 pytest.importorskip("sklearn.datasets")  # here: as it is imported it sets environment variables, as no test may
 
 # TorchScript, and quantisation by torch.ao: what is given up is one side of a comparison.

@@ -16,6 +16,8 @@ from lightning_accel import data
 from lightning_accel.data import Map, Position, Preprocess, Transform, arrays
 from lightning_accel.data.arrays import CupyArrays, NumpyArrays, why_no_cupy
 
+pytestmark = pytest.mark.numbers
+
 CUDA = torch.device("cuda", 0)
 
 

@@ -31,6 +31,8 @@ from lightning_accel.data import (
     Transform,
 )
 
+pytestmark = pytest.mark.numbers
+
 EVALUATION = Position(training=False)
 NORMALIZE = Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
 STEP_DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -15,6 +15,8 @@ from lightning_accel.data.arrays import NumpyArrays
 from lightning_accel.data.color import Factors
 from lightning_accel.data.transform import Shape
 
+pytestmark = pytest.mark.numbers
+
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 

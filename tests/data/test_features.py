@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lightning_accel.data import GaussianNoise, Map, Position, Preprocess, SlidingWindow, Transform, Whiten
 
+pytestmark = pytest.mark.numbers
+
 EVALUATION = Position(training=False)
 COV = ((2.0, 0.6, 0.0), (0.6, 1.0, -0.3), (0.0, -0.3, 0.5))
 

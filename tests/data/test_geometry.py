@@ -22,6 +22,8 @@ from lightning_accel.data.arrays import NumpyArrays
 from lightning_accel.data.geometry import Boxes
 from lightning_accel.data.transform import Shape
 
+pytestmark = pytest.mark.numbers
+
 EVALUATION = Position(training=False)
 
 

@@ -32,6 +32,8 @@ from single_pass_cases import (
     views,
 )
 
+pytestmark = pytest.mark.numbers
+
 MARGIN, POISON = 1 << 15, 0xCD  # more than a tile that is written too far
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_accel.data import CutMix, MixUp, Normalize, Position, Preprocess, RandomErasing, Transform
 from lightning_accel.data.transform import Shape
 
+pytestmark = pytest.mark.numbers
+
 EVALUATION = Position(training=False)
 CLASSES = 64
 

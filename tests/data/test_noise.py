@@ -12,6 +12,8 @@ from scipy import stats
 from lightning_accel.data import noise
 from lightning_accel.data.noise import normal
 
+pytestmark = pytest.mark.numbers
+
 COUNT = 200_000
 KEYS = [0, 1, 12345, 2**63, 2**64 - 1]
 

@@ -24,6 +24,8 @@ from lightning_accel.data import (
     parts,
 )
 
+pytestmark = pytest.mark.numbers
+
 IMAGE, LABEL, NAMES = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.arange(4), ["a", "b", "c", "d"]
 Named = namedtuple("Named", "image label")
 

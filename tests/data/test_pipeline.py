@@ -29,6 +29,8 @@ from pipeline_loaders import (
     values,
 )
 
+pytestmark = pytest.mark.numbers
+
 __all__ = ["no_thread_is_left"]
 LONG_S = 30.0  # never reached, unless a test fails
 

@@ -25,6 +25,8 @@ from pipeline_loaders import (
     on_cpu,
 )
 
+pytestmark = pytest.mark.numbers
+
 __all__ = ["no_thread_is_left"]
 LONG_S = 30.0  # never reached, unless a test fails
 

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from lightning_accel.data.single_pass import PassBuilder, SinglePass, run_on_host
 
+pytestmark = pytest.mark.numbers
+
 Array = np.ndarray[Any, Any]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -14,6 +14,8 @@ from torch.nn.utils.rnn import pack_sequence
 from lightning_accel.data.staging import Stager, move_plainly, tensors_within
 from lightning_accel.memory.buffers import HostPool
 
+pytestmark = pytest.mark.numbers
+
 CPU = torch.device("cpu")
 META = torch.device("meta")  # another device, which every machine has
 

@@ -13,6 +13,8 @@ from lightning_accel.memory.costs import WAYS, BlockCosts, Way, kind_of, measure
 from lightning_accel.memory.meter import meter_for
 from lightning_accel.memory.offload import Offloader
 
+pytestmark = pytest.mark.numbers
+
 ROWS, WIDTH = 64, 32
 UNIT = ROWS * WIDTH * 4  # bytes of what enters and leaves the block
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_accel.memory.buffers import HostPool, Pool, Region, SpillFile
 from lightning_accel.memory.movers import Mover, StreamMover, ThreadMover
 
+pytestmark = pytest.mark.numbers
+
 CPU = torch.device("cpu")
 
 

@@ -16,6 +16,8 @@ from lightning_accel.memory.saved import saving
 from memory.offloaders import NO_MODEL, Make, make, one_core, packed_away, wave
 from models import TASKS
 
+pytestmark = pytest.mark.numbers
+
 __all__ = ["make", "one_core"]
 
 # -- what moves, and how often -------------------------------------------------------------------------------------

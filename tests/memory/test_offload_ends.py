@@ -20,6 +20,8 @@ from memory.limits import limited, resource
 from memory.offloaders import CPU, NO_MODEL, PLACES, Make, copying_threads, make, one_core, wave
 from models import TASKS
 
+pytestmark = pytest.mark.numbers
+
 __all__ = ["make", "one_core"]
 
 MIB = 1 << 20
@@ -66,7 +68,7 @@ def test_a_step_that_does_not_come_to_its_end_leaves_nothing(when: str, to: str,
 
 
 @pytest.mark.parametrize("to", PLACES)
-def test_nothing_grows_in_two_hundred_steps(to: str, make: Make) -> None:
+def test_nothing_grows_in_sixty_steps(to: str, make: Make) -> None:
     offloader, task = make(to), TASKS["transformer"]
     model, process = task.model(), psutil.Process()
 
@@ -82,11 +84,12 @@ def test_nothing_grows_in_two_hundred_steps(to: str, make: Make) -> None:
         return stats.live_bytes, stats.total_bytes, known, process.num_fds() + process.num_threads()
 
     before = steps(5)
-    resident = process.memory_info().rss
-    assert steps(200) == before
+    resident, moved_bytes = process.memory_info().rss, offloader.stats.bytes_out
+    assert steps(60) == before
     assert before[0] == 0
     assert before[2] < 20  # what is known dies with its storage: no more than the batch and what is just on its way
-    assert process.memory_info().rss - resident < 30 * MIB
+    # Less than if half of what left the device had stayed in the process.
+    assert process.memory_info().rss - resident < (offloader.stats.bytes_out - moved_bytes) / 2
 
 
 def test_closing_twice_is_closing_once(make: Make) -> None:

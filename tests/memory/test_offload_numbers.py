@@ -14,6 +14,8 @@ from lightning_accel.memory.saved import saving
 from memory.offloaders import NO_MODEL, PLACES, Make, make, one_core, packed_away, wave
 from models import TASKS, Task
 
+pytestmark = pytest.mark.numbers
+
 __all__ = ["make", "one_core"]
 
 

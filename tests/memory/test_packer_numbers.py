@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from lightning_accel.memory.saved import saving
 from packing_steps import SIZE, patient, sparse, step
 
+pytestmark = pytest.mark.numbers
+
 
 def test_changing_a_tensor_after_it_was_saved_is_the_usual_error() -> None:
     x = torch.randn(SIZE, requires_grad=True)

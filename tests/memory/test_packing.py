@@ -26,6 +26,8 @@ from lightning_accel.memory.packing import (
     sample,
 )
 
+pytestmark = pytest.mark.numbers
+
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, math.nan, -math.nan, math.inf, -math.inf, 1e-40, -1e-40, 5e-324, 1e-5, 3e4]

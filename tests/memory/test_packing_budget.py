@@ -16,6 +16,8 @@ from lightning_accel.memory.packing_budget import DENSE, NO_ROOM, SLOW, TRIALS, 
 from lightning_accel.memory.saved import saving
 from packing_steps import SIZE, patient, sparse, step
 
+pytestmark = pytest.mark.numbers
+
 # -- verdicts ----------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_accel import Plan, accelerate
 from lightning_accel.memory.pieces import pieces_of
 
+pytestmark = pytest.mark.numbers
+
 PLAIN: dict[str, Any] = {
     "precision": "32-true",
     "flash_attention": "off",

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_accel.memory.saved import ByStorage, OwnTensors, saving, shares_counter, sparing, unique_bytes
 
+pytestmark = pytest.mark.numbers
+
 
 class Doubled:
     """What :class:`Halving` keeps."""

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lightning_accel.ops.arrays import as_tensors, numpy_as_tensor
 
+pytestmark = pytest.mark.numbers
+
 NATIVE = np.arange(24, dtype=np.float32).reshape(4, 6)
 
 

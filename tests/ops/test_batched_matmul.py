@@ -17,6 +17,8 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.numbers
+
 
 def many(count: int, *shapes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
     """So many pairs of each shape ``(M, K, N)``, in turns."""

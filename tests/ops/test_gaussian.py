@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from covariances import covariances, drawn_covariance, mirrored
 from lightning_accel.ops import gaussian
 
+pytestmark = pytest.mark.numbers
+
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # Batch dimensions of x, mean and cov, as they may meet.
 BROADCAST = [

@@ -17,6 +17,8 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.numbers
+
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())

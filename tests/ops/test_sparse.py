@@ -25,6 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import sparse
 
+pytestmark = pytest.mark.numbers
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OTHERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128)
 AWKWARD = np.array([0.0, 0.0, -0.0, 1.5, -2.0, np.nan, np.inf, -np.inf, 6e-8])

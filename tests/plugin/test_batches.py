@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_accel import AccelPlugin
 from lightning_models import Supervised, cnn, images
 
+pytestmark = pytest.mark.numbers
+
 MakeTrainer = Callable[..., Any]
 
 

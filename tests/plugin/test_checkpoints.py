@@ -16,7 +16,7 @@ from lightning_models import Call, Supervised, Transformer, cnn, images, tokens
 
 MakeTrainer = Callable[..., Any]
 
-pytestmark = pytest.mark.usefixtures("determinism_restored")
+pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("determinism_restored")]
 
 
 def plugin(**settings: Any) -> AccelPlugin:

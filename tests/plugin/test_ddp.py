@@ -13,6 +13,8 @@ import pytest
 from plugin.two_ranks import RUNS, train, weights
 from scripts import run_script
 
+pytestmark = pytest.mark.numbers
+
 # Their numbers are those of "channels_last" or "attention" once their layout is taken back, or given up.
 SHOWN_BY_OTHERS = ("views, no rebuilt buckets", "refused by rank 0", "attention, by the clock", "accel_ddp, views")
 

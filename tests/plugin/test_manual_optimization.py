@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from lightning_accel import AccelPlugin
 from lightning_models import Supervised, mlp, sgd, vectors
 
+pytestmark = pytest.mark.numbers
+
 MakeTrainer = Callable[..., Any]
 
 

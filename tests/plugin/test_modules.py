@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from lightning_accel import AccelPlugin
 from lightning_models import Supervised, cnn, footprint, images
 
+pytestmark = pytest.mark.numbers
+
 MakeTrainer = Callable[..., Any]
 
 

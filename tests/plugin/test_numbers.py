@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from lightning_accel import AccelPlugin
 from lightning_models import Supervised, Transformer, cnn, images, tokens
 
+pytestmark = pytest.mark.numbers
+
 MakeTrainer = Callable[..., Any]
 
 OFF: dict[str, Any] = {

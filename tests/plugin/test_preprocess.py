@@ -16,6 +16,8 @@ from lightning_accel.data import (
 from lightning_models import Call
 from preprocess_runs import NORMALIZE, MakeTrainer, Sees, TakesTheTransfer, dataset, fit, loader, plugin, same
 
+pytestmark = pytest.mark.numbers
+
 MEAN, STD = (torch.tensor(values).view(1, 3, 1, 1) for values in ([0.5, 0.4, 0.3], [0.2, 0.3, 0.4]))
 
 

@@ -20,6 +20,8 @@ from lightning_accel.data import (
 from lightning_models import Call
 from preprocess_runs import NORMALIZE, MakeTrainer, Sees, TakesTheTransfer, dataset, fit, loader, plugin, same
 
+pytestmark = pytest.mark.numbers
+
 # -- loaders of every kind ---------------------------------------------------------------------------------------------
 
 

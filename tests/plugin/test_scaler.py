@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from lightning_accel import AccelPlugin
 from lightning_models import Call, Supervised, cnn, images, mlp, sgd, vectors
 
+pytestmark = pytest.mark.numbers
+
 MakeTrainer = Callable[..., Any]
 
 

@@ -1,7 +1,8 @@
-"""What the tests of strategies read: the scenarios of ``setups.py``, run once."""
+"""What the tests of strategies read: the scenarios of ``setups.py``, each run once."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,31 @@ import pytest
 import torch
 
 from scripts import run_script
+from strategies import setups
+from strategies.scenarios import SCENARIOS
 
 Said = Callable[[str], list[Any]]
 
 
 @pytest.fixture(scope="session")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What the two ranks of a scenario returned, by the scenario's name."""
+    """What the two ranks of a scenario returned, by the scenario's name.
+
+    Those of one subject (of ``ddp_scenarios.py``, say) run together, when the first is asked for: another file of tests
+    is another worker's, with another subject.
+    """
     folder = tmp_path_factory.mktemp("setups")
-    run_script(Path(__file__).with_name("setups.py"), folder)
+
+    @functools.cache
+    def run(subject: str) -> None:
+        run_script(Path(setups.__file__), folder, *(name for name in SCENARIOS if subject_of(name) == subject))
 
     def of(scenario: str) -> list[Any]:
+        run(subject_of(scenario))
         return [torch.load(folder / f"{scenario}.{rank}.pt", weights_only=True) for rank in (0, 1)]
 
     return of
+
+
+def subject_of(scenario: str) -> str:
+    return SCENARIOS[scenario].__module__.rpartition(".")[2].partition("_")[0]

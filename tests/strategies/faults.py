@@ -123,6 +123,8 @@ def train(fault: Fault, folder: Path, callbacks: list[Callback], **fit: Any) -> 
         callbacks=[ModelCheckpoint(folder, save_last=True, every_n_train_steps=STEPS_TO_A_CHECKPOINT), *callbacks],
         default_root_dir=folder,
         max_epochs=2,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

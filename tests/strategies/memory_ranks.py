@@ -2,16 +2,16 @@
 
 Run by a test in a process of its own: python memory_ranks.py FOLDER [CASE ...]
 
-Forked processes have torch imported already, so that a case takes a second. What is read is storages, each once:
+Cases that take as many processes run one after another in the same forks: what DTensor learns of an operator, it has to
+learn once. What is read is storages, each once:
 parameters, gradients and optimizer states as they are between two steps, and the most that is alive beside them in each
 part of a step.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import socket
 import sys
 import time
 import weakref
@@ -23,22 +23,23 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo  # which every process would import by itself otherwise
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from lightning_accel.memory.by_strategy import DeviceMemory, Strategy, memory_per_device
 from lightning_accel.memory.decoder import Attention, Batch, Checkpointing, Decoder, Optimizer, Precision, Run
 from lightning_accel.memory.recompute import recomputed
 from lightning_accel.strategies import sharding
 from lightning_accel.strategies.sharding import shard
+from strategies.forks import in_ranks
 
 LAYERS, WIDTH, HEADS = 4, 128, 4
 
@@ -112,7 +113,8 @@ CASES = {
         Case("accel_ddp", 4, seq_len=512, precision="bf16-mixed", is_slow=True),
         Case("accel_fsdp", 2, is_slow=True),
         Case("accel_fsdp", 4),
-        Case("accel_fsdp", 4, vocab=509, tied=True),
+        Case("accel_fsdp", 2, vocab=509, tied=True),
+        Case("accel_fsdp", 4, vocab=509, tied=True, is_slow=True),
         Case("accel_fsdp", 4, vocab=8192, is_slow=True),
         Case("accel_fsdp", 4, vocab=8192, precision="bf16-mixed"),
         Case("accel_fsdp", 4, vocab=64, seq_len=512, is_slow=True),
@@ -215,7 +217,6 @@ class StorageWatch(TorchDispatchMode):
         if all(returned.alias_info is None for returned in func._schema.returns):
             for storage in storages(t for t in tree_leaves(result) if isinstance(t, Tensor)):
                 self._alive[storage._cdata] = weakref.ref(storage)
-        self._alive = {key: reference for key, reference in self._alive.items() if reference() is not None}
         if (alive_bytes := self._alive_bytes()) > self.peak_bytes:
             time.sleep(0.002)  # Gloo's threads let go of their tensors a little after an operation is done
             self.peak_bytes = max(self.peak_bytes, min(alive_bytes, self._alive_bytes()))
@@ -223,7 +224,14 @@ class StorageWatch(TorchDispatchMode):
 
     def _alive_bytes(self) -> int:
         # FSDP resizes storages, so that each has to be asked again.
-        return sum(storage.nbytes() for r in self._alive.values() if (storage := r()) is not None)
+        alive_bytes = 0
+        for key, reference in list(self._alive.items()):
+            storage = reference()
+            if storage is None:
+                del self._alive[key]
+            else:
+                alive_bytes += storage.nbytes()
+        return alive_bytes
 
 
 class Net(nn.Module):
@@ -274,25 +282,20 @@ class Norm(nn.LayerNorm):
         return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
 
 
-def process(rank: int, folder: Path, name: str, port: int) -> None:
-    case = CASES[name]
-    torch.set_num_threads(1)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.processes, "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in places.items()}, MASTER_ADDR="127.0.0.1")
+def run(names: list[str], folder: Path, rank: int) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    (folder / f"{name}.{rank}.json").write_text(json.dumps(vars(measure(case))), encoding="utf-8")
+    for name in names:
+        measured = vars(measure(CASES[name]))
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(measured), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def main(folder: Path, names: list[str]) -> None:
+    by_processes: dict[int, list[str]] = {}
     for name in names or CASES:
-        start_processes(process, (folder, name, free_port()), CASES[name].processes, start_method="fork")
+        by_processes.setdefault(CASES[name].processes, []).append(name)
+    for processes, together in by_processes.items():
+        in_ranks(functools.partial(run, together, folder), processes, patience_s=60 * len(together))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import torch
 from lightning_accel.strategies import AccelDDPStrategy
 from strategies.conftest import Said
 
+pytestmark = pytest.mark.numbers
+
 STATIC, SEARCHED = "DistributedDataParallel static", "DistributedDataParallel searched"
 
 

@@ -10,6 +10,8 @@ import torch
 from lightning_accel.strategies import AccelFSDPStrategy
 from strategies.conftest import Said
 
+pytestmark = pytest.mark.numbers
+
 BLOCKS = ("net.blocks.0", "net.blocks.1", "net.blocks.2")
 
 

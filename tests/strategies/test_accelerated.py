@@ -18,6 +18,8 @@ from lightning_accel.strategies import AccelDDPStrategy, AccelFSDPStrategy, Acce
 from lightning_accel.strategies.atomic_checkpoint import AtomicCheckpointIO
 from lightning_models import Supervised, cnn, images
 
+pytestmark = pytest.mark.numbers
+
 NAMES = ("accel", "accel_ddp", "accel_fsdp")
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

@@ -12,6 +12,8 @@ from scripts import run_script
 from strategies.faults import BATCHES, JOB_ID, KILLS, REQUEUES, STEPS_TO_A_CHECKPOINT, STRATEGIES, Fault
 from strategies.zoo import VARIANTS
 
+pytestmark = pytest.mark.numbers
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

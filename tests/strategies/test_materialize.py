@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from lightning_accel.strategies.materialize import materialize
 
+pytestmark = pytest.mark.numbers
+
 CPU = torch.device("cpu")
 
 

@@ -25,6 +25,8 @@ from strategies.ranks import (
 )
 from strategies.zoo import VARIANTS
 
+pytestmark = pytest.mark.numbers
+
 TOLERANCE = 1e-5  # of the number itself, or where that is less than one, of one
 
 

@@ -15,6 +15,8 @@ from lightning_accel.strategies.sync_batch_norm import AnyDeviceSyncBatchNorm, G
 from scripts import run_script
 from strategies.batch_norm_ranks import CASES, fit, train
 
+pytestmark = pytest.mark.numbers
+
 WORLDS = (2, 4)
 
 

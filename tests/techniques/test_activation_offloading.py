@@ -23,6 +23,8 @@ from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing
 from models import TASKS, Task
 
+pytestmark = pytest.mark.numbers
+
 resource = pytest.importorskip("resource")
 
 CPU = torch.device("cpu")

@@ -92,6 +92,7 @@ NOTHING_TO_DO = {
 }
 
 pytestmark = [
+    pytest.mark.numbers,
     pytest.mark.filterwarnings("ignore:memory_format was asked for and found no site"),
     pytest.mark.filterwarnings("ignore:flash_attention was asked for and found no site"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),

@@ -26,6 +26,7 @@ from models import TASKS, TinyCNN, TinyTransformer, TransformerBlock
 # The compiler's own, which it hides from all but those who make warnings errors.
 # tests/test_engine.py holds that a technique refused everywhere is said as a warning, too.
 pytestmark = [
+    pytest.mark.numbers,
     pytest.mark.filterwarnings("ignore:compile was asked for and is not in force"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),

@@ -18,7 +18,7 @@ from techniques.gradient_checkpointing_cases import IN_FORCE_NOWHERE, MODES, Nor
 
 MATMULS = {"mm", "addmm", "bmm"}
 
-pytestmark = IN_FORCE_NOWHERE
+pytestmark = [pytest.mark.numbers, IN_FORCE_NOWHERE]
 
 
 class CountingOperators(TorchDispatchMode):

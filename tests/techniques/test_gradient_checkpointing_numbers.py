@@ -25,7 +25,7 @@ from techniques.gradient_checkpointing_cases import (
     trained,
 )
 
-pytestmark = IN_FORCE_NOWHERE
+pytestmark = [pytest.mark.numbers, IN_FORCE_NOWHERE]
 
 
 @dataclass

@@ -13,6 +13,8 @@ from lightning_accel import AccelWarning, Plan, accelerate
 from lightning_accel.memory.memory_plan import FixedMemory
 from techniques.memory_budget_cases import PLAIN, SETTLED, Block, Loop, Stack, budget, handles_are_undone, plain
 
+pytestmark = pytest.mark.numbers
+
 __all__ = ["handles_are_undone", "plain"]
 
 

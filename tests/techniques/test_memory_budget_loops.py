@@ -27,6 +27,8 @@ from techniques.memory_budget_cases import (
     plain,
 )
 
+pytestmark = pytest.mark.numbers
+
 __all__ = ["handles_are_undone", "plain"]
 
 

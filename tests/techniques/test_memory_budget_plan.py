@@ -19,6 +19,8 @@ from lightning_accel.plan import OffloadingSetting
 from models import TinyTransformer
 from techniques.memory_budget_cases import SETTLED, Block, Loop, Stack, budget, handles_are_undone, peak_of, plain
 
+pytestmark = pytest.mark.numbers
+
 __all__ = ["handles_are_undone", "plain"]
 
 

@@ -16,7 +16,7 @@ from lightning_accel.engine import AccelError, AccelWarning
 from models import TASKS, TinyCNN, images
 from techniques.memory_format_cases import FORMATS, IN_FORCE_NOWHERE, assert_same_step, is_channels_last, laid_out, step
 
-pytestmark = IN_FORCE_NOWHERE
+pytestmark = [pytest.mark.numbers, IN_FORCE_NOWHERE]
 
 
 class ConvolutionInputs(TorchDispatchMode):

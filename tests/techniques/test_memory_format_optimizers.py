@@ -12,6 +12,8 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_accel import Plan, accelerate
 
+pytestmark = pytest.mark.numbers
+
 
 class FlatteningOptimizer(Optimizer):
     """Flattens every gradient with ``.view()``, as published versions of Muon do."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from models import TinyCNN, ViewCNN, images
 from techniques.memory_format_cases import IN_FORCE_NOWHERE, assert_same_step, clock, is_channels_last, laid_out, step
 
-pytestmark = IN_FORCE_NOWHERE
+pytestmark = [pytest.mark.numbers, IN_FORCE_NOWHERE]
 
 
 class Asking(nn.Module):

@@ -15,6 +15,8 @@ from lightning_accel.engine import AccelError, AccelWarning
 from lightning_accel.host import Host
 from lightning_accel.techniques import preprocessing
 
+pytestmark = pytest.mark.numbers
+
 NOISY = [Normalize(0.5, 0.25), GaussianNoise(0.1)]
 
 

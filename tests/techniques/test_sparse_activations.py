@@ -19,6 +19,8 @@ from lightning_accel.techniques.sparse_activations import SparseActivations
 from models import TASKS, Task
 from packing_steps import held_bytes
 
+pytestmark = pytest.mark.numbers
+
 
 def packing(model: nn.Module, min_bytes: int = 1) -> SparseActivations:
     """The technique on models too small to be worth it, without an eye on the clock."""

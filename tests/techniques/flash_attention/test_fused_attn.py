@@ -13,6 +13,8 @@ from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
 from lightning_accel.techniques.flash_attention.fused_attn import FusedAttnSite, find_fused_attn
 
+pytestmark = pytest.mark.numbers
+
 
 class SwitchedAttention(nn.Module):
     """Self-attention with a switch: (B, T, D) → (B, T, D)."""

@@ -13,8 +13,10 @@ from attention_module import Attention
 from attention_zoo import FOUND
 from lightning_accel.spread import relative_error
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
-from techniques.flash_attention.hand_written_runs import SDPA, assert_same, batch, make, results, run
+from techniques.flash_attention.hand_written_runs import ROUNDING, SDPA, assert_same, batch, make, results, run
 from techniques.flash_attention.recorder import Recorder
+
+pytestmark = pytest.mark.numbers
 
 CAUSAL = ["function_outside", *(name for name in FOUND if name.startswith("causal"))]
 
@@ -46,7 +48,7 @@ def test_a_causal_mask_handed_in_by_the_caller_is_recognised() -> None:
     assert recorder.calls[-1].is_causal
     with torch.no_grad():
         actual = site.fused(recorder, Handed.forward, (x, other), {})
-        assert relative_error([actual], [module(x, other)]) < 1e-5
+        assert relative_error([actual], [module(x, other)]) < ROUNDING
     assert not recorder.calls[-1].is_causal
 
 
@@ -58,7 +60,7 @@ def test_a_mask_that_is_overwritten_is_looked_at_again() -> None:
     module.lower[0, 0] = 1
     module.lower[1:, 3] = 1
     with torch.no_grad():
-        assert relative_error([run(site, x, recorder)], [module(x)]) < 1e-5
+        assert relative_error([run(site, x, recorder)], [module(x)]) < ROUNDING
     assert not recorder.calls[-1].is_causal
 
 
@@ -97,7 +99,7 @@ def test_rows_that_hide_every_key_are_as_before_nan_or_not(how: str, fill: float
     expected = results(module, lambda x: module(x, hide), x)
     actual = results(module, lambda x: site.fused(SDPA, Rows.forward, (x, hide), {}), x)
     assert any(tensor.isnan().any() for tensor in expected) == (fill == -math.inf)
-    assert relative_error(actual, expected) < 1e-5
+    assert relative_error(actual, expected) < ROUNDING
 
 
 def test_padded_queries_under_a_causal_mask_attend_to_what_they_did() -> None:
@@ -114,7 +116,7 @@ def test_padded_queries_under_a_causal_mask_attend_to_what_they_did() -> None:
     site = HandWrittenSite("attention", module)
     expected = results(module, lambda x: module(x, real), x)
     actual = results(module, lambda x: site.fused(SDPA, LeftPadded.forward, (x, real), {}), x)
-    assert relative_error(actual, expected) < 1e-5
+    assert relative_error(actual, expected) < ROUNDING
 
 
 CAUSAL_AND_PADDED = {
@@ -146,7 +148,7 @@ def test_left_padding_under_a_causal_mask_is_as_before_gradients_and_nan_too(how
     site = HandWrittenSite("attention", module)
     expected = results(module, lambda x: module(x, real), x)
     actual = results(module, lambda x: site.fused(SDPA, LeftPadded.forward, (x, real), {}), x)
-    assert relative_error(actual, expected) < 1e-5
+    assert relative_error(actual, expected) < ROUNDING
 
 
 def test_a_learned_bias_that_carries_a_mask_keeps_its_nan() -> None:
@@ -162,7 +164,7 @@ def test_a_learned_bias_that_carries_a_mask_keeps_its_nan() -> None:
     site = HandWrittenSite("attention", module)
     expected = results(module, lambda x: module(x, real), x)
     actual = results(module, lambda x: site.fused(SDPA, Biased.forward, (x, real), {}), x)
-    assert relative_error(actual, expected) < 1e-5
+    assert relative_error(actual, expected) < ROUNDING
 
 
 @pytest.mark.parametrize("shape", [(), (16,), (16, 1), (2, 1, 1, 16), (2, 1, 16, 1), (4, 16, 16), (2, 4, 16, 16)])
@@ -178,7 +180,7 @@ def test_masks_broadcast_as_they_did(shape: tuple[int, ...], dtype: torch.dtype)
     site = HandWrittenSite("attention", module)
     expected = results(module, lambda x: module(x, mask), x)
     actual = results(module, lambda x: site.fused(SDPA, Masked.forward, (x, mask), {}), x)
-    assert relative_error(actual, expected) < 1e-5
+    assert relative_error(actual, expected) < ROUNDING
 
 
 def test_a_mask_that_another_tensor_is_written_by_is_still_seen_to_change() -> None:

@@ -25,6 +25,8 @@ from techniques.flash_attention.huggingface_runs import (
     sites_of,
 )
 
+pytestmark = pytest.mark.numbers
+
 transformers = pytest.importorskip("transformers")
 
 __all__ = ["registries_are_as_before"]

@@ -27,6 +27,8 @@ from techniques.flash_attention.multihead_cases import (
     results,
 )
 
+pytestmark = pytest.mark.numbers
+
 
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("options", OPTIONS)

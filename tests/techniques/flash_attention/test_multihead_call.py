@@ -15,6 +15,8 @@ from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadA
 from techniques.flash_attention.multihead_cases import BATCH, EMBED_DIM, NUM_HEADS, Sizes, inputs, padding, pair
 from techniques.flash_attention.recorder import Recorder
 
+pytestmark = pytest.mark.numbers
+
 
 class TestTheCallThatTheBackendGets:
     @staticmethod

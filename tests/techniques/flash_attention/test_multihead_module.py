@@ -26,6 +26,8 @@ from techniques.flash_attention.multihead_cases import (
     results,
 )
 
+pytestmark = pytest.mark.numbers
+
 
 def test_an_unknown_backend_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match=r"backend='flahs'; did you mean 'flash'\? Allowed: 'sdpa', .*'flex'"):

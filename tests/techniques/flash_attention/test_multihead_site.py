@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,8 @@ from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadA
 from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite, find_multihead
 from techniques.flash_attention.multihead_cases import EMBED_DIM, NUM_HEADS, inputs, padding, pair
 from techniques.flash_attention.recorder import Recorder
+
+pytestmark = pytest.mark.numbers
 
 
 def test_every_site_of_a_transformer_is_found() -> None:
@@ -110,7 +113,7 @@ def test_of_a_site_whose_weights_are_thrown_away_the_output_alone_is_judged() ->
 
 def test_a_site_whose_weights_are_read_says_that_there_was_nothing_to_fuse() -> None:
     block = Reading()
-    out, weights = block(torch.randn(5, 2, EMBED_DIM))
+    _, weights = block(torch.randn(5, 2, EMBED_DIM))
 
     assert weights.shape == (2, 5, 5)
     assert block.seen[0][1] == "weights"

@@ -18,6 +18,8 @@ from lightning_accel.techniques.flash_attention.backends import BACKENDS
 from lightning_accel.techniques.flash_attention.call import sdpa
 from techniques.flash_attention.technique_runs import Discards, Stack, batch, choices, clock, start, step
 
+pytestmark = pytest.mark.numbers
+
 # -- found, tried, kept --------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,8 @@ from lightning_accel.techniques.flash_attention import hand_written
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
 from techniques.flash_attention.technique_runs import Stack, batch, start, step
 
+pytestmark = pytest.mark.numbers
+
 
 def test_a_call_that_the_named_backend_lacks_something_for_is_said_once() -> None:
     class Wide(Attention):

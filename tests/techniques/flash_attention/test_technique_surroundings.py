@@ -13,6 +13,8 @@ from torch import nn
 from lightning_accel import AccelPlugin
 from techniques.flash_attention.technique_runs import ALONE, Discards, Layer, Stack, batch, clock, start, step
 
+pytestmark = pytest.mark.numbers
+
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("kind", [Layer, Discards])

@@ -129,7 +129,7 @@ class Site:
             sys.getrefcount(x),
             x._use_count(),  # type: ignore[attr-defined]
             sys.getrefcount(storage),
-            torch._C._storage_Use_Count(storage._cdata),  # type: ignore[attr-defined]
+            torch._C._storage_Use_Count(storage._cdata),
             sys.getrefcount(caller),
         )
         return self._judge(module, x, caller, _call_in(caller), numbers)
@@ -303,7 +303,7 @@ def _temporary(self: _Probe) -> Tensor:
 def _spent(self: _Probe) -> Tensor:
     x = self.make()
     x = self.act(x)
-    return x
+    return x  # type: ignore[no-any-return]
 
 
 def _kept(self: _Probe) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,6 @@ def forward_hooks_with_keywords_that_are_always_called() -> nn.Module:
 
 @row
 def backward_hooks_on_every_module() -> nn.Module:
-    # On a module whose output is later overwritten torch refuses them, plain as well: a norm's input is nobody's.
     net = Net()
     for name, module in net.named_modules():
         module.register_full_backward_hook(lambda _, grads, outs, name=name: see(name, [tuple(g.shape) for g in outs]))

@@ -93,6 +93,18 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
+class Feed(nn.Module):
+    """A block without attention, which takes a second to capture: (B, T, D) → (B, T, D)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.ReLU(), nn.Dropout(0.1), nn.Linear(2 * DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
 class Net(nn.Module):
     """Convolutions, attention and in-place activations: (B, 3, 8, 8) → (B, CLASSES)."""
 

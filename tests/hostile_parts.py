@@ -40,13 +40,11 @@ class Row:
     Attributes:
         make: Makes the LightningModule.
         recomputed: Whether its blocks may be checkpointed without anybody's seeing it.
-        compiled: Whether its blocks are compiled, too, which takes long.
         warns: Filters for what torch says of it without the plugin, too.
     """
 
     make: Callable[[], LightningModule]
     recomputed: bool = False
-    compiled: bool = False
     warns: tuple[str, ...] = ()
 
 

@@ -50,10 +50,3 @@ def test_it_trains_as_it_does_plain_with_memory_saved_too(name: str) -> None:
 def test_it_trains_as_it_does_plain_with_blocks_computed_twice(name: str) -> None:
     run = accelerated(name, flash_attention="off", gradient_checkpointing="full")
     assert differences(run, plain(ROWS[name])) == []
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::lightning_accel.AccelWarning")
-@rows(only="compiled")
-def test_it_trains_as_it_does_plain_with_blocks_compiled(name: str) -> None:
-    assert differences(accelerated(name, compile="on"), plain(ROWS[name])) == []

@@ -23,12 +23,14 @@ class Architecture:
         settings: Of its configuration.
         batch: Makes a batch with labels, of which it has a loss.
         asked: What else it is called with.
+        is_slow: Whether it takes seconds, most of them to capture its attention, which is written by hand.
     """
 
     name: str
     settings: dict[str, Any]
     batch: Callable[[torch.Generator], Batch]
     asked: dict[str, bool] = field(default_factory=dict)
+    is_slow: bool = False
 
     def make(self) -> nn.Module:
         import transformers  # seconds, and not before somebody needs it
@@ -379,4 +381,16 @@ _CASES: list[tuple[str, dict[str, Any], Callable[[torch.Generator], Batch], dict
     ("PegasusForConditionalGeneration", _ENCODER_DECODER, translated, {}),
 ]
 
-ARCHITECTURES = {name: Architecture(name, settings, batch, asked) for name, settings, batch, asked in _CASES}
+_SLOW = {
+    "Swinv2ForImageClassification",
+    "PvtV2ForImageClassification",
+    "MobileViTForImageClassification",
+    "FunnelForSequenceClassification",
+    "PerceiverForMaskedLM",
+    "LongformerForMaskedLM",
+    "XLNetForSequenceClassification",
+}
+
+ARCHITECTURES = {
+    name: Architecture(name, settings, batch, asked, is_slow=name in _SLOW) for name, settings, batch, asked in _CASES
+}

@@ -40,13 +40,11 @@ class Row:
     Attributes:
         make: Makes the LightningModule.
         recomputed: Whether its blocks may be checkpointed without anybody's seeing it.
-        compiled: Whether its blocks are compiled, too, which takes long.
         warns: Filters for what torch says of it without the plugin, too.
     """
 
     make: Callable[[], LightningModule]
     recomputed: bool = False
-    compiled: bool = False
     warns: tuple[str, ...] = ()
 
 
@@ -91,6 +89,18 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
         return x + self.mlp(x)
+
+
+class Feed(nn.Module):
+    """A block without attention, which takes a second to capture: (B, T, D) → (B, T, D)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.ReLU(), nn.Dropout(0.1), nn.Linear(2 * DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hostile_parts import CLASSES, DIM, Block, Net, Watched, convolutional, row, see
+from hostile_parts import CLASSES, DIM, Block, Feed, Net, Watched, convolutional, row, see
 
 # -- autograd in other ways --------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ def two_optimizers_by_hand() -> nn.Module:
     return Adversarial()
 
 
-@row
+@row(warns=("ignore:`training_step` returned `None`:UserWarning",))
 def steps_that_are_skipped() -> nn.Module:
     class Skips(Watched):
         steps = 6
@@ -148,7 +148,7 @@ def steps_that_are_skipped() -> nn.Module:
             loss = super().training_step(batch, batch_idx)
             return None if batch_idx in (0, 1, 4) else loss
 
-    return Skips()
+    return Skips(Net(Feed))
 
 
 @row
@@ -211,7 +211,7 @@ def modules_that_log() -> nn.Module:
 def metrics_updated_in_the_step() -> nn.Module:
     class Measures(Watched):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__(Net(Feed))
             self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
             self.net.seen_samples = torchmetrics.SumMetric()
             self.net.register_forward_hook(lambda net, args, out: net.seen_samples.update(len(out)))
@@ -241,14 +241,14 @@ def steps_that_go_on_after_an_error() -> nn.Module:
                 see("gave up", str(error))
                 return self.net.head.weight.square().mean()
 
-    return Forgives()
+    return Forgives(Net(Feed))
 
 
-@row
+@row(warns=("ignore:Found \\d+ module\\(s\\) in eval mode:UserWarning",))
 def parts_that_are_frozen_and_thawed() -> nn.Module:
     class Thaws(Watched):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__(Net(Feed))
             self.thaw(False)
 
         def thaw(self, thawed: bool) -> None:
@@ -270,10 +270,9 @@ def steps_that_look_at_their_own_modules() -> nn.Module:
         def loss(self, x: Tensor, y: Tensor) -> Tensor:
             for name, module in self.net.named_modules():
                 see(name, type(module).__name__, list(inspect.signature(module.forward).parameters))
-                see(name, getattr(module, "inplace", None))
             return super().loss(x, y)
 
-    return Looks()
+    return Looks(Net(Feed))
 
 
 @row
@@ -316,7 +315,7 @@ def _without_statistics() -> nn.Module:
 
 def _counted() -> nn.Module:
     """A net whose convolutions and blocks say when they are called."""
-    net = Net()
+    net = Net(Feed)
     for module in (net.stem[0], net.stem[3], *net.blocks):
         module.register_forward_pre_hook(lambda m, args: see(type(m).__name__, tuple(args[0].shape)))
     return net

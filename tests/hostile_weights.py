@@ -38,7 +38,7 @@ def a_scripted_block_of_attention() -> nn.Module:
     return net
 
 
-@row(warns=(SCRIPTED,))
+@row(warns=(SCRIPTED, "ignore::torch.jit.TracerWarning"))
 def a_traced_submodule() -> nn.Module:
     net = Net()
     net.stem = torch.jit.trace(net.stem, torch.randn(2, 3, 8, 8))

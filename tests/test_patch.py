@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import types
 from collections.abc import Callable
@@ -109,6 +110,22 @@ def test_a_forward_that_the_user_bound_to_the_instance_is_kept_and_restored() ->
     assert module(1) == 2
     patch.undo()
     assert vars(module)["forward"] is theirs
+
+
+def test_a_forward_that_the_user_sets_while_ours_is_there_stays() -> None:
+    module = Doubler()
+    patch = forward_patch(module)
+    patch.apply()
+    theirs = module.forward = lambda x: 10 * x
+    patch.undo()
+    assert module.forward is theirs
+
+
+def test_a_rebound_method_has_the_signature_of_the_original() -> None:
+    module = Doubler()
+    before = inspect.signature(module.forward)
+    forward_patch(module).apply()
+    assert inspect.signature(module.forward) == before
 
 
 def test_a_plain_function_that_the_user_put_in_place_of_forward_is_kept_and_restored() -> None:

@@ -59,7 +59,9 @@ def _transformers_imported() -> None:
     pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * a.is_slow) for name, a in ARCHITECTURES.items()]
+)
 def test_a_model_of_transformers_trains_as_it_does_plain(name: str) -> None:
     assert_trains_as_plain(functools.partial(Pretrains, ARCHITECTURES[name]))
 

@@ -141,8 +141,8 @@ def show(comparisons: dict[str, Comparison], rounds: Rounds) -> None:
     count = len(next(iter(rounds.values())))
     print(
         f"Speed and memory: medians of {count} rounds in which the runs took turns, after one that is not counted;"
-        " ratios: the median round's, and from the least to the most of a round.\nMemory: {source}."
-        " Loss and accuracy: on the validation set."
+        " ratios: the median round's, and from the least to the most of a round.\n"
+        f"Memory: {source}. Loss and accuracy: on the validation set."
     )
 
 

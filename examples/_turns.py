@@ -117,5 +117,9 @@ def _work(job: Job, pipe: Connection) -> None:
     with _output(job).open("wb") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    # Imported here: the parent needs nothing of it.
+    # Left to themselves, threads of OpenMP sleep milliseconds after their last work; told to wait actively, they would
+    # take the core of the run whose turn it is.
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        os.environ.pop(name, None)
+    # Imported here: the parent needs nothing of it, and OpenMP reads its settings when torch is loaded.
     importlib.import_module("_training").train(job, pipe)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import EpochSpeed
 
 MODELS = {
-    "digits": "residual CNN, 40x40 handwritten digits, 32 a step",
-    "bytes_gpt": "byte-level GPT, 4 x 512 tokens of Python's standard library a step",
+    "digits": "residual CNN on 40x40 handwritten digits, 32 a step",
+    "bytes_gpt": "byte-level GPT on Python's standard library, 4 x 512 tokens a step",
 }
 # For two slow cores: a turn is a few seconds there, and the table stands after three minutes.
 SIZES = {"digits": {"size": 40, "batch_size": 32}, "bytes_gpt": {"seq_len": 512, "batch_size": 4}}
@@ -124,25 +124,25 @@ def describe(about: dict[str, Any]) -> str:
     from lightning_accel.claims.machine import title
 
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "lightning", "python"))
-    return f"{title(about)}, {about['threads']} threads; {versions}"
+    return f"{title(about)}; threads: {about['threads']}; {versions}"
 
 
 def show(comparisons: dict[str, Comparison], rounds: Rounds) -> None:
     """The table, then what it amounts to."""
     rows: list[tuple[str, ...]] = []
     for name, comparison in comparisons.items():
-        rows.append((f"{name}: {MODELS[name]}", "", "", "", ""))
+        rows.append((name, "", "", "", ""))
         rows += [_cells(line) for line in comparison.lines]
     print()
     print_table(("", *MODES, "ratio", "least to most"), rows)
     for name, comparison in comparisons.items():
-        print(f"{name}: {comparison.verdict}")
+        print(f"{name}, a {MODELS[name]}: {comparison.verdict}")
     source = next(iter(rounds.values()))[0][0].peak_memory_source
     count = len(next(iter(rounds.values())))
     print(
         f"Speed and memory: medians of {count} rounds in which the runs took turns, after one that is not counted;"
-        f" ratios: the median round's, and from the least to the most of a round.\nMemory: {source}."
-        " Loss and accuracy: on the validation set."
+        " ratios: the median round's, and from the least to the most of a round.\n"
+        f"Memory: {source}. Loss and accuracy: on the validation set."
     )
 
 

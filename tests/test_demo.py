@@ -167,7 +167,7 @@ def test_the_table_shows_every_line_and_then_what_it_amounts_to(
     rounds = {"digits": [(a_turn(100), a_turn(250, 600))]}
     demo.show({"digits": comparison.compare(rounds["digits"], an_outcome(), an_outcome(final_loss=0.51))}, rounds)
     printed = capsys.readouterr().out
-    for part in ("2.50x", "0.40x", "0.75x", "+2.0%", "98.0%", "digits: faster in 1 of 1 rounds", "this process"):
+    for part in ("2.50x", "0.40x", "0.75x", "+2.0%", "98.0%", "32 a step: faster in 1 of 1 rounds", "this process"):
         assert part in printed
 
 

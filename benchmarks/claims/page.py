@@ -112,7 +112,8 @@ def _side_by_side(records: Sequence[Record]) -> Iterable[tuple[int, Row, list[Ro
 
 
 def _by_condition(row: Row | None) -> Mapping[str, Figure | Missing]:
-    return {} if row is None else {found.condition: found for found in (*row.figures, *row.missing)}
+    found: tuple[Figure | Missing, ...] = () if row is None else (*row.figures, *row.missing)
+    return {one.condition: one for one in found}
 
 
 def _claimed(condition: str, found: Iterable[Mapping[str, Figure | Missing]]) -> str:

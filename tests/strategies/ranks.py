@@ -286,7 +286,10 @@ def run_group(group: list[Row], folder: Path, rank: int) -> None:
 def table(which: str) -> list[Row]:
     """The rows of the default suite (``"quick"``), or those that are left to `make test-slow` (``"slow"``)."""
     rows = fits() + variations() + evaluations() + resumptions()
-    return [row for row in rows if is_slow(row) == (which == "slow")]
+    chosen = [row for row in rows if is_slow(row) == (which == "slow")]
+    if which == "quick":  # what makes a difference to one process is shown of every variant
+        chosen += [Row(kind="transformer", variant=variant) for variant in VARIANTS]
+    return chosen
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Runs:
 
 
 def launched(which: str, folder: Path) -> Runs:
-    run_script(Path(__file__).with_name("ranks.py"), folder, which, timeout_s=500)
+    run_script(Path(__file__).with_name("ranks.py"), folder, which, timeout_s=900)
     return Runs(folder)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def run_script(script: Path, folder: Path, *arguments: str, timeout_s: float = 300, **environment: str) -> str:
+def run_script(script: Path, folder: Path, *arguments: str, timeout_s: float = 600, **environment: str) -> str:
     """Runs ``python script folder *arguments`` in ``folder``; fails with what it printed unless it ends well.
 
     Returns:

@@ -29,7 +29,7 @@ from lightning_accel.strategies import AccelDDPStrategy, AccelFSDPStrategy
 from strategies.forks import Ranks, as_torchrun_does
 from strategies.zoo import KINDS, VARIANTS, make
 
-_PATIENCE_S = 60  # for a row
+_PATIENCE_S = 60  # for a row that hangs, in a group of any size
 MODELS = ("transformer", "cnn", "gan")
 VARIATIONS = tuple(kind for kind in KINDS if kind not in MODELS)
 SAVED = ("transformer", "gan", "groups")  # what is stopped and resumed
@@ -256,7 +256,7 @@ def run_all(rows: Iterable[Row], folder: Path) -> None:
             finish(beside)
         environments = as_torchrun_does(world_size) if world_size > 1 else [{}]
         work = functools.partial(run_group, group, folder)
-        beside.append(Ranks(work, environments, patience_s=_PATIENCE_S + 2 * len(group)))
+        beside.append(Ranks(work, environments, patience_s=_PATIENCE_S + 10 * len(group)))
         if world_size > 1:
             finish(beside)
     finish(beside)
@@ -286,7 +286,10 @@ def run_group(group: list[Row], folder: Path, rank: int) -> None:
 def table(which: str) -> list[Row]:
     """The rows of the default suite (``"quick"``), or those that are left to `make test-slow` (``"slow"``)."""
     rows = fits() + variations() + evaluations() + resumptions()
-    return [row for row in rows if is_slow(row) == (which == "slow")]
+    chosen = [row for row in rows if is_slow(row) == (which == "slow")]
+    if which == "quick":  # what makes a difference to one process is shown of every variant
+        chosen += [Row(kind="transformer", variant=variant) for variant in VARIANTS]
+    return chosen
 
 
 if __name__ == "__main__":

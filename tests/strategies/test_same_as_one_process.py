@@ -54,7 +54,7 @@ class Runs:
 
 
 def launched(which: str, folder: Path) -> Runs:
-    run_script(Path(__file__).with_name("ranks.py"), folder, which, timeout_s=500)
+    run_script(Path(__file__).with_name("ranks.py"), folder, which, timeout_s=900)
     return Runs(folder)
 
 
@@ -159,13 +159,13 @@ def test_a_full_checkpoint_of_shards_holds_what_that_of_a_plain_trainer_holds(qu
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_variants_matter_to_one_process(quick: Runs, kind: str) -> None:
     losses = quick.losses(Row(kind=kind, variant="all"))
-    assert (losses - quick.losses(Row(kind=kind))).abs().max() > 100 * TOLERANCE
+    assert (losses - quick.losses(Row(kind=kind))[: len(losses)]).abs().max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("variant", ["accumulation", "clipping"])
 def test_each_variant_matters_to_one_process(quick: Runs, variant: str) -> None:
     losses = quick.losses(Row(kind="transformer", variant=variant))
-    assert (losses - quick.losses(Row(kind="transformer"))).abs().max() > 100 * TOLERANCE
+    assert (losses - quick.losses(Row(kind="transformer"))[: len(losses)]).abs().max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["transformer", "cnn"])

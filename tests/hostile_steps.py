@@ -182,7 +182,8 @@ def steps_that_log() -> nn.Module:
             return F.cross_entropy(logits, y)
 
         def log(self, name: str, *args: Any, **kwargs: Any) -> None:
-            see("logged", name)
+            if not name.startswith("accel/"):  # the speed and memory of an epoch, which a plain run does not log
+                see("logged", name)
             super().log(name, *args, **kwargs)
 
     return Logs(_counted())

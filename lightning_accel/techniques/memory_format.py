@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
@@ -49,6 +50,8 @@ def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5)) -> list[Weig
 
 
 def _why_not(convolution: nn.Module) -> str | None:
+    if is_parametrized(convolution):
+        return "its weight is computed by a parametrization, which may count on the layout of what it computes from"
     for parameter in convolution.parameters():
         kind = type(parameter.data).__name__
         if kind != "Tensor":

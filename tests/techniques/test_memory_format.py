@@ -55,8 +55,8 @@ CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] =
     "1x1": (lambda: nn.Conv2d(4, 8, 1), (2, 4, 6, 6), False),
     "1d": (lambda: nn.Conv1d(4, 8, 3), (2, 4, 6), False),
     "circular padding": (lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"), (2, 4, 6, 6), True),
-    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 8, 3)), (2, 4, 6, 6), True),
-    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 8, 3)), (2, 4, 6, 6), True),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 8, 3)), (2, 4, 6, 6), False),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 8, 3)), (2, 4, 6, 6), False),
     "frozen": (lambda: nn.Conv2d(4, 8, 3).requires_grad_(False), (2, 4, 6, 6), True),
 }
 

@@ -145,6 +145,7 @@ class HandWrittenSite(AttentionSite):
         self._capture: Capture | None = None
         self._parts = list(module.modules())[1:]
         self._num_hooks = 0
+        self._is_watched = False
 
     @override
     def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,6 +159,9 @@ class HandWrittenSite(AttentionSite):
         self, backend: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         num_hooks = _num_hooks(self._parts)
+        self._is_watched = _are_all_watched()
+        if self._is_watched:  # which is to see the modules that the user wrote, and no graph of theirs
+            return original(self.module, *args, **kwargs)
         if self._capture is None:
             self._num_hooks = num_hooks
             return self._first(backend, original, args, kwargs)
@@ -198,6 +202,8 @@ class HandWrittenSite(AttentionSite):
 
     @override
     def nothing_found(self) -> str | None:
+        if self._is_watched:
+            return "hooks on all modules are to see its parts called"
         if self._capture is None or self._capture.fused:
             return None
         reasons = "; ".join(dict.fromkeys(self._capture.left_alone))
@@ -212,6 +218,12 @@ class HandWrittenSite(AttentionSite):
     @override
     def close(self) -> None:
         self._capture = None
+
+
+def _are_all_watched() -> bool:
+    """Whether a hook on all modules is another's than torch's own, which count operations."""
+    hooks = (*module_globals._global_forward_hooks.values(), *module_globals._global_forward_pre_hooks.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
 
 
 def _num_hooks(modules: list[nn.Module]) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_accel.compiled import eager_where_compiled
+from lightning_accel.heap import release_free_memory
 from lightning_accel.host import Host
 from lightning_accel.memory.memory_plan import MemoryPlan
 from lightning_accel.patch import Patch, PatchSet
@@ -296,6 +297,8 @@ class Engine:
             self.stand_aside(f"a trial step of rank {ranks.index(None)} raised")
             self._stay_together({})
             return
+        if on_trial:
+            release_free_memory()
         agreed = ranks[0]
         for technique in on_trial:
             verdicts = agreed.get(technique.name, {})

@@ -140,7 +140,7 @@ def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> floa
 
 
 def other_orders(
-    call: Call, batch_size: int, device: torch.device
+    call: Call, batch_size: int, device: torch.device, *, new_kernels: bool = True
 ) -> Iterator[tuple[Call, AbstractContextManager[Any]]]:
     """The same computation in other orders, each with a context to run it in.
 
@@ -150,6 +150,7 @@ def other_orders(
         call: The original.
         batch_size: The size of the first dimension of whatever is batched.
         device: Where it computes.
+        new_kernels: Whether also those that need kernels for other shapes or numbers of threads.
     """
 
     def in_halves(*args: Any, **kwargs: Any) -> Any:
@@ -174,10 +175,12 @@ def other_orders(
     yield lying_otherwise, nullcontext()
     if batch_size > 1:
         yield turned_round, nullcontext()
-        yield in_halves, nullcontext()
+        if new_kernels:
+            yield in_halves, nullcontext()
     if device.type == "cpu":
-        yield call, _one_thread()
         yield call, _without_onednn()
+        if new_kernels:
+            yield call, _one_thread()
 
 
 def _is_batched(tensor: Tensor, batch_size: int) -> bool:

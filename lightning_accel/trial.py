@@ -85,6 +85,8 @@ class Trial:
         wide: The original, for arguments in float64; by default ``forward`` of a copy of the module in float64.
         dropout: Where dropout is switched off while numbers are compared: everywhere; in modules alone, for compiled
             code, which is compiled anew under a function mode; or nowhere, where both sides draw the same numbers.
+        keeps_kernels: Whether the library builds a kernel for every shape, dtype and number of threads, and keeps it:
+            then the original is asked on the whole batch only, and its own result is the yardstick.
     """
 
     module: nn.Module
@@ -96,6 +98,7 @@ class Trial:
     judged: Callable[[Any], Any] = lambda outputs: outputs
     wide: Callable[..., Any] | None = None
     dropout: Literal["off", "off in modules", "on"] = "off"
+    keeps_kernels: bool = False
     _overwritten: set[str] = field(default_factory=set, init=False, repr=False)
 
     def numbers(self, original: Contender, candidate: Contender, *, in_other_orders: bool = True) -> Comparison:
@@ -168,7 +171,10 @@ class Trial:
             return self._run(side.call, *side.arguments(args, kwargs))
 
     def _in_other_orders(self, original: Contender, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
-        for call, setting in other_orders(original.call, _batch_size(args, kwargs), self._device()):
+        orders = other_orders(
+            original.call, _batch_size(args, kwargs), self._device(), new_kernels=not self.keeps_kernels
+        )
+        for call, setting in orders:
             try:
                 with setting:
                     run = self._once(Contender(call, original.state), args, kwargs)
@@ -286,7 +292,7 @@ class Trial:
 
     def _samples(self, call: Callable[..., Any]) -> tuple[Any, Any]:
         batch_size = _batch_size(self.args, self.kwargs)
-        if self.samples is None or batch_size <= self.samples:
+        if self.samples is None or self.keeps_kernels or batch_size <= self.samples:
             return self.args, self.kwargs
 
         def take(tensor: Tensor) -> Tensor:
@@ -305,7 +311,7 @@ class Trial:
     # -- the oracle --------------------------------------------------------------------------------------------
 
     def _oracle(self, original: Contender, args: Any, kwargs: Any) -> list[Tensor] | None:
-        if sum(p.numel() * 8 for p in self.module.parameters()) > ORACLE_MAX_BYTES:
+        if self.keeps_kernels or sum(p.numel() * 8 for p in self.module.parameters()) > ORACLE_MAX_BYTES:
             return None
         tensors = (*self.module.parameters(), *self.module.buffers(), *tensors_in((args, kwargs)))
         if any(t.is_complex() for t in tensors):  # whose imaginary part .to(torch.float64) would drop

@@ -93,25 +93,24 @@ class LayoutTrial(TorchFunctionMode):
             if _is_lone_bfloat16(image):
                 self._failure = _LONE_SAMPLE
                 return
-            # Few samples tell all: a convolution treats each alike.
-            self._failure = self._trial(args, kwargs, func, samples=2).numbers(*self._sides(func)).failure
+            self._failure = self._trial(args, kwargs).numbers(*self._sides(func)).failure
         if self._by_clock and not self._failure:
             if kind not in self._timings:
-                found = self._trial(args, kwargs, func, samples=None).time(*self._sides(func))
+                found = self._trial(args, kwargs).time(*self._sides(func))
                 self._failure = found.failure
                 self._timings[kind] = _Timing(found.original_ms or 0.0, found.candidate_ms or 0.0)
             self._total.original_ms += self._timings[kind].original_ms
             self._total.candidate_ms += self._timings[kind].candidate_ms
 
-    def _trial(self, args: Any, kwargs: Any, func: Any, samples: int | None) -> Trial:
+    def _trial(self, args: Any, kwargs: Any) -> Trial:
+        # oneDNN keeps what it builds for a shape, megabytes for a network, among the tensors of the step.
         return Trial(
             nn.Module(),
             args,
             kwargs,
             with_gradients=torch.is_grad_enabled(),
-            samples=samples,
             timed_s=_TIMED_S,
-            wide=func,
+            keeps_kernels=True,
         )
 
     def _sides(self, func: Any) -> tuple[Contender, Contender]:

@@ -1,0 +1,27 @@
+"""Gives memory that is free, and that the allocator of the host keeps, back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def release_free_memory() -> None:
+    """Gives free pieces of the heap back, where the C library is glibc; elsewhere nothing.
+
+    A trial frees what it made, but glibc keeps the pieces for later: a run would hold memory that no step of it needs.
+    See malloc_trim(3).
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[..., Any] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # musl, macOS; Windows takes no None
+        return None

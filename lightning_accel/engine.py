@@ -17,26 +17,13 @@ from lightning_accel.host import Host
 from lightning_accel.memory.memory_plan import MemoryPlan
 from lightning_accel.patch import Patch, PatchSet
 from lightning_accel.plan import Plan
-from lightning_accel.report import Report, TechniqueReport
+from lightning_accel.report import TECHNIQUES, Report, TechniqueReport
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import MixedPrecision
 
 Decisions = dict[str, Verdicts]
 T = TypeVar("T", bound=Technique)
-
-
-_TECHNIQUES = (
-    "preprocess",
-    "precision",
-    "flash_attention",
-    "inplace_activations",
-    "memory_format",
-    "sparse_activations",
-    "activation_offloading",
-    "gradient_checkpointing",
-    "compile",
-)
 
 
 class AccelWarning(UserWarning):
@@ -86,7 +73,7 @@ class Engine:
         self._trial_step: int | None = 0
         self._stage: str | None = None  # of the step under way
         self._budget = next((technique for technique in techniques if isinstance(technique, MemoryBudget)), None)
-        for name in _TECHNIQUES:
+        for name in TECHNIQUES:
             self.report.of(name).status = "off"
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
         self._retired: list[Technique] = []
@@ -208,8 +195,8 @@ class Engine:
         return mixed.scaler
 
     def technique(self, kind: type[T]) -> T | None:
-        """The technique of this class, if it is at work."""
-        return next((technique for technique in self._techniques if isinstance(technique, kind)), None)
+        """The technique of this class, if there is one in this run."""
+        return next((t for t in (*self._techniques, *self._retired) if isinstance(t, kind)), None)
 
     # -- its parts ---------------------------------------------------------------------------------------------
 

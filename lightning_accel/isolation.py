@@ -210,7 +210,7 @@ class _NoDropout(TorchFunctionMode):
     )
 
     def __init__(self, rates: list[float]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._rates = rates
 
     @override

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, fields
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accel.assembly import module_techniques
+from lightning_accel.autocasting import AutocastingPrecision, ResolvedPrecision, nested
 from lightning_accel.data import Transform
 from lightning_accel.engine import Decisions, Engine
 from lightning_accel.host import Host
@@ -51,19 +49,15 @@ from lightning_accel.techniques.base import Verdict
 from lightning_accel.techniques.memory_format import MemoryFormat, wants_channels_last
 from lightning_accel.techniques.mixed_precision import (
     DTYPES,
-    CountingGradScaler,
     check_optimizer,
     resolve_precision,
-    without_mha_fast_path,
 )
 from lightning_accel.trial import one_line
-
-ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
 
 _NAMES_DTYPE = re.compile(r"dtype|scalar type|[Hh]alf|[Bb]?[Ff]loat(16|32)")
 
 
-class AccelPlugin(Precision):
+class AccelPlugin(AutocastingPrecision):
     """Makes a Lightning run faster and smaller: ``Trainer(plugins=[AccelPlugin()])``.
 
     Every argument is a setting of :class:`~lightning_accel.Plan`, where each is described, and can be set from YAML.
@@ -79,8 +73,6 @@ class AccelPlugin(Precision):
     Raises:
         ValueError: A value is not among those allowed, or two settings contradict each other.
     """
-
-    _plain_class: ClassVar[type[AccelPlugin] | None] = None  # on the class that `_autocasting` makes of another
 
     def __init__(
         self,
@@ -112,9 +104,7 @@ class AccelPlugin(Precision):
             strict=strict,
             verify=verify,
         )
-        self.scaler: CountingGradScaler | None = None
-        self.device = "cpu"
-        self._set_precision("32-true" if precision == "auto" else precision)
+        super().__init__("32-true" if precision == "auto" else precision)
         self._engine: Engine | None = None
         self._net: SafetyNet | None = None
         self._report = Report()
@@ -125,7 +115,6 @@ class AccelPlugin(Precision):
         self._decisions: Decisions = {}
         self._decisions_without_gradients: Decisions = {}
         self._is_fitting = False
-        self._repeats_in_float32 = False
 
     @classmethod
     def from_plan(cls, plan: Plan) -> AccelPlugin:
@@ -213,12 +202,6 @@ class AccelPlugin(Precision):
     # -- a step ------------------------------------------------------------------------------------------------
 
     @override
-    def forward_context(self) -> AbstractContextManager[None]:
-        if self.precision == "32-true" or self._repeats_in_float32:
-            return Precision.forward_context(self)
-        return self._autocast()
-
-    @override
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         step = self._step("train")
         return step if self.scaler is None else self._scaled(step, self.scaler)
@@ -241,19 +224,7 @@ class AccelPlugin(Precision):
             return forward
         # The validation that checks sanity before a fit must not decide for training.
         step = self._engine.step(stage, may_try=stage == "train" or not self._is_fitting)
-        return step if isinstance(forward, nullcontext) else _nested(forward, step)
-
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        with without_mha_fast_path(self.device), super().forward_context():
-            yield
-
-    @contextmanager
-    def _scaled(self, step: AbstractContextManager[None], scaler: CountingGradScaler) -> Iterator[None]:
-        with step:
-            yield
-        # With manual optimization every optimizer of this step has had its turn.
-        scaler.finish_step()
+        return step if isinstance(forward, nullcontext) else nested(forward, step)
 
     @override
     def backward(  # type: ignore[override]
@@ -270,39 +241,6 @@ class AccelPlugin(Precision):
             run()
         else:
             self._net.backward(run, run_repeated)
-
-    @override
-    def optimizer_step(  # type: ignore[override]
-        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
-        if self.scaler is None:
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        check_optimizer(optimizer, self.precision)
-        closure_result = closure()
-        # training_step returned None: there is no new gradient, and what is left of older ones must not be used.
-        is_skipped = closure_result is None and model.automatic_optimization
-        if not is_skipped:
-            self.scaler.unscale_(optimizer)  # before the hooks that look at gradients, and before clipping
-        self._after_closure(model, optimizer)
-        if is_skipped:
-            return closure_result
-        result = self.scaler.step(optimizer, **kwargs)
-        if model.automatic_optimization:
-            self.scaler.finish_step()
-        return result
-
-    @override
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        if self.scaler is not None and clip_val > 0:
-            unwrapped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-            self.scaler.unscale_(unwrapped)
-        # Past Lightning's MixedPrecision, which refuses fused optimizers: ours unscales before they step.
-        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -364,31 +302,14 @@ class AccelPlugin(Precision):
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _set_precision(self, precision: ResolvedPrecision) -> None:
-        """Becomes a ``MixedPrecision`` exactly when autocast is on.
-
-        Lightning's helpers take the compute dtype from ``isinstance(plugin, MixedPrecision)``; a plugin that always
-        is one looks like float16 to them when it runs in float32.
-        """
-        self.precision = precision
-        kind: Any = self._plain_class or type(self)
-        self.__class__ = kind if precision == "32-true" else _autocasting(kind)
-        if precision != "16-mixed":
-            self.scaler = None
-        elif self.scaler is None or self.scaler._device != self.device:
-            self.scaler = CountingGradScaler(self.device)
-
     @contextmanager
     def _without_precision(self, error: Exception) -> Iterator[None]:
         """Repeats a step in float32, if another precision was our choice, and stays there if that was the cause."""
         if self.plan.precision != "auto" or self.precision == "32-true":
             yield
             return
-        self._repeats_in_float32 = True
-        try:
+        with self._in_float32():
             yield
-        finally:
-            self._repeats_in_float32 = False
         if _NAMES_DTYPE.search(str(error)):
             self._set_precision("32-true")
             record = self._report.of("precision")
@@ -411,33 +332,11 @@ class AccelPlugin(Precision):
             restore_layouts(checkpoint, module, module.trainer.optimizers, memory_format.strides())
 
     @override
-    def __reduce__(self) -> Any:
-        # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
-        left_here = {"_engine": None, "_net": None, "_hooks": PatchSet(), "feeding": None, "_decided_for": None}
-        return _copied, (self._plain_class or type(self), {**vars(self), **left_here})
+    def _left_behind(self) -> dict[str, Any]:
+        return {"_engine": None, "_net": None, "_hooks": PatchSet(), "feeding": None, "_decided_for": None}
 
     def __repr__(self) -> str:
         defaults = Plan()
         given = {f.name: getattr(self.plan, f.name) for f in fields(self.plan)}
         shown = {k: v for k, v in given.items() if k == "precision" or v != getattr(defaults, k)}
         return f"AccelPlugin({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
-
-
-@contextmanager
-def _nested(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-@functools.cache
-def _autocasting(kind: Any) -> Any:
-    """``kind`` while it autocasts: the same, but its ``super()`` calls reach Lightning's ``MixedPrecision``."""
-    likeness = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind, MixedPrecision), {**likeness, "_plain_class": kind})
-
-
-def _copied(kind: type[AccelPlugin], state: dict[str, Any]) -> AccelPlugin:
-    plugin = kind.__new__(kind)
-    vars(plugin).update(state)
-    plugin._set_precision(cast(ResolvedPrecision, plugin.precision))
-    return plugin

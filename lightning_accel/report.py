@@ -7,6 +7,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+TECHNIQUES = (
+    "preprocess",
+    "precision",
+    "flash_attention",
+    "inplace_activations",
+    "memory_format",
+    "sparse_activations",
+    "activation_offloading",
+    "gradient_checkpointing",
+    "compile",
+)
+"""In the order of the report, which is that in which they are applied."""
+
 
 @dataclass
 class TechniqueReport:

@@ -201,7 +201,8 @@ class Trial:
         if spread is None or [t.shape for t in actual] != [t.shape for t in expected]:
             return "returns tensors of other shapes than the original for the whole batch"
         batch_size = _batch_size(self.args, self.kwargs)
-        of_samples, of_all = [], []
+        of_samples: list[tuple[Tensor, Tensor]] = []
+        of_all: list[tuple[Tensor, Tensor]] = []
         for pair in zip(actual, expected, strict=True):
             (of_samples if pair[1].dim() and pair[1].shape[0] == batch_size else of_all).append(pair)
         # Two results lie as far apart as both are off; a sum over more samples is off by more, as a random walk is.

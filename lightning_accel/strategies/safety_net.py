@@ -80,17 +80,19 @@ class SafetyNet:
         """
         attempt = self._attempt
         if attempt is None:
-            return run()
+            run()
+            return
         attempt.has_gone_backward = True
         try:
-            return run()
+            run()
+            return
         except Exception as error:
             if not (self._gradients_are_new() and self._may_repeat(attempt, error)):
                 raise
             failure = error
         attempt.has_gone_backward = False
         self._module.zero_grad(set_to_none=True)
-        return run_repeated(self._repeat(attempt, failure))
+        run_repeated(self._repeat(attempt, failure))
 
     def _run(self, step: Step, args: Any, kwargs: Any) -> Any:
         if not self._engine.has_edits:

@@ -31,7 +31,7 @@ class LayoutRescue(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.place = ""
 
     @override

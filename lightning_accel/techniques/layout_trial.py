@@ -52,7 +52,7 @@ class LayoutTrial(TorchFunctionMode):
     """
 
     def __init__(self, dims: tuple[int, ...], *, by_clock: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._dims = dims
         self._by_clock = by_clock
         self._compared: set[Any] = set()

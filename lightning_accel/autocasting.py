@@ -1,0 +1,146 @@
+"""A precision plugin that autocasts, or does not, as the device of the run turns out to want it.
+
+Clever on purpose: the plugin *becomes* a ``MixedPrecision`` when autocast is on, by changing its class. Lightning's
+helpers read the compute dtype off ``isinstance(plugin, MixedPrecision)``, and know the device only after the plugin was
+made; one that always is a ``MixedPrecision`` looks like float16 to them when it runs in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Literal, cast
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accel.techniques.mixed_precision import CountingGradScaler, check_optimizer, without_mha_fast_path
+
+ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
+
+
+class AutocastingPrecision(Precision):
+    """Autocast and a gradient scaler, in force according to :attr:`precision`.
+
+    Attributes:
+        precision: What is in force.
+        scaler: The gradient scaler with ``"16-mixed"``, else None.
+        device: The kind of device that computes.
+    """
+
+    _plain_class: ClassVar[type[AutocastingPrecision] | None] = None  # on the class that `_autocasting` makes
+
+    def __init__(self, precision: ResolvedPrecision) -> None:
+        self.scaler: CountingGradScaler | None = None
+        self.device = "cpu"
+        self._repeats_in_float32 = False
+        self._set_precision(precision)
+
+    @override
+    def forward_context(self) -> AbstractContextManager[None]:
+        if self.precision == "32-true" or self._repeats_in_float32:
+            return Precision.forward_context(self)
+        return self._autocast()
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with without_mha_fast_path(self.device), super().forward_context():
+            yield
+
+    @contextmanager
+    def _scaled(self, step: AbstractContextManager[None], scaler: CountingGradScaler) -> Iterator[None]:
+        with step:
+            yield
+        # With manual optimization every optimizer of this step has had its turn.
+        scaler.finish_step()
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        check_optimizer(optimizer, self.precision)
+        closure_result = closure()
+        # training_step returned None: there is no new gradient, and what is left of older ones must not be used.
+        is_skipped = closure_result is None and model.automatic_optimization
+        if not is_skipped:
+            self.scaler.unscale_(optimizer)  # before the hooks that look at gradients, and before clipping
+        self._after_closure(model, optimizer)
+        if is_skipped:
+            return closure_result
+        result = self.scaler.step(optimizer, **kwargs)
+        if model.automatic_optimization:
+            self.scaler.finish_step()
+        return result
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if self.scaler is not None and clip_val > 0:
+            unwrapped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+            self.scaler.unscale_(unwrapped)
+        # Past Lightning's MixedPrecision, which refuses fused optimizers: ours unscales before they step.
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    def _set_precision(self, precision: ResolvedPrecision) -> None:
+        """Becomes a ``MixedPrecision`` exactly when autocast is on.
+
+        Lightning's helpers take the compute dtype from ``isinstance(plugin, MixedPrecision)``; a plugin that always
+        is one looks like float16 to them when it runs in float32.
+        """
+        self.precision = precision
+        kind: Any = self._plain_class or type(self)
+        self.__class__ = kind if precision == "32-true" else _autocasting(kind)
+        if precision != "16-mixed":
+            self.scaler = None
+        elif self.scaler is None or self.scaler._device != self.device:
+            self.scaler = CountingGradScaler(self.device)
+
+    @contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """Leaves autocast out of the steps inside, whatever the precision."""
+        self._repeats_in_float32 = True
+        try:
+            yield
+        finally:
+            self._repeats_in_float32 = False
+
+    def _left_behind(self) -> dict[str, Any]:
+        """What copies of the plugin, and other processes, do not get."""
+        return {}
+
+    @override
+    def __reduce__(self) -> Any:
+        # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
+        return _copied, (self._plain_class or type(self), {**vars(self), **self._left_behind()})
+
+
+@contextmanager
+def nested(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    """One context within another."""
+    with outer, inner:
+        yield
+
+
+@functools.cache
+def _autocasting(kind: Any) -> Any:
+    """``kind`` while it autocasts: the same, but its ``super()`` calls reach Lightning's ``MixedPrecision``."""
+    likeness = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind, MixedPrecision), {**likeness, "_plain_class": kind})
+
+
+def _copied(kind: type[AutocastingPrecision], state: dict[str, Any]) -> AutocastingPrecision:
+    plugin = kind.__new__(kind)
+    vars(plugin).update(state)
+    plugin._set_precision(cast(ResolvedPrecision, plugin.precision))
+    return plugin

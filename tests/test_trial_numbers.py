@@ -14,6 +14,8 @@ from lightning_accel.trial import Contender, Trial
 from models import ResidualBlock, images
 from trial_cases import X, block, compare
 
+pytestmark = pytest.mark.numbers
+
 
 def test_bfloat16_is_judged_by_what_bfloat16_costs() -> None:
     """The original in bfloat16 is itself off: a candidate as far off, in another direction, is as good."""

@@ -18,6 +18,8 @@ from lightning_accel.isolation import isolated
 from lightning_accel.trial import Contender, Trial
 from trial_cases import Call, compare
 
+pytestmark = pytest.mark.numbers
+
 
 class Forgetful(nn.Module):
     """Changes, in forward, everything that a module can change."""

@@ -12,6 +12,8 @@ from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.saved import saving
 from memory.offloaders import NO_MODEL, PLACES, Make, make, one_core, wave
 
+pytestmark = pytest.mark.numbers
+
 __all__ = ["make", "one_core"]
 
 

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import AccelPlugin
 from lightning_accel.engine import AccelWarning
 
+pytestmark = pytest.mark.numbers
+
 SETTINGS: dict[str, Any] = {"memory_format": "channels_last", "precision": "32-true", "log": False}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from models import TASKS, images
 from techniques.memory_format_cases import IN_FORCE_NOWHERE, assert_same_step, clock, laid_out, step
 
-pytestmark = IN_FORCE_NOWHERE
+pytestmark = [pytest.mark.numbers, IN_FORCE_NOWHERE]
 
 
 def test_a_first_step_that_raises_is_tried_again_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from lightning_accel import FlashMultiheadAttention, Plan, accelerate
 
+pytestmark = pytest.mark.numbers
+
 
 class Counting(nn.MultiheadAttention):
     """Counts its calls, and leaves the rest to torch."""

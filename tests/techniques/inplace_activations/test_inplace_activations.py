@@ -18,6 +18,8 @@ from techniques.inplace_activations.inplace_harness import (
 )
 from techniques.inplace_activations.inplace_models import Temporary
 
+pytestmark = pytest.mark.numbers
+
 SAVING = [nn.ReLU, nn.LeakyReLU, nn.RReLU, nn.Dropout]
 ROUNDING = [nn.ELU, nn.CELU, nn.SELU]
 COPYING = [nn.ReLU6, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.SiLU, nn.Mish, lambda: nn.Threshold(0.1, 0.2)]

@@ -17,6 +17,8 @@ from techniques.inplace_activations import (
 )
 from techniques.inplace_activations.inplace_harness import assert_same, converted, run, train
 
+pytestmark = pytest.mark.numbers
+
 _BASES = {inplace_models.Model, inplace_models_containers.Keeper, inplace_models_containers.ReadyMadeSequence}
 MODELS: list[type[Any]] = [
     entry

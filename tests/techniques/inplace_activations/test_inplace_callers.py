@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from techniques.inplace_activations.inplace_harness import assert_same_training, converted
 from techniques.inplace_activations.inplace_models import Model, Temporary
 
+pytestmark = pytest.mark.numbers
+
 
 def asked(call: Callable[[nn.Module, Tensor], Any]) -> tuple[int, bool]:
     """Calls ``call(model, h)`` with a model under the technique: calls in place, and whether ``h`` was overwritten."""

@@ -21,6 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from techniques.inplace_activations.inplace_harness import Converted, assert_same_training, converted
 from techniques.inplace_activations.inplace_models import Model, Temporary
 
+pytestmark = pytest.mark.numbers
+
 HELD: list[Any] = []
 
 

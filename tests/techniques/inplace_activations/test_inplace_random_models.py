@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from techniques.inplace_activations.inplace_harness import converted, train
 
+pytestmark = pytest.mark.numbers
+
 _ACTS = "relu leaky drop relu6 elu seq shared"
 # {v}: the variable that is written; {a}, {b}: variables that are there; |: a line ends.
 _STATEMENTS = """

@@ -25,6 +25,8 @@ from techniques.inplace_activations.inplace_harness import (
 )
 from techniques.inplace_activations.inplace_models import SameName, Temporary
 
+pytestmark = pytest.mark.numbers
+
 
 def between_linears(act: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), act, nn.Linear(8, 8))

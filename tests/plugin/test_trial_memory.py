@@ -1,0 +1,32 @@
+"""What a trial leaves in memory, counted in processes of their own: nothing that a step would notice."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import run_script
+
+pytestmark = pytest.mark.skipif(
+    not (sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallinfo2")), reason="counts by glibc's mallinfo2(3)"
+)
+
+SCRIPT = Path(__file__).parent / "trial_memory_run.py"
+
+
+def measured(mode: str, folder: Path) -> dict[str, Any]:
+    printed = run_script(SCRIPT, folder, mode).splitlines()
+    return json.loads(next(line for line in printed if line.startswith("{")))
+
+
+def test_after_the_trials_a_step_finds_the_memory_of_a_plain_run(tmp_path: Path) -> None:
+    """The library's own modules and the kernels of the other layout are a few per cent; a torn heap was a third."""
+    plain, accelerated = measured("plain", tmp_path), measured("accelerated", tmp_path)
+    assert accelerated["resident_mib"] <= 1.1 * plain["resident_mib"]
+    assert accelerated["free_mib"] <= plain["free_mib"] + 0.1 * plain["resident_mib"]
+    assert accelerated["faults"] <= 1.05 * plain["faults"] + 100

@@ -49,7 +49,6 @@ class MallInfo(ctypes.Structure):
             *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
         )
     ]
-    ]
 
 
 class Memory(Callback):

@@ -155,7 +155,9 @@ class Engine:
                     refusal = Verdict(keep=False, reason=reason)
                     self.decisions.setdefault(technique.name, {})[patch.site] = refusal
             technique.objections, technique.revisions = {}, {}
-            self._settle(technique)
+            technique.settled()
+            record = self.report.of(technique.name)
+            record.is_on, record.status = False, f"taken back: {reason}"
         # Not closed before the run ends: layouts that DistributedDataParallel counts on are held until then.
         self._techniques, self._retired = [], self._techniques
         self._trial_step = None

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_accel.checks import SettingError
-from lightning_accel.engine import AccelError, AccelWarning, Engine
+from lightning_accel.engine import AccelError, Engine
 from lightning_accel.isolation import Snapshot
 from lightning_accel.patch import MethodPatch, Patch
 from lightning_accel.tree import leaves, tensors_in
@@ -132,8 +131,7 @@ class SafetyNet:
             outputs = attempt.step(*args, **kwargs)
         self._engine.join_after_failure()
         note = f"{remark}, and ran when it was repeated without the edits of this plugin: all of them are taken back"
-        self._engine.report.note(note)
-        rank_zero_warn(f"lightning-accel: {note}.", category=AccelWarning)
+        self._engine.degrade(note)
         return outputs
 
 
@@ -202,7 +200,8 @@ def _whole_state(module: LightningModule, given: Any) -> Iterator[Callable[[], A
             yield Snapshot(metric).restore
         yield lambda: [logged.pop(name) for name in list(logged) if name not in before]
     for tensor in tensors_in(given):
-        yield functools.partial(_put_back, tensor, tensor.clone(), tensor._version)
+        if not tensor.is_inference():  # which keeps no count of what is written into it
+            yield functools.partial(_put_back, tensor, tensor.clone(), tensor._version)
 
 
 def _put_back(tensor: Tensor, value: Tensor, version: int) -> None:

@@ -66,6 +66,7 @@ class FlashAttention(Technique):
         self._timed: dict[tuple[Any, ...], Judgement] = {}  # shared by sites of one kind
         self._found: Verdicts = {}
         self._agreed: Verdicts = {}
+        self._pending: dict[tuple[str, str], str] = {}  # site and class of shapes → what was chosen in this step
         self._is_trial_step = False
         self._recompile_limit: int | None = None
         self._said: list[str] = []
@@ -136,6 +137,12 @@ class FlashAttention(Technique):
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
+        if self._pending:
+            # Not within the step that tried them: its backward pass may recompute its forward.
+            pending, self._pending = self._pending, {}
+            for (site, key), choice in pending.items():
+                if site in self._dispatches and self._dispatches[site].is_open:
+                    self._dispatches[site].choices[key] = choice
         for site, verdict in self._agreed.items():
             dispatch = self._dispatches.get(site)
             if dispatch is not None and dispatch.is_differentiated_twice:
@@ -213,8 +220,14 @@ class FlashAttention(Technique):
     ) -> Any:
         """Computes the first call of a class of shapes, and decides where later ones go."""
         site = dispatch.attention
+        if (
+            site.site,
+            key,
+        ) in self._pending:  # computed as the call that was tried: it may be that call's recomputation
+            return site.rehearsed(Rehearsal((), by_clock=False), original, args, kwargs)
         if self._is_trial_step and site.site not in self._found:
             judgement, outputs = self._judge(site, key, original, args, kwargs, TIMED_S)
+            self._pending[site.site, key] = judgement.choice
             choices = {} if judgement.is_wrong else {key: judgement.choice}
             keep = judgement.choice != ORIGINAL
             self._found[site.site] = Verdict(keep=keep, reason=judgement.reason, choices=choices)
@@ -243,13 +256,13 @@ class FlashAttention(Technique):
     ) -> Any:
         known = nearest_choice(key, dispatch.choices)
         judgement, outputs = self._judge(dispatch.attention, key, original, args, kwargs, _LATER_TIMED_S)
-        dispatch.choices[key] = judgement.choice
+        self._pending[dispatch.attention.site, key] = judgement.choice
         if judgement.is_wrong:
             self._refuse(dispatch, judgement.reason)
         elif known is None or (judgement.choice != ORIGINAL and known == ORIGINAL):
             keep = judgement.choice != ORIGINAL
             reason = f"{dispatch.change}: {judgement.reason}" if keep else judgement.reason
-            verdict = Verdict(keep=keep, reason=reason, choices=dict(dispatch.choices))
+            verdict = Verdict(keep=keep, reason=reason, choices={**dispatch.choices, key: judgement.choice})
             self.revisions = {**self.revisions, dispatch.attention.site: verdict}
         return outputs
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
 )
 from typing_extensions import override
 
+from lightning_accel.isolation import isolated, silent_twin
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.fused import Rehearse
@@ -153,7 +154,17 @@ class HandWrittenSite(AttentionSite):
 
     @override
     def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._captured_or_not(rehearsal, original, args, kwargs)
+        if not _may_be_recomputed():
+            return self._captured_or_not(rehearsal, original, args, kwargs)
+        # What is recomputed must be computed by the same operations again: a copy is captured, which nobody watches.
+        module = self.module
+        try:
+            with isolated(module):
+                self.module = silent_twin(module)
+                self._captured_or_not(rehearsal, original, args, kwargs)
+        finally:
+            self.module = module
+        return original(module, *args, **kwargs)
 
     def _captured_or_not(
         self, backend: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -218,6 +229,11 @@ class HandWrittenSite(AttentionSite):
     @override
     def close(self) -> None:
         self._capture = None
+
+
+def _may_be_recomputed() -> bool:
+    """Whether somebody (gradient checkpointing) replaces what is saved, and may run this call again."""
+    return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _are_all_watched() -> bool:

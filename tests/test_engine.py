@@ -216,11 +216,13 @@ def test_what_the_processes_agree_on_holds() -> None:
     net = model()
     asked: list[Any] = []
 
-    def agree(decisions: Any) -> Any:
-        asked.append(copy.deepcopy(decisions))
-        return {"fake": {"1": Verdict(keep=True), "2": Verdict(keep=False, reason="rank 0 says no")}}
+    def gather(value: Any) -> list[Any]:
+        if "fake" not in (value or {}) or not isinstance(value["fake"], dict):  # what the ranks compare
+            return [value, value]
+        asked.append(copy.deepcopy(value))
+        return [{"fake": {"1": Verdict(keep=True), "2": Verdict(keep=False, reason="rank 0 says no")}}, value]
 
-    handle = engine(net, Fake(), agree=agree)
+    handle = engine(net, Fake(), gather=gather)
     for _ in range(3):
         with handle.step():
             pass

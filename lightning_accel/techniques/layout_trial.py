@@ -6,6 +6,7 @@ tensors that they are called with, whoever calls them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,13 @@ from lightning_accel.trial import Contender, Trial
 # A 1x1 convolution with a stride, in channels_last and bfloat16, on two threads: its backward pass leaves a kernel in
 # oneDNN's cache whose destruction crashes the interpreter as it ends (torch 2.13, and nothing of ours in between).
 _LONE_SAMPLE = "batches of one sample: oneDNN's bfloat16 kernels for them crash when the program ends"
+
+# So does one in float32 from 4 channels to 8, on AVX2, in its backward pass: "double free or corruption". Nothing says for
+# which other counts below a vector's width it writes past its memory.
+BREAKS_THE_HEAP = (
+    "oneDNN's kernel for a strided 1x1 convolution of few channels in channels_last writes past its memory"
+)
+_FEW_CHANNELS = 16
 
 _CONVOLUTIONS = frozenset(("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"))
 # What else takes longer, or less, in the other layout. Element-wise operations do not care.
@@ -41,6 +49,11 @@ class _Timing:
 
     original_ms: float = 0.0
     candidate_ms: float = 0.0
+
+
+def breaks_the_heap(kernel_size: Sequence[int], stride: Sequence[int], in_channels: int) -> bool:
+    """Whether oneDNN is not to be given such a convolution in channels_last."""
+    return max(kernel_size) == 1 and max(stride) > 1 and in_channels < _FEW_CHANNELS
 
 
 class LayoutTrial(TorchFunctionMode):
@@ -90,8 +103,8 @@ class LayoutTrial(TorchFunctionMode):
         kind = _kind(name, args, kwargs)
         if name in _CONVOLUTIONS and kind not in self._compared:
             self._compared.add(kind)
-            if _is_lone_bfloat16(image):
-                self._failure = _LONE_SAMPLE
+            self._failure = _unsafe(image, name, args, kwargs)
+            if self._failure:
                 return
             self._failure = self._trial(args, kwargs).numbers(*self._sides(func)).failure
         if self._by_clock and not self._failure:
@@ -135,6 +148,19 @@ def _kind(name: str, args: Any, kwargs: Any) -> tuple[Any, ...]:
         return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else repr(value)
 
     return name, *map(of, args), *((key, of(value)) for key, value in kwargs.items())
+
+
+def _unsafe(image: Tensor, name: str, args: Any, kwargs: Any) -> str:
+    """Why this call must not even be tried in the other layout; empty where it may."""
+    if _is_lone_bfloat16(image):
+        return _LONE_SAMPLE
+    weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+    stride = kwargs.get("stride", args[3] if len(args) > 3 else 1)
+    strides = (stride,) if isinstance(stride, int) else tuple(stride)
+    is_plain = image.device.type == "cpu" and name in ("conv2d", "conv3d") and isinstance(weight, Tensor)
+    if is_plain and breaks_the_heap(weight.shape[2:], strides, weight.shape[1]):
+        return BREAKS_THE_HEAP
+    return ""
 
 
 def _is_lone_bfloat16(image: Tensor) -> bool:

@@ -24,7 +24,7 @@ from lightning_accel.patch import Patch, PatchSet
 from lightning_accel.plan import MemoryFormatSetting
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.techniques.layout_rescue import LayoutRescue
-from lightning_accel.techniques.layout_trial import LayoutTrial
+from lightning_accel.techniques.layout_trial import BREAKS_THE_HEAP, LayoutTrial, breaks_the_heap
 from lightning_accel.tree import map_tensors
 
 _CONVOLUTIONS = {
@@ -33,13 +33,25 @@ _CONVOLUTIONS = {
 }
 
 
-def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5)) -> list[WeightLayout | Refusal]:
-    """The edits that put the convolutions of ``model`` into channels_last (4-D weights) and channels_last_3d (5-D)."""
+def convert_weights(
+    model: nn.Module, dims: Iterable[int] = (4, 5), *, on_cpu: bool = False
+) -> list[WeightLayout | Refusal]:
+    """The edits that put the convolutions of ``model`` into channels_last (4-D weights) and channels_last_3d (5-D).
+
+    Args:
+        model: The model.
+        dims: The numbers of dimensions that mean an image.
+        on_cpu: Whether it will compute on a CPU.
+    """
+    unsafe = [site for site, module in model.named_modules() if on_cpu and _breaks_the_heap(module)]
     claims: list[WeightLayout | Refusal] = []
     is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
     for site, module in model.named_modules():
         dim = next((dim for dim in dims if isinstance(module, _CONVOLUTIONS[dim])), None)
         if dim is None:
+            continue
+        if unsafe:
+            claims.append(Refusal(site, f"{unsafe[0]}: {BREAKS_THE_HEAP}"))
             continue
         unmade = "the model has lazy parameters: run it once before, and they will be there"
         reason = unmade if is_unmade else _why_not(module)
@@ -63,6 +75,11 @@ def _why_not(convolution: nn.Module) -> str | None:
     if _has_buckets() and type(convolution).forward not in (nn.Conv2d.forward, nn.Conv3d.forward):
         return "on several ranks its layout could not be taken back in mid-run"
     return None
+
+
+def _breaks_the_heap(module: nn.Module) -> bool:
+    is_convolution = isinstance(module, nn.Conv2d | nn.Conv3d)
+    return is_convolution and breaks_the_heap(module.kernel_size, module.stride, module.in_channels // module.groups)
 
 
 def _has_buckets() -> bool:
@@ -113,7 +130,7 @@ class MemoryFormat(Technique):
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
         self._model = model
-        claims = convert_weights(model, self._dims)
+        claims = convert_weights(model, self._dims, on_cpu=host.kind == "cpu")
         self._weights = [claim for claim in claims if isinstance(claim, WeightLayout)]
         if self._weights:
             parameters = (p for p in model.parameters() if p.dim() in self._dims)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
+from lightning_accel.trial import Trial
 from lightning_models import Block, Call, Supervised, Transformer, cnn, footprint, images, tokens
 
 MakeTrainer = Callable[..., Any]
@@ -144,21 +145,37 @@ def test_a_second_fit_of_the_same_trainer_has_one_speed_logger(make_trainer: Mak
     assert sum(isinstance(callback, SpeedMemoryLogger) for callback in trainer.callbacks) == 1
 
 
-def test_a_second_fit_decides_as_the_first_without_another_trial(make_trainer: MakeTrainer) -> None:
-    module, plugin = CountsCalls(cnn()), everything()
-    make_trainer(plugins=[plugin]).fit(module, images())
-    assert module.calls > 4
-    module.calls = 0
-    make_trainer(plugins=[plugin]).fit(module, images())
-    assert module.calls == 4
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+    """Every trial from now on."""
+    seen: list[Trial] = []
+    numbers = Trial.numbers
+
+    def noted(self: Trial, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self)
+        return numbers(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trial, "numbers", noted)
+    return seen
 
 
-def test_another_module_is_tried_anew(make_trainer: MakeTrainer) -> None:
-    plugin = everything()
+def test_a_second_fit_decides_as_the_first_without_another_trial(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, plugin, seen = CountsCalls(cnn()), everything(), trials(monkeypatch)
+    make_trainer(plugins=[plugin]).fit(module, images())
+    assert seen
+    assert module.calls == 4, "no trial calls what the user wrote"
+    seen.clear()
+    make_trainer(plugins=[plugin]).fit(module, images())
+    assert not seen
+
+
+def test_another_module_is_tried_anew(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin, seen = everything(), trials(monkeypatch)
     make_trainer(plugins=[plugin]).fit(CountsCalls(cnn()), images())
-    module = CountsCalls(cnn())
-    make_trainer(plugins=[plugin]).fit(module, images())
-    assert module.calls > 4
+    seen.clear()
+    make_trainer(plugins=[plugin]).fit(CountsCalls(cnn()), images())
+    assert seen
 
 
 class CountsCalls(Supervised):

@@ -46,7 +46,8 @@ def test_images_come_in_the_dtype_that_the_step_computes_in(make_trainer: MakeTr
 def test_images_come_in_the_layout_of_the_model(make_trainer: MakeTrainer) -> None:
     module = Sees()
     fit(make_trainer, module, given=plugin([NORMALIZE], memory_format="channels_last"))
-    assert all(image.is_contiguous(memory_format=torch.channels_last) for image, _ in module.seen["train"])
+    # The step of the trial runs in the user's own layout.
+    assert all(image.is_contiguous(memory_format=torch.channels_last) for image, _ in module.seen["train"][1:])
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])

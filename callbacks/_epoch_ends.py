@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -32,7 +33,7 @@ class EpochEnds:
         store: Of the default process group.
     """
 
-    def __init__(self, trainer: Trainer, store: dist.Store) -> None:
+    def __init__(self, trainer: Trainer, store: Any) -> None:
         self._trainer = trainer
         self._store = store
         self._rank, self._world_size = trainer.global_rank, trainer.world_size
@@ -81,7 +82,7 @@ class EpochEnds:
             decided = "apart"
         if decided == "apart":
             self._warn()
-        return decided == "together"
+        return bool(decided == "together")
 
     def forget(self) -> None:
         """Clears away what was said of the latest end. To be called once all ranks have gone by it."""

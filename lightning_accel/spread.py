@@ -26,6 +26,8 @@ FACTOR = 4.0
 _BIAS_FLOOR = 1e-3
 """A systematic error below this is not told from the bias of rounding itself."""
 
+_HALF_PRECISION = 1e-4
+
 Call = Callable[..., Any]
 
 
@@ -52,7 +54,7 @@ class Spread:
 
     Attributes:
         deviation: The largest of the original's own deviations.
-        rounding: Half the distance of two neighbouring numbers in the coarsest dtype at work: no result is nearer.
+        rounding: What the coarsest dtype at work rounds off in any case: no result is nearer.
         elements: The size of the smallest result, over which independent errors average out.
         num_orders: In how many orders the original was seen.
     """
@@ -103,7 +105,9 @@ def measured(yardstick: Sequence[Tensor], runs: Sequence[Sequence[Tensor]], coar
         runs: The original in several orders.
         coarsest: The dtype of the coarsest numbers on the way.
     """
-    rounding = torch.finfo(coarsest).eps / 2
+    eps = torch.finfo(coarsest).eps
+    # In half precision the last rounding is most of the error; above it a library may take a few on the way.
+    rounding = eps / 2 if eps > _HALF_PRECISION else 2 * eps
     spread, num_orders = Deviation(), 0
     for run in runs:
         if [t.shape for t in run] == [t.shape for t in yardstick]:

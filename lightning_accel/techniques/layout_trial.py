@@ -24,11 +24,9 @@ from lightning_accel.trial import Contender, Trial
 # oneDNN's cache whose destruction crashes the interpreter as it ends (torch 2.13, and nothing of ours in between).
 _LONE_SAMPLE = "batches of one sample: oneDNN's bfloat16 kernels for them crash when the program ends"
 
-# So does one in float32 from 4 channels to 8, on AVX2, in its backward pass: "double free or corruption". Nothing says for
-# which other counts below a vector's width it writes past its memory.
-BREAKS_THE_HEAP = (
-    "oneDNN's kernel for a strided 1x1 convolution of few channels in channels_last writes past its memory"
-)
+# So does one in float32 from 4 channels to 8, on AVX2, in its backward pass: "double free or corruption". For which
+# other counts below a vector's width it writes past its memory, nothing says.
+BREAKS_THE_HEAP = "oneDNN's strided 1x1 convolution of few channels in channels_last writes past its memory"
 _FEW_CHANNELS = 16
 
 _CONVOLUTIONS = frozenset(("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"))

@@ -62,7 +62,7 @@ def convert_weights(
 
 
 def _why_not(convolution: nn.Module) -> str | None:
-    if is_parametrized(convolution):
+    if is_parametrized(convolution) or "weight" not in convolution._parameters:
         return "its weight is computed by a parametrization, which may count on the layout of what it computes from"
     for parameter in convolution.parameters():
         kind = type(parameter.data).__name__
@@ -78,8 +78,9 @@ def _why_not(convolution: nn.Module) -> str | None:
 
 
 def _breaks_the_heap(module: nn.Module) -> bool:
-    is_convolution = isinstance(module, nn.Conv2d | nn.Conv3d)
-    return is_convolution and breaks_the_heap(module.kernel_size, module.stride, module.in_channels // module.groups)
+    if not isinstance(module, nn.Conv2d | nn.Conv3d):
+        return False
+    return breaks_the_heap(module.kernel_size, module.stride, module.in_channels // module.groups)
 
 
 def _has_buckets() -> bool:

@@ -27,6 +27,8 @@ def accelerated(name: str, **settings: Any) -> Any:
     return train(ROWS[name], plugins=[AccelPlugin(precision="32-true", **settings)])
 
 
+# A step that only an edit of ours makes raise is said in a warning, and repeated.
+@pytest.mark.filterwarnings("ignore:a step raised:lightning_accel.AccelWarning")
 @rows()
 def test_it_trains_as_it_does_plain(name: str) -> None:
     assert differences(accelerated(name), plain(ROWS[name])) == []

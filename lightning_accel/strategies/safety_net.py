@@ -92,6 +92,7 @@ class SafetyNet:
         attempt.has_gone_backward = False
         self._module.zero_grad(set_to_none=True)
         run_repeated(self._repeat(attempt, failure))
+        self._tell(failure)
 
     def _run(self, step: Step, args: Any, kwargs: Any) -> Any:
         if not self._engine.has_edits:
@@ -105,7 +106,9 @@ class SafetyNet:
                 raise
             failure = error
         # Outside of the handler, so that an error of the user's does not drag ours along.
-        return self._repeat(attempt, failure)
+        outputs = self._repeat(attempt, failure)
+        self._tell(failure)
+        return outputs
 
     def _begin(self, step: Step, given: Any) -> _Attempt:
         is_trial = self._engine.is_trying
@@ -130,9 +133,11 @@ class SafetyNet:
         with self._without_precision(error):
             outputs = attempt.step(*args, **kwargs)
         self._engine.join_after_failure()
-        note = f"{remark}, and ran when it was repeated without the edits of this plugin: all of them are taken back"
-        self._engine.degrade(note)
         return outputs
+
+    def _tell(self, error: Exception) -> None:
+        remark = f"a step raised {one_line(error)}, and ran when it was repeated without the edits of this plugin"
+        self._engine.degrade(f"{remark}: all of them are taken back")
 
 
 class _Attempt:

@@ -32,14 +32,14 @@ class Net(LightningModule):
         self.steps = 0
 
     def features(self, x: Tensor) -> Tensor:
-        return self.dropout(self.norm(self.conv(x)).relu())
+        return self.norm(self.conv(x)).relu()
 
     def flat(self, x: Tensor) -> Tensor:
         return x.reshape(len(x), -1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("seen", float(batch_idx), on_step=False, on_epoch=True)
-        loss = nn.functional.cross_entropy(self.head(self.flat(self.features(batch[0]))), batch[1])
+        loss = nn.functional.cross_entropy(self.head(self.dropout(self.flat(self.features(batch[0])))), batch[1])
         self.losses.append(float(loss.detach()))
         self.steps += 1
         return loss

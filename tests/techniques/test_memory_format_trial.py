@@ -58,9 +58,9 @@ def test_a_batch_of_one_in_bfloat16_on_a_cpu_is_left_alone() -> None:
     """oneDNN: the kernels for it crash the interpreter as it ends, hence a process of its own."""
     program = (
         "import torch; from torch import nn; from lightning_accel import Plan, accelerate\n"
-        "model = nn.Sequential(nn.Conv2d(4, 8, 1, stride=2, bias=False))\n"
+        "model = nn.Sequential(nn.Conv2d(16, 8, 1, stride=2, bias=False))\n"
         "handle = accelerate(model, Plan(precision='bf16-mixed'))\n"
-        "with handle.step():\n    loss = model(handle.batch(torch.randn(1, 4, 16, 16))).float().sum()\n"
+        "with handle.step():\n    loss = model(handle.batch(torch.randn(1, 16, 16, 16))).float().sum()\n"
         "loss.backward()\nprint(handle.report.refused('memory_format'))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

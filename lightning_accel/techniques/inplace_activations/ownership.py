@@ -228,10 +228,14 @@ class Counts:
     borrows: bool
 
 
-def calibration() -> Counts | str:
-    """The counts of this interpreter and this torch, found by the code that asks later; a reason where they are odd."""
+def calibration(*, anew: bool = False) -> Counts | str:
+    """The counts of this interpreter and this torch, found by the code that asks later; a reason where they are odd.
+
+    Args:
+        anew: Whether to count again: what holds frames (a compiler, a debugger) may have come since.
+    """
     global _counts
-    if _counts is None:
+    if anew or _counts is None:
         try:
             found = _calibrate()
         except Exception as error:

@@ -58,7 +58,7 @@ class InplaceActivations(Technique):
     def _claim(
         self, model: nn.Module, site: str, module: nn.Module, kind: Kind, names: frozenset[str], host: Host
     ) -> Patch | Refusal:
-        counts = calibration()
+        counts = calibration(anew=not self.sites)
         reason = self._skipped(site) or unfit(module, host) or (counts if isinstance(counts, str) else None)
         if reason is None and is_inside_compiled(model, site):
             reason = "inside a compiled module: the compiler plans memory itself"

@@ -286,15 +286,13 @@ class Engine:
             self.stand_aside(f"a trial step of rank {ranks.index(None)} raised")
             self._stay_together({})
             return
-        if on_trial:
-            release_free_memory()
-        agreed = ranks[0]
         for technique in on_trial:
-            verdicts = agreed.get(technique.name, {})
+            verdicts = ranks[0].get(technique.name, {})
             if technique.remembers:
                 self.decisions[technique.name] = verdicts
             self._carry_out(technique, verdicts)
         if on_trial:
+            release_free_memory()
             tried = [technique.name for technique in self._techniques if technique.trial_step is not None]
             self._stay_together({name: {p.site for p in self._patches[name] if p.is_applied} for name in tried})
         self._trial_step = 1 if self._trial_step == 0 else None

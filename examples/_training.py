@@ -55,17 +55,14 @@ def train(job: Job, pipe: Connection) -> None:
     gate = Gate(pipe, speed)
     trainer = importlib.import_module(job.name).train(
         plain=job.mode == "plain",
-        epochs=job.turns,
         callbacks=[gate, speed],
         logger=TensorBoardLogger(job.log_dir, name=job.name, version=job.mode),
         accelerator=job.accelerator,
         devices=1,
-        check_val_every_n_epoch=job.turns,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        limit_train_batches=job.batches,
-        **job.sizes,
+        **job.options,
     )
     gate.tell()
     accuracy = trainer.callback_metrics.get("val/accuracy")

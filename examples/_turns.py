@@ -10,7 +10,7 @@ import importlib
 import multiprocessing
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,22 +24,20 @@ class Job:
     """One run to be made.
 
     Attributes:
-        name: A module of this folder, with a function ``train``.
+        name: Of what is trained; to ``_training``, a module of this folder with a function ``train``.
         mode: ``"plain"`` or ``"accelerated"``.
-        turns: For how many turns it trains.
-        batches: Training batches a turn.
-        sizes: What else its ``train`` is given: of the data and the model.
         accelerator: As in Lightning's Trainer.
         log_dir: Where logs go.
+        options: What else its ``train`` is given.
+        worker: The module whose ``train(job, pipe)`` is the run, in its process.
     """
 
     name: str
     mode: str
-    turns: int
-    batches: int
-    sizes: dict[str, int]
     accelerator: str
     log_dir: Path
+    options: dict[str, Any] = field(default_factory=dict)
+    worker: str = "_training"
 
     @property
     def folder(self) -> Path:
@@ -122,4 +120,4 @@ def _work(job: Job, pipe: Connection) -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         os.environ.pop(name, None)
     # Imported here: the parent needs nothing of it, and OpenMP reads its settings when torch is loaded.
-    importlib.import_module("_training").train(job, pipe)
+    importlib.import_module(job.worker).train(job, pipe)

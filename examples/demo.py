@@ -76,14 +76,18 @@ def _parse_args() -> argparse.Namespace:
 
 
 def job_of(name: str, mode: str, args: argparse.Namespace, log_dir: Path) -> Job:
+    turns = args.rounds + 1
     return Job(
         name=name,
         mode=mode,
-        turns=args.rounds + 1,
-        batches=BATCHES[name] if args.batches is None else args.batches,
-        sizes=SIZES[name],
         accelerator=args.accelerator,
         log_dir=log_dir,
+        options={
+            "epochs": turns,
+            "check_val_every_n_epoch": turns,
+            "limit_train_batches": BATCHES[name] if args.batches is None else args.batches,
+            **SIZES[name],
+        },
     )
 
 

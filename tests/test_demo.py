@@ -76,9 +76,8 @@ def test_the_side_that_goes_first_changes_from_round_to_round_and_the_first_roun
 def a_job(folder: Path, **sizes: int) -> Any:
     import _turns
 
-    return _turns.Job(
-        name="digits", mode="plain", turns=2, batches=3, sizes=sizes, accelerator="cpu", log_dir=folder / "logs"
-    )
+    options = {"epochs": 2, "check_val_every_n_epoch": 2, "limit_train_batches": 3, **sizes}
+    return _turns.Job(name="digits", mode="plain", accelerator="cpu", log_dir=folder / "logs", options=options)
 
 
 def test_a_run_trains_an_epoch_a_turn_and_tells_what_it_measured(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""Whether ``AccelPlugin()`` ever makes a run slower or larger: small models of seven kinds, as they are, on this machine.
+
+    python benchmarks/never_slower.py [--rounds 12] [--models mlp,bert] [--json docs/results]
+
+Both sides of a model train at the same time, in processes of their own, in turns of one to three seconds; while it is
+not its turn a process sleeps. The first two turns are left out: allocators and caches warm up there, and the plugin
+tries its changes. A ratio is the median over the rounds of one round's plain by its accelerated turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from _measure import publish
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from _turns import Job, Run
+
+if TYPE_CHECKING:
+    from _small_models import Turn
+
+WARM_UP = 2
+NAMES = ("cnn", "demo_gpt", "small_gpt", "bert", "mlp", "lstm", "unet")
+COLUMNS = ("", "step, ms", "speed", "least to most", "resident, MiB", "memory", "page faults a step")
+
+
+def turns_of(name: str, rounds: int, folder: Path) -> list[tuple[Turn, Turn]]:
+    """(plain, accelerated) of every round that counts."""
+    jobs = [
+        Job(name=name, mode=mode, accelerator="cpu", log_dir=folder, worker="_small_models")
+        for mode in ("plain", "accelerated")
+    ]
+    with ExitStack() as stack:
+        plain, fast = (stack.enter_context(closing(Run(job))) for job in jobs)
+        plain.wait_for_gate()
+        fast.wait_for_gate()
+        found = []
+        for number in range(WARM_UP + rounds):
+            if number % 2 == 0:
+                found.append((plain.take_turn(), fast.take_turn()))
+            else:
+                second = fast.take_turn()
+                found.append((plain.take_turn(), second))
+        return found[WARM_UP:]
+
+
+def row(title: str, turns: list[tuple[Turn, Turn]]) -> list[str]:
+    def medians(field: str) -> tuple[float, float]:
+        plain, fast = (statistics.median(getattr(turn, field) for turn in side) for side in zip(*turns, strict=True))
+        return plain, fast
+
+    speeds = [plain.step_ms / fast.step_ms for plain, fast in turns]
+    step_ms, resident, faults = medians("step_ms"), medians("resident_mib"), medians("faults")
+    return [
+        title,
+        "{:.1f} → {:.1f}".format(*step_ms),
+        f"{statistics.median(speeds):.2f}x",
+        f"{min(speeds):.2f} to {max(speeds):.2f}",
+        "{:.0f} → {:.0f}".format(*resident),
+        f"{resident[1] / resident[0]:.2f}x",
+        "{:.0f} → {:.0f}".format(*faults),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--models", type=lambda text: text.split(","), default=NAMES, metavar=",".join(NAMES))
+    options, _ = parser.parse_known_args()
+    rows = []
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            turns = turns_of(name, options.rounds, Path(folder))
+        rows.append(row(name, turns))
+        print("  ".join(rows[-1]), flush=True)
+    from _small_models import MODELS  # torch, which the runs had better not wait for
+
+    titled = [[MODELS[cells[0]].title, *cells[1:]] for cells in rows]
+    publish("never_slower", "python benchmarks/never_slower.py", COLUMNS, titled, {"rounds": options.rounds})
+
+
+if __name__ == "__main__":
+    main()

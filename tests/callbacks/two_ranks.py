@@ -1,10 +1,11 @@
 """A training script on two CPU processes; each writes what its logger says into ``rank<n>.json``.
 
-Run by a test in processes of its own: python two_ranks.py FOLDER
+Run by a test in a process of its own: python two_ranks.py FOLDER
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -22,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
+from strategies.forks import in_ranks
 
 
 class Uneven(LightningModule):
@@ -93,8 +98,7 @@ def advised() -> list[str]:
     return plugin.report.notes
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def main(folder: Path, rank: int) -> None:
     # DDP has nothing to say about the logger, but a metric logged without sync_dist would be warned about.
     warnings.filterwarnings("error", message=".*sync_dist")
     measured = SpeedMemoryLogger(batch_size_fn=lambda batch: 1 + torch.distributed.get_rank())
@@ -112,9 +116,8 @@ def main(folder: Path) -> None:
         "slow loader": straggling(Advised(), 0.03),
         "slow forward": straggling(SlowForward(), 0.0),
     }
-    (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(said), encoding="utf-8")
+    (folder / f"rank{rank}.json").write_text(json.dumps(said), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    torch.distributed.destroy_process_group()  # or Gloo's threads may outlive the interpreter: pytorch#190489
+    in_ranks(functools.partial(main, Path(sys.argv[1])), 2, patience_s=200)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hostile_parts import DIM, Attention, Block, Net, row, see
+from hostile_parts import DIM, Attention, Block, Feed, Net, row, see
 
 SCRIPTED = "ignore:.*torch.jit.*:DeprecationWarning"
 
@@ -172,7 +172,7 @@ def forwards_that_are_called_directly() -> nn.Module:
 
 @row
 def modules_that_share_a_child() -> nn.Module:
-    net = Net()
+    net = Net(second=Block)
     net.blocks[1].attention = net.blocks[0].attention
     net.blocks[1].mlp = net.blocks[0].mlp
     net.stem[4] = net.stem[2]
@@ -195,7 +195,7 @@ def a_forward_that_yields() -> nn.Module:
     class Yields(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(Block() for _ in range(3))
+            self.layers = nn.ModuleList([Block(), Feed(), Block()])
 
         def forward(self, x: Tensor) -> Any:
             for index, layer in enumerate(self.layers):
@@ -214,4 +214,4 @@ def a_forward_that_yields() -> nn.Module:
                 x = torch.stack(outs).mean(dim=0)
             return self.head(x.mean(dim=1))
 
-    return Consumes(Yields)
+    return Consumes(Yields, Yields)

@@ -104,9 +104,9 @@ class Feed(nn.Module):
 
 
 class Net(nn.Module):
-    """Convolutions, attention and in-place activations: (B, 3, 8, 8) → (B, CLASSES)."""
+    """Convolutions, two blocks, the first with attention, in-place activations: (B, 3, 8, 8) → (B, CLASSES)."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = Block, second: Callable[[], nn.Module] = Feed) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, DIM, 3, padding=1),
@@ -115,7 +115,7 @@ class Net(nn.Module):
             nn.Conv2d(DIM, DIM, 3, stride=2, padding=1),
             nn.ReLU(),
         )
-        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.blocks = nn.ModuleList([block(), second()])
         self.head = nn.Linear(DIM, CLASSES)
 
     def tokens(self, x: Tensor) -> Tensor:

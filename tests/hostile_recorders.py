@@ -55,7 +55,7 @@ def passes_a_list_down() -> nn.Module:
             see("record", len(record))
             return self.head(torch.cat(record, dim=1).mean(dim=1))
 
-    return Passes(Appends)
+    return Passes(Appends, Appends)
 
 
 @row
@@ -114,7 +114,7 @@ def returns_attention_weights_that_are_kept() -> nn.Module:
             see("weights", [tuple(weights.shape) for weights in all_weights])
             return self.head(x.mean(dim=1)) + sum(weights[..., 0].mean() for weights in all_weights)
 
-    return Regularised(lambda: _with_attention(Returns()))
+    return Regularised(*(2 * [lambda: _with_attention(Returns())]))
 
 
 @row
@@ -242,7 +242,7 @@ def a_cache_of_keys_and_values_that_grows() -> nn.Module:
                 chunks.append(chunk)
             return self.head(torch.cat(chunks, dim=1).mean(dim=1))
 
-    return InChunks(lambda: _with_attention(Caches()))
+    return InChunks(*(2 * [lambda: _with_attention(Caches())]))
 
 
 @row
@@ -272,7 +272,7 @@ def a_cache_that_the_caller_passes_in() -> nn.Module:
                 x = block(x, cache=cache)
             return self.head(x.mean(dim=1))
 
-    return Shares(Reads)
+    return Shares(Reads, Reads)
 
 
 @row

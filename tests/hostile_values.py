@@ -220,7 +220,7 @@ def passes_named_tuples_by_keyword() -> nn.Module:
                 pair = block(pair=pair)
             return self.head(pair.tokens.mean(dim=1))
 
-    return Passes(Pairs)
+    return Passes(Pairs, Pairs)
 
 
 @row
@@ -233,7 +233,7 @@ def runs_blocks_in_threads() -> nn.Module:
             see("threads", [tuple(out.shape) for out in outs])
             return self.head(sum(outs).mean(dim=1))
 
-    return Threads()
+    return Threads(second=Block)
 
 
 # -- other layers and dtypes -------------------------------------------------------------------------------------

@@ -99,9 +99,20 @@ pytestmark = [
 ]
 
 every_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-every_setting = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "all, compiled" else []) for name in SETTINGS]
-)
+# The rows that only join what other rows have: their numbers are checked with everybody's, how they come and go in
+# `make test-slow`.
+JOINED = ("all in bfloat16", "all in float16", "all, unverified")
+
+
+def rows(*slow: str) -> pytest.MarkDecorator:
+    """Every row of the table, those named only in `make test-slow`."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in SETTINGS]
+    )
+
+
+every_setting = rows("all, compiled")
+every_technique = rows("all, compiled", *JOINED)
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +213,7 @@ def test_training_gives_the_plain_loops_losses(task: Task, name: str) -> None:
 
 
 @every_task
-@every_setting
+@every_technique
 def test_undone_it_is_the_model_that_was_passed_in(task: Task, name: str) -> None:
     model = model_for(task, name)
     Loop(model, task).run(range(1))
@@ -240,7 +251,7 @@ def test_state_dict_does_not_notice(task: Task, name: str) -> None:
 
 
 @every_task
-@every_setting
+@every_technique
 def test_a_copy_made_in_the_middle_of_a_run_is_independent(task: Task, name: str) -> None:
     """As EMA and SWA make it: the copy's forward must use the copy's weights, and train on its own."""
     model = model_for(task, name)
@@ -267,7 +278,7 @@ def test_a_copy_made_in_the_middle_of_a_run_is_independent(task: Task, name: str
 
 
 @every_task
-@every_setting
+@every_technique
 def test_pickled_in_the_middle_of_a_run_it_is_a_plain_model(task: Task, name: str) -> None:
     model = model_for(task, name)
     handle = start(model, name)
@@ -278,7 +289,7 @@ def test_pickled_in_the_middle_of_a_run_it_is_a_plain_model(task: Task, name: st
 
 
 @every_task
-@every_setting
+@every_technique
 @pytest.mark.filterwarnings("ignore:.* was asked for and found no site. already:lightning_accel.AccelWarning")
 def test_applied_twice_is_applied_once(task: Task, name: str) -> None:
     plain = model_for(task, name)
@@ -297,7 +308,7 @@ def test_applied_twice_is_applied_once(task: Task, name: str) -> None:
 
 
 @every_task
-@every_setting
+@every_technique
 def test_an_exception_in_the_middle_of_a_step_restores_everything(task: Task, name: str) -> None:
     model = model_for(task, name)
     Loop(model, task).run(range(1))
@@ -319,7 +330,7 @@ def test_an_exception_in_the_middle_of_a_step_restores_everything(task: Task, na
 
 
 @every_task
-@every_setting
+@every_technique
 def test_undone_in_the_middle_it_can_be_applied_again(task: Task, name: str) -> None:
     tolerance = SETTINGS[name][2]
     plain = model_for(task, name)
@@ -357,7 +368,7 @@ def test_evaluation_between_steps_gives_what_the_plain_model_gives(task: Task, n
 
 
 @every_task
-@every_setting
+@every_technique
 def test_the_report_has_a_reason_for_every_site(task: Task, name: str) -> None:
     model = model_for(task, name)
     handle = start(model, name)

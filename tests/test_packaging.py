@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sysconfig
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -64,31 +66,59 @@ def test_the_wheel_holds_every_file_of_the_source_tree(wheel: Path) -> None:
     assert packed == expected
 
 
-def test_the_wheel_installs_and_imports_from_another_folder(wheel: Path, tmp_path: Path) -> None:
-    environment = tmp_path / "venv"
-    venv.create(environment, symlinks=True)
-    python = environment / "bin" / "python"
+# One interpreter for several tests: to import Lightning takes ten seconds. Ours is first, as it may be in a program.
+USED = """
+import json, sys
+import lightning_accel
+import lightning.pytorch.strategies as home
+import lightning_accel.callbacks, lightning_accel.plugin, torch
+lightning_accel.AccelPlugin()
+print(json.dumps({
+    "files": [lightning_accel.callbacks.__file__, lightning_accel.plugin.__file__],
+    "loader": type(home.__loader__).__name__,
+    "is_the_specs": home.__spec__.loader is home.__loader__,
+    "finders": [str(finder) for finder in sys.meta_path if type(finder).__module__.startswith("lightning_accel")],
+    "strategies": [name for name in home.StrategyRegistry.available_strategies() if name.startswith("accel")],
+    "gpu_is_awake": torch.cuda.is_initialized(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def used(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a program sees in a virtual environment into which the wheel was installed, and from another folder."""
+    folder = tmp_path_factory.mktemp("used")
+    venv.create(folder / "venv", symlinks=True)
+    python = folder / "venv" / "bin" / "python"
     site_packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     # The dependencies come from the environment of this test: torch alone would be gigabytes. A .pth file adds the
     # folder without reading the .pth files in it, so the editable install there stays out of it.
     (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
-    elsewhere = tmp_path / "elsewhere"
+    elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
-    code = "import lightning_accel.callbacks as c, lightning_accel.plugin as p; print(c.__file__); print(p.__file__)"
-    for line in run(python, "-W", "ignore", "-c", code, cwd=elsewhere).split():
-        assert Path(line).is_relative_to(site_packages)
+    said: dict[str, Any] = json.loads(run(python, "-W", "ignore", "-c", USED, cwd=elsewhere).splitlines()[-1])
+    return {**said, "site_packages": site_packages}
+
+
+def test_the_wheel_installs_and_imports_from_another_folder(used: dict[str, Any]) -> None:
+    assert all(Path(file).is_relative_to(used["site_packages"]) for file in used["files"])
+
+
+def test_strategies_are_registered_when_lightning_is_imported_later(used: dict[str, Any]) -> None:
+    """And Lightning's module is loaded as it would be without us."""
+    assert used["strategies"] == ["accel", "accel_ddp", "accel_fsdp"]
+    assert (used["loader"], used["is_the_specs"], used["finders"]) == ("SourceFileLoader", True, [])
+
+
+def test_using_the_package_does_not_wake_the_gpu(used: dict[str, Any]) -> None:
+    assert not used["gpu_is_awake"]
 
 
 def test_import_is_quick_and_touches_nothing() -> None:
     code = "import sys, lightning_accel; print(*sys.modules)"
     loaded = set(run(sys.executable, "-c", code).split())
     assert not loaded & {"torch", "lightning", "lightning.pytorch", "numpy", "yaml", "rich", "jsonargparse", "cupy"}
-
-
-def test_using_the_package_does_not_wake_the_gpu() -> None:
-    code = "from lightning_accel import AccelPlugin; AccelPlugin(); import torch; print(torch.cuda.is_initialized())"
-    assert run(sys.executable, "-W", "ignore", "-c", code).split() == ["False"]
 
 
 def test_every_public_name_is_there() -> None:

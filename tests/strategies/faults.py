@@ -1,7 +1,7 @@
 """Runs on two CPU processes that are broken off: by kill -9 of one of them, and by SLURM, which requeues the job.
 
-Run by a test in a process of its own: python faults.py FOLDER. The ranks are forks of that process, as in ``ranks.py``;
-each writes what it got to ``<run>.<rank>.pt``.
+Run by a test in a process of its own: python faults.py FOLDER quick|slow. The ranks are forks of that process, as in
+``ranks.py``; each writes what it got to ``<run>.<rank>.pt``.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Fault:
         variant: How the model is trained.
         during: Batch, counted from the beginning of the run.
         is_late: Whether the signal reaches the last rank a step after it reaches the first.
+        is_slow: Whether it is left to `make test-slow`.
     """
 
     strategy: str
@@ -61,6 +62,7 @@ class Fault:
     variant: str = "plain"
     during: int = 5
     is_late: bool = False
+    is_slow: bool = False
 
     def __str__(self) -> str:
         what = self.requeue_signal or f"kill -9 of rank {self.killed}"
@@ -72,7 +74,12 @@ class Fault:
         return f"{self.strategy}, {self.variant}"
 
 
-KILLS = [Fault(strategy=strategy, killed=rank) for strategy in ("accel_ddp", "accel_fsdp") for rank in (0, 1)]
+KILLS = [
+    Fault(strategy="accel_ddp", killed=0),
+    Fault(strategy="accel_ddp", killed=1, is_slow=True),
+    Fault(strategy="accel_fsdp", killed=0, is_slow=True),
+    Fault(strategy="accel_fsdp", killed=1),
+]
 REQUEUES = [
     Fault(strategy="accel", requeue_signal="SIGUSR1"),
     Fault(strategy="accel_ddp", requeue_signal="SIGUSR1", is_late=True),
@@ -198,13 +205,14 @@ def break_and_resume(fault: Fault, folder: Path) -> None:
     run(f"{fault}, resumed", fault, folder, lambda rank: train(fault, checkpoints, [], **start))
 
 
-def main(folder: Path) -> None:
-    for fault in {fault.undisturbed: fault for fault in KILLS + REQUEUES}.values():
+def main(folder: Path, which: str) -> None:
+    faults = [fault for fault in KILLS + REQUEUES if fault.is_slow == (which == "slow")]
+    for fault in {fault.undisturbed: fault for fault in faults}.values():
         undisturbed = Fault(strategy=fault.strategy, variant=fault.variant)
         run(fault.undisturbed, undisturbed, folder, lambda rank, fault=undisturbed: train(fault, folder / "whole", []))  # type: ignore[misc]
-    for fault in KILLS + REQUEUES:
+    for fault in faults:
         break_and_resume(fault, folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

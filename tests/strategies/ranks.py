@@ -119,6 +119,9 @@ def resumptions() -> list[Row]:
     ]
 
 
+ON_FOUR_RANKS = (("cnn", "accel_ddp"), ("transformer", "accel_fsdp"))  # each strategy with one model
+
+
 def is_slow(row: Row) -> bool:
     """Left to `make test-slow`: what is shown otherwise, by all variants together, by the transformer, by two ranks.
 
@@ -126,14 +129,16 @@ def is_slow(row: Row) -> bool:
     """
     if row.does == "fit" and row.kind in MODELS:
         if row.variant == "all":
-            return (row.strategy, row.world_size) == ("accel_ddp", 4) and row.kind != "cnn"
+            return row.world_size == 4 and (row.kind, row.strategy) not in ON_FOUR_RANKS
         if row.variant == "plain":
             return row.world_size == 4
         return (row.kind, row.variant, row.world_size) != ("transformer", "accumulation", 2)
     if row.does == "fit":
         return row.strategy == "accel" or row.kind in ("scheduler", "never called")
-    if row.does == "resume":
-        return row.kind != "transformer" and "accel_ddp" in (row.strategy, row.source and row.source.strategy)
+    if row.source is not None:
+        if row.source.world_size == 4:
+            return (row.kind, row.sharded) != ("gan", True)  # shards of several optimizers
+        return row.kind != "transformer" and "accel_ddp" in (row.strategy, row.source.strategy)
     return row.strategy == "accel" or (row.does == "fit twice" and row.kind == "cnn")
 
 

@@ -15,11 +15,25 @@ from strategies.zoo import VARIANTS
 pytestmark = pytest.mark.numbers
 
 
+def launched(which: str, folder: Path) -> Path:
+    run_script(Path(__file__).with_name("faults.py"), folder, which)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launched("quick", tmp_path_factory.mktemp("quick"))
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launched("slow", tmp_path_factory.mktemp("slow"))
+
+
+@pytest.fixture
+def folder(fault: Fault, request: pytest.FixtureRequest) -> Path:
     """Where the runs of ``faults.py`` left what each rank got."""
-    folder = tmp_path_factory.mktemp("faults")
-    run_script(Path(__file__).with_name("faults.py"), folder)
+    folder: Path = request.getfixturevalue("slow" if fault.is_slow else "quick")
     return folder
 
 
@@ -42,9 +56,12 @@ def batches_in_checkpoint(fault: Fault) -> int:
     return -(-(fault.during + 1) // to_a_step) * to_a_step
 
 
-each_kill = pytest.mark.parametrize("fault", KILLS, ids=str)
-each_requeue = pytest.mark.parametrize("fault", REQUEUES, ids=str)
-each = pytest.mark.parametrize("fault", [*KILLS, *REQUEUES], ids=str)
+def of(faults: list[Fault]) -> pytest.MarkDecorator:
+    marked = [pytest.param(one, id=str(one), marks=[pytest.mark.slow] if one.is_slow else []) for one in faults]
+    return pytest.mark.parametrize("fault", marked)
+
+
+each_kill, each_requeue, each = of(KILLS), of(REQUEUES), of(KILLS + REQUEUES)
 
 
 @each_kill

@@ -6,6 +6,7 @@ are the demo's, as it sizes them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import resource
 import statistics
@@ -198,7 +199,7 @@ class Turns(Callback):
 
     def _measured(self) -> Turn:
         def median(found: list[Any]) -> float:
-            return statistics.median(after - before for before, after in zip(found, found[1:], strict=False))
+            return statistics.median(after - before for before, after in itertools.pairwise(found))
 
         resident = psutil.Process().memory_info().rss / 2**20
         return Turn(step_ms=1e3 * median(self._starts), resident_mib=resident, faults=median(self._faults))

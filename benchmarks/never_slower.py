@@ -1,4 +1,4 @@
-"""Whether ``AccelPlugin()`` ever makes a run slower or larger: small models of seven kinds, as they are, on this machine.
+"""Whether ``AccelPlugin()`` makes a run slower or larger: small models of seven kinds, as they are, on this machine.
 
     python benchmarks/never_slower.py [--rounds 12] [--models mlp,bert] [--json docs/results]
 

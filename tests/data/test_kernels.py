@@ -131,7 +131,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("the shim needs g++ on Linux")
     target = tmp_path_factory.mktemp("shim") / "kernel_shim.so"
-    flags = ["-std=c++14", "-O1", "-fsanitize=undefined", "-fno-strict-aliasing", "-shared", "-fPIC"]
+    flags = ["-std=c++14", "-O0", "-fsanitize=undefined", "-fno-strict-aliasing", "-shared", "-fPIC"]
     shim = Path(__file__).with_name("kernel_shim.cpp")
     subprocess.run([compiler, *flags, f"-I{kernels.SOURCE.parent}", str(shim), "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))

@@ -12,7 +12,7 @@ import torch
 
 from scripts import run_script
 from strategies import setups
-from strategies.scenarios import SCENARIOS
+from strategies.scenarios import SCENARIOS, SLOW
 
 Said = Callable[[str], list[Any]]
 
@@ -38,4 +38,6 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
 
 
 def subject_of(scenario: str) -> str:
-    return SCENARIOS[scenario].__module__.rpartition(".")[2].partition("_")[0]
+    """The slow ones are a subject of their own."""
+    subject = SCENARIOS[scenario].__module__.rpartition(".")[2].partition("_")[0]
+    return f"{subject}, slow" if scenario in SLOW else subject

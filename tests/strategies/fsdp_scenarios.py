@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.strategies import AccelFSDPStrategy
 from lightning_models import Supervised, Transformer, cnn, images, tokens, vectors
-from strategies.scenarios import fit, scenario, transformer, whole_weights
+from strategies.scenarios import fit, scenario, slow_scenario, transformer, whole_weights
 
 
 class Dtypes(Callback):
@@ -182,13 +182,22 @@ def configure_model_shards_by_itself() -> Any:
     return sharded(Sharding(Transformer(dropout=0.0)))
 
 
-@scenario
-def lightning_s_own_strategy_and_configure_model() -> Any:
+def under_lightning_s_own_strategy(**plugin: Any) -> Any:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     seed_everything(0, verbose=False)
     module = Sharding(Transformer(dropout=0.0))
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    trainer = fit(module, tokens(8), strategy, plugin={"gradient_checkpointing": "full", "compile": "on"})
+    trainer = fit(module, tokens(8), strategy, plugin={"gradient_checkpointing": "full", **plugin})
     techniques = trainer.precision_plugin.report.to_dict()["techniques"]  # type: ignore[attr-defined]
     return {"losses": module.losses, "techniques": techniques}
+
+
+@scenario
+def lightning_s_own_strategy_and_configure_model() -> Any:
+    return under_lightning_s_own_strategy()
+
+
+@slow_scenario
+def lightning_s_own_strategy_and_compiled() -> Any:
+    return under_lightning_s_own_strategy(compile="on")

@@ -15,11 +15,17 @@ from lightning_accel import AccelPlugin
 from lightning_models import Supervised, Transformer
 
 SCENARIOS: dict[str, Callable[[], Any]] = {}
+SLOW: set[str] = set()  # of them, those left to `make test-slow`
 
 
 def scenario(work: Callable[[], Any]) -> Callable[[], Any]:
     SCENARIOS[work.__name__] = work
     return work
+
+
+def slow_scenario(work: Callable[[], Any]) -> Callable[[], Any]:
+    SLOW.add(work.__name__)
+    return scenario(work)
 
 
 def fit(module: LightningModule, data: Any, strategy: Any, *callbacks: Callback, **options: Any) -> Trainer:

@@ -119,6 +119,13 @@ def test_a_module_that_shards_itself_is_left_as_it_is(said: Said) -> None:
 
 def test_the_plugin_works_under_lightning_s_own_model_parallel_strategy(said: Said) -> None:
     rank = said("lightning_s_own_strategy_and_configure_model")[0]
+    assert changed(rank, "gradient_checkpointing") == list(BLOCKS)
+    assert rank["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_blocks_are_compiled_under_lightning_s_own_model_parallel_strategy(said: Said) -> None:
+    rank = said("lightning_s_own_strategy_and_compiled")[0]
     assert changed(rank, "gradient_checkpointing") == changed(rank, "compile") == list(BLOCKS)
     assert rank["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-5)
 

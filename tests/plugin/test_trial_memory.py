@@ -20,13 +20,13 @@ SCRIPT = Path(__file__).parent / "trial_memory_run.py"
 
 
 def measured(mode: str, folder: Path) -> dict[str, Any]:
-    printed = run_script(SCRIPT, folder, mode).splitlines()
+    printed = run_script(SCRIPT, folder, mode, fresh=True).splitlines()
     return json.loads(next(line for line in printed if line.startswith("{")))
 
 
 def test_after_the_trials_a_step_finds_the_memory_of_a_plain_run(tmp_path: Path) -> None:
-    """The library's own modules and the kernels of the other layout are a tenth; a torn heap was a third."""
+    """The library's own modules and the kernels of the other layout are a few per cent; a torn heap was a third."""
     plain, accelerated = measured("plain", tmp_path), measured("accelerated", tmp_path)
-    assert accelerated["resident_mib"] <= 1.15 * plain["resident_mib"]
-    assert accelerated["free_mib"] <= plain["free_mib"] + 0.15 * plain["resident_mib"]
+    assert accelerated["resident_mib"] <= 1.1 * plain["resident_mib"]
+    assert accelerated["free_mib"] <= plain["free_mib"] + 0.1 * plain["resident_mib"]
     assert accelerated["faults"] <= 1.05 * plain["faults"] + 100

@@ -131,7 +131,7 @@ NETS = {
     "fickle 1": lambda: cnn_without_statistics(lambda: Fickle(1)),
     "transformer": lambda: Transformer(dropout=0.0),
     "unused": PartlyUnused,
-    "by hand": lambda: TinyTransformer(blocks=3, dropout=0.0),
+    "by hand": lambda: TinyTransformer(dropout=0.0),
 }
 TEXT = ("transformer", "unused", "by hand")
 

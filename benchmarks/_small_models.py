@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from _networks import UNet
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -29,6 +28,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
+from lightning_accel.callbacks._meters import host_rss_mib, memory_meter_for
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from _turns import Job
@@ -171,11 +171,13 @@ class Turn:
 
     Attributes:
         step_ms: The median from the start of one training step to the start of the next.
-        resident_mib: What the process holds in memory after the last step.
+        peak_mib: The most that the process held in memory in the turn.
+        resident_mib: What it holds after the last step.
         faults: The median number of minor page faults of a step.
     """
 
     step_ms: float
+    peak_mib: float
     resident_mib: float
     faults: float
 
@@ -185,6 +187,7 @@ class Turns(Callback):
 
     def __init__(self, pipe: Connection, steps: int) -> None:
         self._pipe, self._steps = pipe, steps
+        self._memory = memory_meter_for(torch.device("cpu"))
         self._starts: list[float] = []
         self._faults: list[int] = []
 
@@ -201,12 +204,17 @@ class Turns(Callback):
         def median(found: list[Any]) -> float:
             return statistics.median(after - before for before, after in itertools.pairwise(found))
 
-        resident = psutil.Process().memory_info().rss / 2**20
-        return Turn(step_ms=1e3 * median(self._starts), resident_mib=resident, faults=median(self._faults))
+        return Turn(
+            step_ms=1e3 * median(self._starts),
+            peak_mib=self._memory.peak_mib(),
+            resident_mib=host_rss_mib(),
+            faults=median(self._faults),
+        )
 
     def _wait(self, told: Turn | None) -> None:
         self._pipe.send(told)
         self._pipe.recv()
+        self._memory.restart()
         self._starts.clear()
         self._faults.clear()
 
@@ -220,7 +228,7 @@ def train(job: Job, pipe: Connection) -> None:
     module, data = small.task()
     trainer = Trainer(
         plugins=[] if job.mode == "plain" else [AccelPlugin()],
-        max_epochs=-1,
+        max_epochs=10_000,  # until it is ended; the schedule of one model asks for a number
         accelerator=job.accelerator,
         callbacks=[Turns(pipe, small.steps)],
         limit_val_batches=0,

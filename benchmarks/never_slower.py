@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 WARM_UP = 2
 NAMES = ("cnn", "demo_gpt", "small_gpt", "bert", "mlp", "lstm", "unet")
-COLUMNS = ("", "step, ms", "speed", "least to most", "resident, MiB", "memory", "page faults a step")
+COLUMNS = (
+    *("", "step, ms", "speed", "least to most", "peak, MiB", "peak memory", "held after a step, MiB", "held memory"),
+    "page faults a step",
+)
 
 
 def turns_of(name: str, rounds: int, folder: Path) -> list[tuple[Turn, Turn]]:
@@ -56,16 +59,21 @@ def row(title: str, turns: list[tuple[Turn, Turn]]) -> list[str]:
         return plain, fast
 
     speeds = [plain.step_ms / fast.step_ms for plain, fast in turns]
-    step_ms, resident, faults = medians("step_ms"), medians("resident_mib"), medians("faults")
+    step_ms, peak, held, faults = map(medians, ("step_ms", "peak_mib", "resident_mib", "faults"))
     return [
         title,
         "{:.1f} → {:.1f}".format(*step_ms),
         f"{statistics.median(speeds):.2f}x",
         f"{min(speeds):.2f} to {max(speeds):.2f}",
-        "{:.0f} → {:.0f}".format(*resident),
-        f"{resident[1] / resident[0]:.2f}x",
+        *_ratio(peak),
+        *_ratio(held),
         "{:.0f} → {:.0f}".format(*faults),
     ]
+
+
+def _ratio(mib: tuple[float, float]) -> tuple[str, str]:
+    plain, fast = mib
+    return f"{plain:.0f} → {fast:.0f}", f"{fast / plain:.2f}x"
 
 
 def main() -> None:

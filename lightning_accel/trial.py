@@ -338,7 +338,7 @@ class Trial:
 
         def count(tensor: Tensor) -> Tensor:
             saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes() // tensor.element_size()
-            return tensor
+            return tensor.detach()  # a result that its own node holds would keep itself alive, unseen by Python
 
         _, inputs = self._copies(args, kwargs)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -171,6 +172,15 @@ def test_someone_who_counts_saved_tensors_does_not_see_a_trial() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         compare(module, module.forward, x)
     assert saved == []
+
+
+def test_nothing_that_a_trial_made_stays_alive() -> None:
+    """A result that its own backward pass needs, as softmax's is, keeps itself alive where it is packed as it stands."""
+    module = nn.Softmax(dim=-1)
+    found = compare(module, module.forward, torch.randn(4, 6, 7, 5))
+    assert not found.failure
+    gc.collect()
+    assert not [t for t in gc.get_objects() if type(t) is Tensor and t.shape[1:] == (6, 7, 5)]
 
 
 def test_isolation_nests() -> None:

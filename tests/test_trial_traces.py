@@ -177,10 +177,10 @@ def test_someone_who_counts_saved_tensors_does_not_see_a_trial() -> None:
 def test_nothing_that_a_trial_made_stays_alive() -> None:
     """A result that its own backward pass needs, as softmax's is, keeps itself alive where it is packed as it stands."""
     module = nn.Softmax(dim=-1)
-    found = compare(module, module.forward, torch.randn(4, 6, 7, 5))
-    assert not found.failure
+    x = torch.randn(4, 6, 7, 5, requires_grad=True)
+    assert not compare(module, module.forward, x).failure
     gc.collect()
-    assert not [t for t in gc.get_objects() if type(t) is Tensor and t.shape[1:] == (6, 7, 5)]
+    assert [t for t in gc.get_objects() if type(t) is Tensor and t.shape[1:] == (6, 7, 5)] == [x]
 
 
 def test_isolation_nests() -> None:

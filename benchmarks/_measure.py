@@ -8,13 +8,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.claims.machine import machine
+from lightning_accel.claims.machine import machine, slug
 
 
 def publish(
-    name: str, command: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], details: Any = None
+    name: str,
+    command: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    details: Any = None,
+    *,
+    by_machine: bool = False,
 ) -> None:
-    """Prints a table and, with ``--json FOLDER``, writes ``FOLDER/name.json``."""
+    """Prints a table and, with ``--json FOLDER``, writes it there.
+
+    Args:
+        name: Of the file ``FOLDER/name.json``.
+        command: That measures it again.
+        columns: Headings.
+        rows: Of the table.
+        details: Whatever else is worth keeping.
+        by_machine: Whether every machine has a file of its own, ``FOLDER/name/<machine>.json``.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--json", type=Path)
     folder = parser.parse_known_args()[0].json
@@ -25,6 +40,7 @@ def publish(
     for row in texts:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / name / f"{slug(about)}.json" if by_machine else folder / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         record = {"machine": about, "command": command, "columns": columns, "rows": rows, "details": details}
-        (folder / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

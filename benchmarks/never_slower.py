@@ -90,7 +90,14 @@ def main() -> None:
     from _small_models import MODELS  # torch, which the runs had better not wait for
 
     titled = [[MODELS[cells[0]].title, *cells[1:]] for cells in rows]
-    publish("never_slower", "python benchmarks/never_slower.py", COLUMNS, titled, {"rounds": options.rounds})
+    publish(
+        "never_slower",
+        "python benchmarks/never_slower.py",
+        COLUMNS,
+        titled,
+        {"rounds": options.rounds},
+        by_machine=True,
+    )
 
 
 if __name__ == "__main__":

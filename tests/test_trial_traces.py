@@ -175,7 +175,7 @@ def test_someone_who_counts_saved_tensors_does_not_see_a_trial() -> None:
 
 
 def test_nothing_that_a_trial_made_stays_alive() -> None:
-    """A result that its own backward pass needs, as softmax's is, keeps itself alive where it is packed as it stands."""
+    """A result that its own backward pass needs, as softmax's is, keeps itself alive if it is packed as it stands."""
     module = nn.Softmax(dim=-1)
     x = torch.randn(4, 6, 7, 5, requires_grad=True)
     assert not compare(module, module.forward, x).failure

@@ -71,8 +71,10 @@ def _fork(command: list[str], folder: Path, env: Mapping[str, str], log: str, ti
         return process.exitcode
     finally:
         if process.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid or 0, signal.SIGKILL)
+            assert process.pid is not None
+            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
 
 

@@ -389,14 +389,12 @@ def test_the_defaults_of_the_protocol_do_nothing() -> None:
 
 
 def test_a_technique_that_was_asked_for_and_is_refused_everywhere_is_a_warning() -> None:
-    fake = Fake(verdict=Verdict(keep=False, reason="other numbers"), explicit=True)
-    handle = engine(model(), fake)
+    handle = engine(model(), Fake(verdict=Verdict(keep=False, reason="other numbers"), explicit=True))
     with pytest.warns(AccelWarning, match="fake was asked for and is not in force.*: other numbers"), handle.step():
         pass
 
 
 def test_strict_makes_an_error_of_it() -> None:
-    fake = Fake(verdict=Verdict(keep=False, reason="other numbers"), explicit=True)
-    handle = engine(model(), fake, strict=True)
+    handle = engine(model(), Fake(verdict=Verdict(keep=False, reason="other numbers"), explicit=True), strict=True)
     with pytest.raises(AccelError, match="fake was asked for"), handle.step():
         pass

@@ -4,7 +4,8 @@
 
 Both sides of a model train at the same time, in processes of their own, in turns of one to three seconds; while it is
 not its turn a process sleeps. The first two turns are left out: allocators and caches warm up there, and the plugin
-tries its changes. Both have this package imported, whose few MiB are therefore in neither's ratio. A ratio is the median over the rounds of one round's plain by its accelerated turn.
+tries its changes. Both have this package imported, so that the few MiB of that are not in the ratio. A ratio is the
+median over the rounds of one round's plain by its accelerated turn.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ TITLES = {
 }
 REMARKS = {
     "never_slower": "Asked for: nowhere slower, nowhere more than 3% more memory. Both sides take turns, and neither"
-    " measures itself by more than a clock; what is logged by default counts. Both have this package imported, a few MiB"
-    " that a program without it has not. A speed whose rounds lie on both sides of 1 says nothing of a difference. *Held"
-    " after a step* is what the allocator keeps: less than the peak where glibc gives memory back after every step, and"
-    " faults it in again.",
+    " measures itself by more than a clock; what is logged by default counts. Both have this package imported, which is"
+    " a few MiB more than a program without it has. A speed whose rounds lie on both sides of 1 shows no difference."
+    " *Held after a step* is what the allocator keeps: less than the peak where glibc gives memory back after every"
+    " step, and faults it in again.",
     "plugin_overhead": "Asked for: at most 15 µs a step with everything off and 50 µs with the defaults, which log."
     " Steps are in processor time, calls forward passes of tiny tensors.",
     "checkpointing": "Asked for: `full` at least 60% lower; `selective` at least 30% lower for at most half of the"

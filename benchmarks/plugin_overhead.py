@@ -2,12 +2,13 @@
 
     python benchmarks/plugin_overhead.py [--rounds 20] [--json docs/results]
 
-Steps: one process, models so tiny that the loop's own time is all there is, in float32. Every way to train is a fit in
-a thread of its own; they take turns of a few steps, past the trials. A turn's figure is the median of its steps, from
-batch end to batch end, in the thread's own processor time, so that what else the machine does is left out; a cost is
-the median of what turns took more than the plain ones beside them. Every round makes new fits, since where its objects
-lie in memory makes a fit quicker or slower for good. All have the log interval and the logger that Lightning gives by
-default, so that none is helped by logging less than another.
+Steps: models so tiny that the loop's own time is all there is, in float32, one fit at a time. In the middle of it, past
+the trials, what was added is taken out of the loop for a turn of a few steps and put back for the next, in the order
+ABBA: the same objects at the same places in memory. Two fits side by side differ by 150 µs for good, whoever is
+quicker. A turn's figure is the median of its steps, from batch end to batch end, in the thread's own processor time, so
+that what else the machine does is left out; a cost is the median of what turns with it took more than those beside
+them. The row that adds nothing says what the instrument itself makes of it. All have the log interval and the logger
+that Lightning gives by default, so that none is helped by logging less than another.
 
 Calls: a module as it was, and as it is with its ``forward`` rebound, taking turns; forward passes alone.
 """
@@ -22,7 +23,6 @@ import logging
 import random
 import statistics
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -33,6 +33,7 @@ from _measure import publish
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,12 +44,11 @@ from lightning_accel.techniques.flash_attention.dispatch import ORIGINAL, Dispat
 from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite
 
 BATCH_SIZE = 8
-STEPS_A_TURN, TURNS, WARM_UP_TURNS = 20, 12, 2
+STEPS_A_TURN, TURNS, WARM_UP_TURNS = 5, 86, 6  # warm-up turns: 2 more than a multiple of 4
 PRECISION: dict[str, Any] = {"precision": "32-true"}  # what `auto` comes to where bfloat16 is not native
 OFF: dict[str, Any] = {"flash_attention": "off", "inplace_activations": False, "memory_format": "preserve"}
 
 Options = Callable[[], dict[str, Any]]  # of a Trainer
-PLAIN: Options = dict
 
 
 def linear() -> nn.Module:
@@ -62,6 +62,7 @@ def with_sites() -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Options]] = {
+    "nothing": (linear, dict),
     "ThroughputMonitor, Lightning's own": (
         linear,
         lambda: {"callbacks": [ThroughputMonitor(batch_size_fn=lambda batch: int(batch[0].size(0)))]},
@@ -73,90 +74,85 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Options]] = {
 }
 
 
+class Wiring:
+    """What a fit calls at every step: with what was added to its Trainer, or as Lightning alone would have it.
+
+    Args:
+        trainer: In its fit.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._callbacks = list(trainer.callbacks)
+        self._precision = trainer.strategy.precision_plugin
+        self._objects = [trainer.strategy, trainer.fit_loop.epoch_loop, *trainer.lightning_module.modules()]
+        self._rebound: list[tuple[Any, str, Any]] = []
+        self._is_in = True
+
+    def switch(self) -> None:
+        """Takes what was added out, or puts it back."""
+        self._is_in = not self._is_in
+        self._trainer.callbacks[:] = self._callbacks if self._is_in else []
+        self._trainer.strategy.precision_plugin = self._precision if self._is_in else Precision()
+        if self._is_in:
+            for thing, name, method in self._rebound:
+                vars(thing)[name] = method
+            return
+        self._rebound = [
+            (thing, name, value)
+            for thing in self._objects
+            for name, value in vars(thing).items()
+            if hasattr(value, "__wrapped__")
+        ]
+        for thing, name, _ in self._rebound:
+            del vars(thing)[name]
+
+
 class Tiny(LightningModule):
-    """A step that is nearly all loop. It tells when a batch has ended, from inside the module."""
+    """A step that is nearly all loop; it takes the times of its turns."""
 
     flops_per_batch = 1  # without it ThroughputMonitor warns
 
-    def __init__(self, net: nn.Module, ended: Callable[[], None]) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
-        self._ended = ended
+        self.with_it_us: list[float] = []
+        self.plain_us: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.net(batch[0]).sum()
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._ended()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        turn, step = divmod(batch_idx, STEPS_A_TURN)
+        if step == 0:
+            if turn == WARM_UP_TURNS:
+                self._wiring = Wiring(self.trainer)
+            if turn >= WARM_UP_TURNS and turn % 2:  # with, without | without, with | with, ...
+                self._wiring.switch()
+            self._ends_ns: list[int] = []
+        self._ends_ns.append(time.thread_time_ns())
+        if step == STEPS_A_TURN - 1 and turn >= WARM_UP_TURNS:
+            times = self.with_it_us if (turn + 1) // 2 % 2 else self.plain_us
+            times.append(statistics.median(b - a for a, b in itertools.pairwise(self._ends_ns)) / 1e3)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class Fit:
-    """A fit in a thread of its own that rests after every few steps, so that several can take turns.
-
-    Args:
-        net: What to train.
-        options: Of its Trainer.
-        folder: For its logs.
-    """
-
-    def __init__(self, net: nn.Module, options: dict[str, Any], folder: str) -> None:
-        self._turn, self._rest = threading.Semaphore(0), threading.Semaphore(0)
-        self._ends_ns: list[int] = []
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(net, options, folder), daemon=True)
-        self._thread.start()
-
-    def step_us(self) -> float:
-        """Takes a turn; the median time in it from one step's end to the next."""
-        self._ends_ns.clear()
-        self._turn.release()
-        self._rest.acquire()
-        if self._failure is not None:
-            raise self._failure
-        return statistics.median(b - a for a, b in itertools.pairwise(self._ends_ns)) / 1e3
-
-    def finish(self) -> None:
-        self._turn.release()
-        self._thread.join()
-
-    def _run(self, net: nn.Module, options: dict[str, Any], folder: str) -> None:
-        self._turn.acquire()
-        data = DataLoader(TensorDataset(torch.randn(TURNS * STEPS_A_TURN * BATCH_SIZE, 8)), batch_size=BATCH_SIZE)
-        quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-        try:
-            trainer = Trainer(accelerator="cpu", max_epochs=1, logger=TensorBoardLogger(folder), **quiet, **options)
-            trainer.fit(Tiny(net, self._batch_ended), data)
-        except BaseException as failure:
-            self._failure = failure
-        self._rest.release()
-
-    def _batch_ended(self) -> None:
-        self._ends_ns.append(time.thread_time_ns())
-        if len(self._ends_ns) == STEPS_A_TURN:
-            self._rest.release()
-            self._turn.acquire()
-
-
 def steps_us(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    """For every case: the time of a step of Lightning alone, and of the case, of every turn of every round."""
-    baselines = {net: f"Lightning alone, {net.__name__}" for net, _ in CASES.values()}
-    ways = {**CASES, **{name: (net, PLAIN) for net, name in baselines.items()}}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
+    """For every case: the time of a step without and with it, of every pair of turns of every round."""
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in CASES}
+    data = DataLoader(TensorDataset(torch.randn(TURNS * STEPS_A_TURN * BATCH_SIZE, 8)), batch_size=BATCH_SIZE)
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    for name in [name for _ in range(rounds) for name in random.sample(list(CASES), len(CASES))]:
+        net, options = CASES[name]
+        tiny = Tiny(net())
         with tempfile.TemporaryDirectory() as folder:
-            fits = {name: Fit(net(), options(), folder) for name, (net, options) in ways.items()}
-            for turn in range(TURNS):
-                # In another order every time, so that none always runs in the same one's wake.
-                for name in random.sample(list(ways), len(ways)):
-                    took = fits[name].step_us()
-                    if turn >= WARM_UP_TURNS:
-                        times[name].append(took)
-            for fit in fits.values():
-                fit.finish()
-    return {name: (times[baselines[net]], times[name]) for name, (net, _) in CASES.items()}
+            logger = TensorBoardLogger(folder)
+            Trainer(accelerator="cpu", max_epochs=1, logger=logger, **quiet, **options()).fit(tiny, data)
+        times[name][0].extend(tiny.plain_us)
+        times[name][1].extend(tiny.with_it_us)
+    return times
 
 
 class ByHand(nn.Module):
@@ -232,7 +228,7 @@ def main() -> None:
     rows = [row(f"a step: {name}", plain, ours) for name, (plain, ours) in steps.items()]
     rows += [row(f"a call: {name}", plain, ours) for name, (plain, ours) in calls.items()]
     columns = ["", "plain, µs", "with it, µs", "cost, µs", "quartiles of the turns"]
-    details = {"rounds": options.rounds, "turns": TURNS - WARM_UP_TURNS, "steps_a_turn": STEPS_A_TURN}
+    details = {"rounds": options.rounds, "turns": (TURNS - WARM_UP_TURNS) // 2, "steps_a_turn": STEPS_A_TURN}
     publish("plugin_overhead", "python benchmarks/plugin_overhead.py", columns, rows, details)
 
 

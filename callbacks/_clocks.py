@@ -59,6 +59,11 @@ class StepClock(ABC):
         self.timed = Tally()
         self.apart = Tally()
 
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Whether a cycle has begun, and has not ended."""
+
     @abstractmethod
     def fetch_began(self) -> None: ...
 
@@ -101,6 +106,11 @@ class HostClock(StepClock):
         self._wait_ns = 0
         self._is_open = False
         self._before_backward_ns: int | None = None
+
+    @property
+    @override
+    def is_open(self) -> bool:
+        return self._is_open
 
     @override
     def fetch_began(self) -> None:
@@ -204,6 +214,11 @@ class EventClock(StepClock):
             lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
             lambda: torch.cuda.current_stream(device),
         )
+
+    @property
+    @override
+    def is_open(self) -> bool:
+        return bool(self._fetches)
 
     @override
     def fetch_began(self) -> None:

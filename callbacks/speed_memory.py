@@ -88,10 +88,9 @@ class SpeedMemoryLogger(Callback):
             rank_zero_warn("This Trainer has more than one SpeedMemoryLogger: only the first one measures.")
             return
         self._fit = FitInstruments(trainer, self._batch_size_fn)
-        self._passed_over = PatchSet(
-            AttributePatch(name, "passed over", self, name, None) for name in self._idle_hooks(trainer.world_size)
-        )
-        self._passed_over.apply()
+        self._pass_over({name: getattr(Callback, name) for name in _HOOKS_OF_A_STEP})
+        if trainer.world_size == 1:  # a single rank keeps nobody waiting
+            self._pass_over({"on_before_backward": SpeedMemoryLogger.on_before_backward})
         # Here too, because a run that resumes within an epoch has no on_train_epoch_start.
         self._fit.restart()
 
@@ -102,12 +101,16 @@ class SpeedMemoryLogger(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._fit is not None:
-            self._fit.clock.step_began()
-            if self._fit.ends is not None:
-                self._fit.ends.step_begins(batch_idx)
-            if self._fit.flops.is_due:
-                self._fit.count_flops_if_time(batch_idx)
+        if self._fit is None:
+            return
+        is_told_of_fetches = self._fit.clock.is_open
+        self._fit.clock.step_began()
+        if self._fit.ends is not None:
+            self._fit.ends.step_begins(batch_idx)
+        if self._fit.flops.is_due:
+            self._fit.count_flops_if_time(batch_idx)
+        elif self._fit.ends is None and is_told_of_fetches:
+            self._pass_over({"on_train_batch_start": SpeedMemoryLogger.on_train_batch_start})
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -170,19 +173,20 @@ class SpeedMemoryLogger(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
 
-    def _idle_hooks(self, world_size: int) -> list[str]:
-        """The hooks of a step in which there is nothing to do, here or in a subclass.
+    def _pass_over(self, idle: dict[str, Any]) -> None:
+        """Has Lightning leave out hooks of a step, where they are these: in which there is nothing to do.
 
         Lightning passes over a hook that is None. Calling an empty one, inside the profiler's context, takes it longer
         than everything that is measured here takes.
         """
-        expected = {name: getattr(Callback, name) for name in _HOOKS_OF_A_STEP}
-        if world_size == 1:  # a single rank keeps nobody waiting
-            expected["on_before_backward"] = SpeedMemoryLogger.on_before_backward
-        return [name for name, hook in expected.items() if name not in vars(self) and getattr(type(self), name) is hook]
+        for name, hook in idle.items():
+            if name not in vars(self) and getattr(type(self), name) is hook:
+                self._passed_over.add(AttributePatch(name, "passed over", self, name, None))
+        self._passed_over.apply()
 
     def _close(self) -> None:
         self._passed_over.undo()
+        self._passed_over = PatchSet()
         fit, self._fit = self._fit, None
         if fit is not None:
             fit.close()

@@ -41,16 +41,19 @@ class AutocastingPrecision(Precision):
         self._repeats_in_float32 = False
         self._set_precision(precision)
 
-    @override
-    def forward_context(self) -> AbstractContextManager[None]:
-        if self.precision == "32-true" or self._repeats_in_float32:
-            return Precision.forward_context(self)
-        return self._autocast()
+    def _set_precision(self, precision: ResolvedPrecision) -> None:
+        """Becomes a ``MixedPrecision`` exactly when autocast is on.
 
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        with without_mha_fast_path(self.device), super().forward_context():
-            yield
+        Lightning's helpers take the compute dtype from ``isinstance(plugin, MixedPrecision)``; a plugin that always
+        is one looks like float16 to them when it runs in float32.
+        """
+        self.precision = precision
+        kind: Any = self._plain_class or type(self)
+        self.__class__ = kind if precision == "32-true" else _autocasting(kind)
+        if precision != "16-mixed":
+            self.scaler = None
+        elif self.scaler is None or self.scaler._device != self.device:
+            self.scaler = CountingGradScaler(self.device)
 
     @contextmanager
     def _scaled(self, step: AbstractContextManager[None], scaler: CountingGradScaler) -> Iterator[None]:
@@ -58,6 +61,47 @@ class AutocastingPrecision(Precision):
             yield
         # With manual optimization every optimizer of this step has had its turn.
         scaler.finish_step()
+
+    @contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """Leaves autocast out of the steps inside, whatever the precision."""
+        self._repeats_in_float32 = True
+        try:
+            yield
+        finally:
+            self._repeats_in_float32 = False
+
+    def _left_behind(self) -> dict[str, Any]:
+        """What copies of the plugin, and other processes, do not get."""
+        return {}
+
+    @override
+    def __reduce__(self) -> Any:
+        # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
+        return _copied, (self._plain_class or type(self), {**vars(self), **self._left_behind()})
+
+
+@contextmanager
+def nested(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    """One context within another."""
+    with outer, inner:
+        yield
+
+
+class _Autocasting(MixedPrecision):
+    """What an :class:`AutocastingPrecision` does otherwise while it autocasts."""
+
+    scaler: CountingGradScaler | None
+    _repeats_in_float32: bool
+
+    @override
+    def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return Precision.forward_context(self) if self._repeats_in_float32 else self._autocast()
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with without_mha_fast_path(self.device), super().forward_context():
+            yield
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -92,51 +136,12 @@ class AutocastingPrecision(Precision):
         # Past Lightning's MixedPrecision, which refuses fused optimizers: ours unscales before they step.
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
-    def _set_precision(self, precision: ResolvedPrecision) -> None:
-        """Becomes a ``MixedPrecision`` exactly when autocast is on.
-
-        Lightning's helpers take the compute dtype from ``isinstance(plugin, MixedPrecision)``; a plugin that always
-        is one looks like float16 to them when it runs in float32.
-        """
-        self.precision = precision
-        kind: Any = self._plain_class or type(self)
-        self.__class__ = kind if precision == "32-true" else _autocasting(kind)
-        if precision != "16-mixed":
-            self.scaler = None
-        elif self.scaler is None or self.scaler._device != self.device:
-            self.scaler = CountingGradScaler(self.device)
-
-    @contextmanager
-    def _in_float32(self) -> Iterator[None]:
-        """Leaves autocast out of the steps inside, whatever the precision."""
-        self._repeats_in_float32 = True
-        try:
-            yield
-        finally:
-            self._repeats_in_float32 = False
-
-    def _left_behind(self) -> dict[str, Any]:
-        """What copies of the plugin, and other processes, do not get."""
-        return {}
-
-    @override
-    def __reduce__(self) -> Any:
-        # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
-        return _copied, (self._plain_class or type(self), {**vars(self), **self._left_behind()})
-
-
-@contextmanager
-def nested(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    """One context within another."""
-    with outer, inner:
-        yield
-
 
 @functools.cache
 def _autocasting(kind: Any) -> Any:
-    """``kind`` while it autocasts: the same, but its ``super()`` calls reach Lightning's ``MixedPrecision``."""
+    """``kind`` while it autocasts: the same, but its ``super()`` calls reach :class:`_Autocasting`."""
     likeness = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind, MixedPrecision), {**likeness, "_plain_class": kind})
+    return type(kind.__name__, (kind, _Autocasting), {**likeness, "_plain_class": kind})
 
 
 def _copied(kind: type[AutocastingPrecision], state: dict[str, Any]) -> AutocastingPrecision:

@@ -70,12 +70,13 @@ class Engine:
         for technique in techniques:
             technique.agree = agree
         self._patches: dict[str, PatchSet] = {}
-        self._trial_step: int | None = 0
         self._stage: str | None = None  # of the step under way
         self._budget = next((technique for technique in techniques if isinstance(technique, MemoryBudget)), None)
         for name in TECHNIQUES:
             self.report.of(name).status = "off"
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
+        self._at_work: list[Technique] = []  # those that a step has to do with
+        self._trial_step: int | None = 0 if self._techniques else None
         self._retired: list[Technique] = []
         self._owes_verdicts = False
         try:
@@ -88,6 +89,7 @@ class Engine:
             self.undo()
             raise
         self._stay_together({name: {patch.site for patch in patches} for name, patches in self._patches.items()})
+        self._find_at_work()
         self.carry_out(self.decisions)
 
     # -- the life of a run -------------------------------------------------------------------------------------
@@ -99,13 +101,14 @@ class Engine:
             stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
             may_try: Whether this step may be one of the trial steps; by default only where gradients are due.
         """
-        if not self._techniques:
+        if self._trial_step is not None:
+            if may_try is None:
+                may_try = stage == "train" and torch.is_grad_enabled()
+            if may_try:
+                return self._trial(stage)
+        if not self._at_work:
             return nullcontext()
-        if may_try is None:
-            may_try = stage == "train" and torch.is_grad_enabled()
-        if may_try and self._trial_step is not None:
-            return self._trial(stage)
-        contexts = [technique.step(stage) for technique in self._techniques]
+        contexts = [technique.step(stage) for technique in self._at_work]
         around = [context for context in contexts if not isinstance(context, nullcontext)]
         return self._step_within(around, stage) if around else _UnderWay(self, stage)
 
@@ -117,14 +120,16 @@ class Engine:
             stage: As in :meth:`step`; None: that of the step that is under way, else ``"train"`` or ``"validate"`` as
                 the model's own mode has it.
         """
+        if not self._at_work:
+            return batch
         stage = stage or self._stage or ("train" if self.model.training else "validate")
-        for technique in self._techniques:
+        for technique in self._at_work:
             batch = technique.batch(batch, stage)
         return batch
 
     def predictions(self, outputs: Any) -> Any:
         """What a predict step returned, as the original would have."""
-        for technique in self._techniques:
+        for technique in self._at_work:
             outputs = technique.predictions(outputs)
         return outputs
 
@@ -133,13 +138,13 @@ class Engine:
         for technique in reversed(self._techniques or self._retired):
             self._patches.get(technique.name, PatchSet()).undo()
             technique.close()
-        self._techniques, self._retired = [], []
+        self._techniques, self._at_work, self._retired = [], [], []
         self._trial_step = None
 
     @property
     def has_edits(self) -> bool:
         """Whether a step may run otherwise than the user wrote it."""
-        return any(technique.acts_without_sites or self._patches[technique.name] for technique in self._techniques)
+        return bool(self._at_work)
 
     @property
     def is_trying(self) -> bool:
@@ -159,7 +164,7 @@ class Engine:
             record = self.report.of(technique.name)
             record.is_on, record.status = False, f"taken back: {reason}"
         # Not closed before the run ends: layouts that DistributedDataParallel counts on are held until then.
-        self._techniques, self._retired = [], self._techniques
+        self._techniques, self._at_work, self._retired = [], [], self._techniques
         self._trial_step = None
 
     def join_after_failure(self) -> None:
@@ -256,7 +261,7 @@ class Engine:
 
     @contextmanager
     def _trial(self, stage: str) -> Iterator[None]:
-        with _UnderWay(self, stage):
+        with _UnderWay(self, stage, is_trial=True):
             yield from self._step_with_trials(stage)
 
     def _step_with_trials(self, stage: str) -> Iterator[None]:
@@ -365,8 +370,12 @@ class Engine:
             self.decisions[technique.name] = self.decisions.get(technique.name, {}) | refusals
         self._settle(technique)
 
+    def _find_at_work(self) -> None:
+        self._at_work = [t for t in self._techniques if t.acts_without_sites or self._patches[t.name]]
+
     def _settle(self, technique: Technique) -> None:
         technique.settled()
+        self._find_at_work()
         record = self.report.of(technique.name)
         record.is_on = technique.acts_without_sites or bool(record.changes)
         record.status = technique.status or _outcome(record)
@@ -377,11 +386,12 @@ class Engine:
 class _UnderWay:
     """Around a step: what the engine itself has to know of it, and to do after it. No generator: every step pays."""
 
-    __slots__ = ("_engine", "_stage")
+    __slots__ = ("_engine", "_is_trial", "_stage")
 
-    def __init__(self, engine: Engine, stage: str) -> None:
+    def __init__(self, engine: Engine, stage: str, *, is_trial: bool = False) -> None:
         self._engine = engine
         self._stage = stage
+        self._is_trial = is_trial
 
     def __enter__(self) -> None:
         self._engine._stage = self._stage
@@ -389,7 +399,8 @@ class _UnderWay:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._engine._stage = None
         if kind is None:
-            for technique in self._engine._techniques:
+            # A trial may find that there is nothing to do, and say so.
+            for technique in self._engine._techniques if self._is_trial else self._engine._at_work:
                 self._engine._hear(technique)
 
 

@@ -175,10 +175,11 @@ class AccelPlugin(AutocastingPrecision):
         self._report.of("precision").is_on = precision != "32-true"
         self._report.of("precision").status = f"{precision}: {reason}"
         self._net = None
-        if not isinstance(trainer.strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
-            self._net = SafetyNet(module, self._engine, self._without_precision)
-            self._hook(self._net.patches(trainer.strategy))
-        self._hook(strategy_hooks(trainer.strategy, self._engine, self._restore_layouts))
+        if self._engine.has_edits:
+            if not isinstance(trainer.strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
+                self._net = SafetyNet(module, self._engine, self._without_precision)
+                self._hook(self._net.patches(trainer.strategy))
+            self._hook(strategy_hooks(trainer.strategy, self._engine, self._restore_layouts))
         if self.plan.transforms or getattr(trainer.strategy, "feeds_itself", False):
             self._feed(trainer, wants_channels_last(techniques))
         if self._is_fitting:
@@ -230,6 +231,11 @@ class AccelPlugin(AutocastingPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> None:
+        net = self._net
+        if net is None or not net.is_spread:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+            return
+
         def run(loss: Tensor = tensor) -> None:
             super(AccelPlugin, self).backward(loss, model, optimizer, *args, **kwargs)
 
@@ -237,10 +243,7 @@ class AccelPlugin(AutocastingPrecision):
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
             run(loss if self.scaler is None else self.scaler.scale(loss))
 
-        if self._net is None:
-            run()
-        else:
-            self._net.backward(run, run_repeated)
+        net.backward(run, run_repeated)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

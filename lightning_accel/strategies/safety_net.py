@@ -70,17 +70,20 @@ class SafetyNet:
         for name in _STEPS:
             yield MethodPatch(f"{name}, guarded", "above a net", strategy, name, guarded)
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether the latest step can be repeated: not where nothing is edited."""
+        return self._attempt is not None
+
     def backward(self, run: Step, run_repeated: Callable[[Any], None]) -> None:
-        """A backward pass after a step, which is repeated where the backward pass raises because of an edit.
+        """A backward pass after a step with a net, which is repeated where the pass raises because of an edit.
 
         Args:
             run: The backward pass.
             run_repeated: The same for the outputs of the step's repetition.
         """
         attempt = self._attempt
-        if attempt is None:
-            run()
-            return
+        assert attempt is not None, "no net is spread"
         attempt.has_gone_backward = True
         try:
             run()

@@ -371,7 +371,7 @@ class Engine:
         self._settle(technique)
 
     def _find_at_work(self) -> None:
-        self._at_work = [t for t in self._techniques if t.acts_without_sites or self._patches[t.name]]
+        self._at_work = [t for t in self._techniques if t.acts_without_sites or t.watches_on or self._patches[t.name]]
 
     def _settle(self, technique: Technique) -> None:
         technique.settled()

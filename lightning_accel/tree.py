@@ -12,6 +12,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+_ATOMS = frozenset({type(None), bool, int, float, str})
+
 
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
     """``data`` with every tensor replaced by ``function(tensor)``; frozen dataclasses and unknown objects stay."""
@@ -20,11 +22,22 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
 
 def map_leaves(function: Callable[[Any], Any], data: Any, kind: type) -> Any:
     """``data`` with every object of class ``kind`` replaced by ``function(object)``, as :func:`map_tensors` does."""
+    if isinstance(data, kind):
+        return function(data)
+    if type(data) in _ATOMS:
+        return data
+    # What nearly all data are made of, without the checks for all the rest: this is done at every step.
+    if type(data) is tuple or type(data) is list:
+        return type(data)([map_leaves(function, part, kind) for part in data])
+    if type(data) is dict:
+        return {key: map_leaves(function, part, kind) for key, part in data.items()}
     return apply_to_collection(data, dtype=kind, function=function, allow_frozen=True)
 
 
 def leaves(data: Any) -> list[Any]:
     """Everything in ``data`` that is no container: tensors, numbers, objects of classes that are not known here."""
+    if isinstance(data, Tensor) or type(data) in _ATOMS:
+        return [data]
     if isinstance(data, Mapping):
         return [leaf for value in data.values() for leaf in leaves(value)]
     if isinstance(data, list | tuple | set | frozenset):
@@ -45,11 +58,4 @@ def changeable_argument(args: Any, kwargs: Any) -> str | None:
 
 def tensors_in(data: Any) -> list[Tensor]:
     """Every tensor in ``data``, in the order of its structure."""
-    found: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(collect, data)
-    return found
+    return [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]

@@ -143,13 +143,24 @@ def test_only_steps_with_gradients_are_trials_unless_told_otherwise(
 def test_techniques_are_entered_in_order_left_in_reverse_and_closed() -> None:
     log: list[str] = []
     first, second = Fake(name="first", calls=log), Fake(name="second", calls=log)
-    handle = engine(nn.Linear(2, 2), first, second)
+    handle = engine(model(), first, second)
     assert handle.batch(1) == 3
     with handle.step("test"):
         log.append("step")
     assert log == ["enter test", "enter test", "step", "leave test", "leave test"]
     handle.undo()
     assert log[-2:] == ["close", "close"]
+
+
+def test_a_technique_that_edits_nothing_has_no_part_in_a_step_unless_it_watches_on() -> None:
+    idle, watching = Fake(), Fake(watches_on=True)
+    handle = engine(nn.Linear(2, 2), idle)
+    assert (handle.batch(1), handle.has_edits) == (1, False)
+    with handle.step("test"):
+        pass
+    assert idle.calls == []
+    handle = engine(nn.Linear(2, 2), watching)
+    assert (handle.batch(1), handle.has_edits) == (2, True)
 
 
 def test_an_exception_in_a_step_leaves_every_context_and_the_trial_for_the_next() -> None:

@@ -56,6 +56,7 @@ class Technique:
         remembers: Whether verdicts hold for later runs and travel in checkpoints. Not where they are cheap to
             find again and a changed program would make them wrong.
         acts_without_sites: Whether it acts though it edits no module (mixed precision does).
+        watches_on: Whether it goes on watching the model where all its edits were refused, to try others later.
         why_not_sharded: Why it cannot act on a module whose parameters are sharded over processes; empty: it can.
         on_by_default: Whether plans have it without being asked for it: on a host that it is not for, the report says
             so and nobody is warned.
@@ -73,6 +74,7 @@ class Technique:
     trial_step: ClassVar[Literal[0, 1] | None] = 0
     remembers: ClassVar[bool] = True
     acts_without_sites: ClassVar[bool] = False
+    watches_on: bool = False
     why_not_sharded: ClassVar[str] = ""
     on_by_default: bool = False
     explicit: bool = False

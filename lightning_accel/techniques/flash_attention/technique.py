@@ -103,6 +103,7 @@ class FlashAttention(Technique):
             else:
                 dispatch = self._dispatches[claim.site] = Dispatch(claim, self._meet, self._run)
                 yield DispatchPatch(dispatch)
+        self.watches_on = bool(self._dispatches)  # for other shapes
         if self._dispatches:
             self._recompile_limit = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(self._recompile_limit, _CAPTURES)

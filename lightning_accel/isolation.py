@@ -293,6 +293,20 @@ def device_of(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
+def seed_streams(seed: int, device: torch.device) -> None:
+    """Seeds the random streams of the host, and of ``device`` if that is a GPU.
+
+    ``torch.manual_seed`` seeds every device of every kind: those that are not in use yet keep the seed for later, and
+    the stack of the call with it, which takes longer than many a trial.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+
+
 def own_rng(device: torch.device) -> AbstractContextManager[None]:
     """What is drawn inside leaves the random streams of the host, and of ``device`` if that is a GPU, as they were."""
     devices = [device] if device.type in ("cuda", "mps") else []

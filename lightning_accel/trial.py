@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.isolation import dropout_off, isolated, own_rng, silent_twin
+from lightning_accel.isolation import dropout_off, isolated, own_rng, seed_streams, silent_twin
 from lightning_accel.spread import FACTOR, Spread, deviation, measured, other_orders
 from lightning_accel.tree import map_tensors, tensors_in
 
@@ -237,7 +237,7 @@ class Trial:
         draws = []
         for seed in range(DRAWS):
             with own_rng(self._device()), side.state():
-                torch.manual_seed(seed)
+                seed_streams(seed, self._device())
                 outputs = without_gradients._run(side.call, *side.arguments(args, kwargs))
                 draws.append([float(output.double().square().mean()) for output in outputs])
         return [list(of_output) for of_output in zip(*draws, strict=True)]

@@ -51,6 +51,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device")
 
 
+def pytest_collection_finish() -> None:
+    """Spares the tests what torch does for others: a sixth of their time in all.
+
+    Every seed is noted down for GPUs that nobody has asked for yet, with the whole stack, once a kind of GPU; and every
+    graph that TorchDynamo captures flushes the processor's caches, to tell developers of torch what its guards cost.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.cuda.is_available():
+        for gpus in (torch.cuda, torch.xpu, torch.mtia):
+            gpus.manual_seed_all = lambda seed: None
+    guards = sys.modules.get("torch._dynamo.guards")
+    if hasattr(guards, "profile_guard_manager"):
+        guards.profile_guard_manager = lambda *_: 0.0
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """Fails a test after which the process is not what it was before, and puts it right for the next one."""

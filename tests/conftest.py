@@ -64,6 +64,7 @@ def pytest_collection_finish() -> None:
     guards = sys.modules.get("torch._dynamo.guards")
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *_: 0.0
+        logging.getLogger("torch.__trace").handlers.clear()  # structured traces, with nowhere to go
 
 
 @pytest.fixture(autouse=True)

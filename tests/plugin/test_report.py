@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import pytest
@@ -20,15 +21,15 @@ MakeTrainer = Callable[..., Any]
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.INFO)
-    for name in ("lightning.pytorch", "lightning_utilities"):
-        caplog.set_level(logging.INFO, logger=name)
-
-    def lines() -> list[str]:
-        return [record.getMessage() for record in caplog.records if "lightning-accel" in record.getMessage()]
-
-    return lines
+def said() -> Iterator[Callable[[], list[str]]]:
+    kept = BufferingHandler(capacity=10_000)
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.addHandler(kept)
+    logger.setLevel(logging.INFO)
+    yield lambda: [record.getMessage() for record in kept.buffer if "lightning-accel" in record.getMessage()]
+    logger.setLevel(level)
+    logger.removeHandler(kept)
 
 
 def test_fit_prints_one_summary(make_trainer: MakeTrainer, said: Callable[[], list[str]]) -> None:

@@ -111,16 +111,21 @@ class _Autocasting(MixedPrecision):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         check_optimizer(optimizer, self.precision)
         closure_result = closure()
+        scaler: CountingGradScaler | None = self.scaler
+        if scaler is None:  # the step raised, was repeated in float32, and the run stays with that
+            self._after_closure(model, optimizer)
+            optimizer.step(**kwargs)
+            return closure_result
         # training_step returned None: there is no new gradient, and what is left of older ones must not be used.
         is_skipped = closure_result is None and model.automatic_optimization
         if not is_skipped:
-            self.scaler.unscale_(optimizer)  # before the hooks that look at gradients, and before clipping
+            scaler.unscale_(optimizer)  # before the hooks that look at gradients, and before clipping
         self._after_closure(model, optimizer)
         if is_skipped:
             return closure_result
-        result = self.scaler.step(optimizer, **kwargs)
+        result = scaler.step(optimizer, **kwargs)
         if model.automatic_optimization:
-            self.scaler.finish_step()
+            scaler.finish_step()
         return result
 
     @override

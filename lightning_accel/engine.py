@@ -164,7 +164,7 @@ class Engine:
             record = self.report.of(technique.name)
             record.is_on, record.status = False, f"taken back: {reason}"
         # Not closed before the run ends: layouts that DistributedDataParallel counts on are held until then.
-        self._techniques, self._at_work, self._retired = [], [], self._techniques
+        self._techniques, self._at_work, self._retired = [], [], self._techniques or self._retired
         self._trial_step = None
 
     def join_after_failure(self) -> None:

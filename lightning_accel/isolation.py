@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
@@ -91,7 +92,7 @@ class Snapshot:
     Values are compared, not version counters: batch norm's kernels move their statistics behind the counter's back.
     """
 
-    _OWN = frozenset(vars(nn.Module())) | {"forward", "track_running_stats"}
+    OWN = frozenset(vars(nn.Module())) | {"forward", "track_running_stats"}
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = dict(module.named_modules())
@@ -100,7 +101,7 @@ class Snapshot:
         tensors = {f"{n}.{name}".lstrip("."): t for n, slots in self._slots.items() for name, t in slots.items()}
         for prefix, attributes in self._attributes.items():
             tensors |= {f"{prefix}.{name}".lstrip("."): value for name, (value, _) in attributes.items()}
-        self._tensors = {n: (t, t.detach().clone()) for n, t in tensors.items() if isinstance(t, Tensor)}
+        self._tensors = {n: (t, t.detach().clone()) for n, t in tensors.items() if can_be_put_back(t)}
         self._random = _random_states()
 
     def restore(self) -> list[str]:
@@ -133,13 +134,13 @@ class Snapshot:
         return {
             name: (value, copy.copy(value) if isinstance(value, list | dict | set) else None)
             for name, value in vars(module).items()
-            if name not in cls._OWN
+            if name not in cls.OWN
         }
 
     @classmethod
     def _restore_attributes(cls, module: nn.Module, before: dict[str, tuple[Any, Any]]) -> Iterator[str]:
         now = vars(module)
-        for name in [name for name in now if name not in before and name not in cls._OWN]:
+        for name in [name for name in now if name not in before and name not in cls.OWN]:
             del now[name]
             yield name
         for name, (value, contents) in before.items():
@@ -150,6 +151,15 @@ class Snapshot:
                 value.clear()
                 value.extend(contents) if isinstance(value, list) else value.update(contents)
                 yield name
+
+
+def can_be_put_back(value: Any) -> bool:
+    """Whether ``value`` is a tensor that can be copied, compared and written to, as most buffers can."""
+    if not isinstance(value, Tensor) or is_lazy(value):
+        return False
+    if value.layout != torch.strided or value.is_nested or value.is_meta or value.is_inference():
+        return False
+    return not any(size > 1 and step == 0 for size, step in zip(value.shape, value.stride(), strict=True))  # expanded
 
 
 def _random_states() -> dict[str, tuple[object, Callable[[], None]]]:

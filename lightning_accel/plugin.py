@@ -175,9 +175,9 @@ class AccelPlugin(AutocastingPrecision):
         self._report.of("precision").is_on = precision != "32-true"
         self._report.of("precision").status = f"{precision}: {reason}"
         self._net = None
-        if self._engine.has_edits:
+        if self._is_in_force():
             if not isinstance(trainer.strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
-                self._net = SafetyNet(module, self._engine, self._without_precision)
+                self._net = SafetyNet(module, self._engine, self._is_in_force, self._without_precision)
                 self._hook(self._net.patches(trainer.strategy))
             self._hook(strategy_hooks(trainer.strategy, self._engine, self._restore_layouts))
         if self.plan.transforms or getattr(trainer.strategy, "feeds_itself", False):
@@ -304,6 +304,11 @@ class AccelPlugin(AutocastingPrecision):
             self._engine = None
 
     # -- parts -------------------------------------------------------------------------------------------------
+
+    def _is_in_force(self) -> bool:
+        """Whether a step runs otherwise than the user wrote it: edited, or in a precision that we chose."""
+        has_edits = self._engine is not None and self._engine.has_edits
+        return has_edits or (self.precision != "32-true" and self.plan.precision == "auto")
 
     @contextmanager
     def _without_precision(self, error: Exception) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import FunctionType
@@ -13,6 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 _ATOMS = frozenset({type(None), bool, int, float, str})
+_NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
@@ -24,7 +25,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any, kind: type) -> Any:
     """``data`` with every object of class ``kind`` replaced by ``function(object)``, as :func:`map_tensors` does."""
     if isinstance(data, kind):
         return function(data)
-    if type(data) in _ATOMS:
+    if type(data) in _ATOMS or isinstance(data, _NO_CONTAINERS):
         return data
     # What nearly all data are made of, without the checks for all the rest: this is done at every step.
     if type(data) is tuple or type(data) is list:
@@ -40,7 +41,7 @@ def leaves(data: Any) -> list[Any]:
         return [data]
     if isinstance(data, Mapping):
         return [leaf for value in data.values() for leaf in leaves(value)]
-    if isinstance(data, list | tuple | set | frozenset):
+    if isinstance(data, Sequence | set | frozenset) and not isinstance(data, _NO_CONTAINERS):
         return [leaf for value in data for leaf in leaves(value)]
     if is_dataclass(data) and not isinstance(data, type):
         return [leaf for field in fields(data) for leaf in leaves(getattr(data, field.name, None))]

@@ -186,6 +186,8 @@ class Trial:
         """Whether the candidate is within the spread of ``runs``, the original in several orders."""
         if [t.shape for t in actual] != [t.shape for t in yardstick]:
             return Comparison(failure="returns tensors of other shapes than the original")
+        if not yardstick:
+            return Comparison(failure="returns no tensors that could be compared with the original's")
         spread = measured(yardstick, runs, self._coarsest(actual))
         found = deviation(actual, yardstick)
         return Comparison(

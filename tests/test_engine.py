@@ -163,6 +163,15 @@ def test_a_technique_that_edits_nothing_has_no_part_in_a_step_unless_it_watches_
     assert (handle.batch(1), handle.has_edits) == (2, True)
 
 
+def test_a_technique_that_stood_aside_is_closed_when_the_run_ends_however_often_that_was() -> None:
+    fake = Fake()
+    handle = engine(model(), fake)
+    handle.stand_aside("it raised")
+    handle.stand_aside("it raised again")
+    handle.undo()
+    assert fake.calls[-1] == "close"
+
+
 def test_an_exception_in_a_step_leaves_every_context_and_the_trial_for_the_next() -> None:
     net, fake = model(), Fake()
     handle = engine(net, fake)

@@ -91,6 +91,12 @@ def test_a_bad_candidate_is_refused_with_the_reason(make: Callable[[nn.Module], 
     assert re.search(reason, found.failure)
 
 
+def test_what_returns_no_tensors_cannot_be_compared() -> None:
+    module = nn.Identity()
+    found = compare(module, lambda x: "text", X)
+    assert "no tensors that could be compared" in found.failure or "other shapes" in found.failure
+
+
 # -- the clock -----------------------------------------------------------------------------------------------------
 
 

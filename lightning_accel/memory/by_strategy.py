@@ -23,7 +23,8 @@ dtype, 4 or 2:
   gathered in lives until the next one is copied out of its own: 2 c R + 2 c U at the first block. After that there is
   less than in the backward pass: a block and the buffer of the next, 2 c U; the block's gradients, another c U when its
   activations are gone; the float32 buffer in which the block before it is reduced, 4 U; and the gradient of the output
-  layer. At the end the root's gradients, c R, are reduced in 4 R.
+  layer, c V D. To it comes that of the embedding; where both have one weight, their sum as well. At the end the root's
+  gradients, c R, are copied to be reduced in 4 R; beside what comes of that, 4 R / n, one of them is still held.
 - Adam's and AdamW's step makes the square roots of all second moments at once (torch's "foreach" form, the default on a
   GPU): as much as the parameters.
 
@@ -67,7 +68,7 @@ def memory_per_device(strategy: Strategy, run: Run, devices: int) -> DeviceMemor
     check_choice("strategy", strategy, get_args(Strategy))
     check_positive("devices", devices)
     share = -(-run.decoder.params // devices) if strategy == "accel_fsdp" else run.decoder.params
-    moments = _sharded_moments(run) if strategy == "accel_fsdp" else _whole_moments(run)
+    moments = _sharded_moments(run, devices) if strategy == "accel_fsdp" else _whole_moments(run)
     return DeviceMemory(
         parameters_bytes=4 * share,
         gradients_bytes=4 * share,
@@ -97,7 +98,7 @@ def _whole_moments(run: Run) -> tuple[Moment, ...]:
     )
 
 
-def _sharded_moments(run: Run) -> tuple[Moment, ...]:
+def _sharded_moments(run: Run, devices: int) -> tuple[Moment, ...]:
     """What comes and goes where FSDP2 gathers one block after another."""
     kept = _activations(run)
     decoder, c = run.decoder, run.compute_bytes
@@ -105,13 +106,16 @@ def _sharded_moments(run: Run) -> tuple[Moment, ...]:
     stored = kept.block_bytes * decoder.layers
     but_one, but_two = stored - kept.block_bytes, max(0, stored - 2 * kept.block_bytes)
     gathered, buffer = root + output + 2 * block, 4 * decoder.block_params
+    at_last = (3 if decoder.tied_embeddings else 2) * output
     return (
         Moment("first block", 2 * root + 2 * block, 0),
         Moment("loss", root, stored + kept.loss_bytes),
         Moment("backward, last block", gathered, stored + kept.work_bytes),
         Moment("backward", gathered + buffer, but_one + kept.work_bytes),
         Moment("backward", gathered + buffer + block, but_two + kept.end_bytes),
+        Moment("backward, embedding", root + at_last + buffer, 0),
         Moment("reduction of the root", root + 4 * decoder.root_params, 0),
+        Moment("root reduced", 4 * decoder.root_params + 4 * -(-decoder.root_params // devices) + output, 0),
     )
 
 

@@ -15,19 +15,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor
 
 from lightning_accel.checks import SettingError
 from lightning_accel.engine import AccelError, Engine
-from lightning_accel.isolation import Snapshot
 from lightning_accel.patch import MethodPatch, Patch
-from lightning_accel.tree import leaves, tensors_in
+from lightning_accel.strategies.attempt import Attempt, Step
 from lightning_accel.trial import one_line
 
-Step = Callable[..., Any]
-
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_MAX_BUFFER_BYTES = 1 << 20  # of one buffer that is copied at every step: running statistics, not tables
 
 # The end of a loader that the step itself reads, and what we tell the user on purpose.
 _NOT_OURS = (StopIteration, SettingError, AccelError)
@@ -42,6 +37,7 @@ class SafetyNet:
     Args:
         module: The run's module.
         engine: At work on it.
+        is_ours: Whether anything of ours is in force in the next step.
         without_precision: Takes back what the engine does not do, the choice of a precision: entered around a
             repeated step, and given what it first raised.
     """
@@ -50,29 +46,33 @@ class SafetyNet:
         self,
         module: LightningModule,
         engine: Engine,
+        is_ours: Callable[[], bool],
         without_precision: Callable[[Exception], AbstractContextManager[Any]],
     ) -> None:
         self._module = module
         self._engine = engine
+        self._is_ours = is_ours
         self._without_precision = without_precision
-        self._attempt: _Attempt | None = None
-        self._small_buffers: list[Tensor] | None = None
+        self._attempt: Attempt | None = None
 
     def patches(self, strategy: Strategy) -> Iterator[Patch]:
         """The edits that put every step of ``strategy`` above the net."""
 
         def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
-            def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-                return self._run(functools.partial(original, strategy), args, kwargs)
+            def step(target: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._run(functools.partial(original, target), args, kwargs)
 
             return step
 
+        # On several ranks within DistributedDataParallel's forward, which broadcasts buffers: a rank that went through
+        # it again would send them to others that are in their backward pass.
+        target = self._module if self._module.trainer.world_size > 1 else strategy
         for name in _STEPS:
-            yield MethodPatch(f"{name}, guarded", "above a net", strategy, name, guarded)
+            yield MethodPatch(f"{name}, guarded", "above a net", target, name, guarded)
 
     @property
     def is_spread(self) -> bool:
-        """Whether the latest step can be repeated: not where nothing is edited."""
+        """Whether the latest step can be repeated: not where nothing of ours is in force."""
         return self._attempt is not None
 
     def backward(self, run: Step, run_repeated: Callable[[Any], None]) -> None:
@@ -87,40 +87,41 @@ class SafetyNet:
         attempt.has_gone_backward = True
         try:
             run()
-            return
         except Exception as error:
             if not (self._gradients_are_new() and self._may_repeat(attempt, error)):
                 raise
-            failure = error
-        attempt.has_gone_backward = False
+            failure = _without_frames(error)
+        else:
+            # Its batch is not to be there beside the next one. Of one that is accumulated no second pass is possible.
+            self._attempt = None
+            return
+        self._attempt = None
         self._module.zero_grad(set_to_none=True)
         run_repeated(self._repeat(attempt, failure))
         self._tell(failure)
 
     def _run(self, step: Step, args: Any, kwargs: Any) -> Any:
-        if not self._engine.has_edits:
-            self._attempt = None
+        self._attempt = None
+        if not self._is_ours():
             return step(*args, **kwargs)
-        attempt = self._attempt = self._begin(step, (args, kwargs))
+        attempt = self._attempt = Attempt(step, (args, kwargs), self._module, is_trial=self._engine.is_trying)
         try:
-            return step(*args, **kwargs)
+            outputs = step(*args, **kwargs)
         except Exception as error:
+            self._attempt = None
             if attempt.has_gone_backward or not self._may_repeat(attempt, error):
                 raise
-            failure = error
+            failure = _without_frames(error)
+        else:
+            if not (self._module.trainer.training and self._module.automatic_optimization):
+                self._attempt = None  # there is no backward pass to come
+            return outputs
         # Outside of the handler, so that an error of the user's does not drag ours along.
         outputs = self._repeat(attempt, failure)
         self._tell(failure)
         return outputs
 
-    def _begin(self, step: Step, given: Any) -> _Attempt:
-        is_trial = self._engine.is_trying
-        if not is_trial and self._small_buffers is None:  # found once: to walk through a model takes its time
-            buffers = list(self._module.buffers())
-            self._small_buffers = [buffer for buffer in buffers if buffer.nbytes <= _MAX_BUFFER_BYTES]
-        return _Attempt(step, given, self._module, is_trial=is_trial, small_buffers=self._small_buffers or [])
-
-    def _may_repeat(self, attempt: _Attempt, error: Exception) -> bool:
+    def _may_repeat(self, attempt: Attempt, error: Exception) -> bool:
         return not isinstance(error, _NOT_OURS) and attempt.can_be_repeated()
 
     def _gradients_are_new(self) -> bool:
@@ -128,7 +129,7 @@ class SafetyNet:
         trainer, module = self._module.trainer, self._module
         return module.automatic_optimization and trainer.accumulate_grad_batches == 1 and trainer.world_size == 1
 
-    def _repeat(self, attempt: _Attempt, error: Exception) -> Any:
+    def _repeat(self, attempt: Attempt, error: Exception) -> Any:
         attempt.take_back()
         args, kwargs = self._engine.predictions(attempt.given)  # the batch, too, as the user's loader gave it
         remark = f"a step raised {one_line(error)}"
@@ -143,76 +144,9 @@ class SafetyNet:
         self._engine.degrade(f"{remark}: all of them are taken back")
 
 
-class _Attempt:
-    """A step, and what it may change.
-
-    Attributes:
-        step: Runs it, again perhaps.
-        given: Its arguments, positional and by name.
-        has_gone_backward: Whether there are gradients of it.
-
-    Args:
-        step: See above.
-        given: See above.
-        module: The run's module.
-        is_trial: Whether techniques are tried in it: then all that a step may change is kept. Later it is the random
-            streams of torch, and buffers as small as running statistics are.
-        small_buffers: These buffers.
-    """
-
-    def __init__(
-        self, step: Step, given: Any, module: LightningModule, *, is_trial: bool, small_buffers: list[Tensor]
-    ) -> None:
-        self.step = step
-        self.has_gone_backward = False
-        self.given = given
-        self._module = module
-        self._num_optimizer_steps = module.trainer.global_step
-        self._random = _random_states(module.device)
-        self._snapshots = [*_whole_state(module, given)] if is_trial else []
-        self._buffers = [] if is_trial else small_buffers
-        self._values = [torch.empty_like(buffer) for buffer in self._buffers]
-        if self._values:
-            torch._foreach_copy_(self._values, self._buffers)
-
-    def can_be_repeated(self) -> bool:
-        reads_its_loader = any(hasattr(leaf, "__next__") for leaf in leaves(self.given))
-        has_stepped = self._module.trainer.global_step != self._num_optimizer_steps
-        return not (reads_its_loader or has_stepped)
-
-    def take_back(self) -> None:
-        for restore in (*self._snapshots, *self._random):
-            restore()
-        with torch.no_grad():
-            for buffer, value in zip(self._buffers, self._values, strict=True):
-                buffer.copy_(value)
-
-
-def _random_states(device: torch.device) -> list[Callable[[], None]]:
-    """What brings back torch's random streams as they are now."""
-    state = torch.get_rng_state()
-    restores: list[Callable[[], None]] = [lambda: torch.set_rng_state(state)]
-    if device.type == "cuda":
-        of_device = torch.cuda.get_rng_state(device)
-        restores.append(lambda: torch.cuda.set_rng_state(of_device, device))
-    return restores
-
-
-def _whole_state(module: LightningModule, given: Any) -> Iterator[Callable[[], Any]]:
-    """What brings back a module, what it logged and its batch as they are now."""
-    yield Snapshot(module).restore
-    logged: Any = getattr(module.trainer, "_results", None)
-    if logged is not None:
-        before = dict(logged)
-        for metric in before.values():
-            yield Snapshot(metric).restore
-        yield lambda: [logged.pop(name) for name in list(logged) if name not in before]
-    for tensor in tensors_in(given):
-        if not tensor.is_inference():  # which keeps no count of what is written into it
-            yield functools.partial(_put_back, tensor, tensor.clone(), tensor._version)
-
-
-def _put_back(tensor: Tensor, value: Tensor, version: int) -> None:
-    if tensor._version != version:
-        with torch.no_grad():
-            tensor.copy_(value)
+def _without_frames(error: Exception) -> Exception:
+    """The exception without what the frames it came through hold: the failed step's activations."""
+    error.__cause__ = error.__context__ = None
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+    return error.with_traceback(None)

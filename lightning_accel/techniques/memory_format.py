@@ -208,6 +208,7 @@ class MemoryFormat(Technique):
         for weight in self._weights:
             if _has_buckets() and not weight.is_applied:
                 weight.hold()
+                self.watches_on = True  # checkpoints are to have the user's layout
 
     def _is_in_force(self) -> bool:
         return any(weight.is_applied for weight in self._weights)

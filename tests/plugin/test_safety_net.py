@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import random
 import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics import SumMetric
 
 from lightning_accel import AccelPlugin
 from lightning_accel.engine import AccelWarning
+from plugin.safety_net_ranks import RUNS
+from scripts import run_script
 
 pytestmark = pytest.mark.numbers
 
@@ -185,3 +193,188 @@ def test_without_edits_nothing_is_repeated() -> None:
     with pytest.raises(ValueError, match="not a number"):
         fit(Counted, plugin)
     assert calls == [0, 1, 2, 3]
+
+
+# -- what a repeated step finds -----------------------------------------------------------------------------------
+
+
+class RaisesEdited(LightningModule):
+    """Raises in its sixth step exactly as long as a module of its is edited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def raise_if_edited(self, batch_idx: int) -> None:
+        if batch_idx == 5 and any("forward" in vars(module) for module in self.net.modules()):
+            raise RuntimeError("only an edit raises this")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.net(batch[0]).square().mean()
+        self.raise_if_edited(batch_idx)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.fixture
+def run(make_trainer: Callable[..., Trainer]) -> Callable[..., Trainer]:
+    def fit(model: LightningModule, plugin: AccelPlugin | None = None) -> Trainer:
+        trainer = make_trainer(plugins=[plugin] if plugin else [])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AccelWarning)
+            trainer.fit(model, DataLoader(TensorDataset(torch.ones(32, 8)), batch_size=4))
+        return trainer
+
+    return fit
+
+
+class Counts(RaisesEdited):
+    """Counts its steps in every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("assigned", torch.zeros(()))
+        self.register_buffer("written", torch.zeros(()))
+        self.metric = SumMetric()
+        self.steps, self.drawn = 0, 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("logged", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.metric.update(1.0)
+        self.assigned = self.assigned + 1
+        self.written += 1
+        self.steps += 1
+        self.drawn = random.random()
+        return super().training_step(batch, batch_idx)
+
+    def counted(self, trainer: Trainer) -> list[float]:
+        logged = trainer.callback_metrics["logged"]
+        counts = (logged, self.metric.compute(), self.assigned, self.written, self.steps, self.drawn)
+        return [float(count) for count in counts]
+
+
+def test_what_a_repeated_step_counted_is_counted_once(run: Callable[..., Trainer]) -> None:
+    counted = []
+    for plugin in (None, AccelPlugin(log=False)):
+        random.seed(1)
+        model = Counts()
+        counted.append(model.counted(run(model, plugin)))
+    assert counted[0][:-1] == [8] * 5
+    assert counted[1] == counted[0]
+
+
+@pytest.mark.parametrize("kind", ["sparse", "expanded"])
+@pytest.mark.parametrize("raises_at", [0, 5])
+def test_buffers_that_cannot_be_copied_do_not_stand_in_the_way(
+    run: Callable[..., Trainer], kind: str, raises_at: int
+) -> None:
+    class Holds(RaisesEdited):
+        def __init__(self) -> None:
+            super().__init__()
+            makes = {
+                "sparse": lambda: torch.eye(8).to_sparse(),
+                "expanded": lambda: torch.arange(8.0).expand(4, -1),
+            }
+            self.register_buffer("held", makes[kind]())
+
+        def raise_if_edited(self, batch_idx: int) -> None:
+            super().raise_if_edited(batch_idx + 5 - raises_at)
+
+    plugin = AccelPlugin(log=False)
+    run(Holds(), plugin)
+    assert any("ran when it was repeated" in note for note in plugin.report.notes)
+
+
+def test_lazy_norms_train(run: Callable[..., Trainer]) -> None:
+    model = RaisesEdited()
+    model.net = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Linear(8, 2))
+    run(model, AccelPlugin(log=False))
+    assert model.net[1].num_batches_tracked == 8
+
+
+class GoesBackwardItself(RaisesEdited):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0]).square().mean().backward()
+        self.raise_if_edited(batch_idx)
+
+
+def test_a_step_that_has_gone_backward_behind_lightnings_back_is_not_repeated(run: Callable[..., Trainer]) -> None:
+    with pytest.raises(RuntimeError, match="only an edit"):
+        run(GoesBackwardItself(), AccelPlugin(log=False))
+
+
+class TakesOneDtype(RaisesEdited):
+    """Writes what a layer computed into a float32 tensor: autocast's results do not go there."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), activation, nn.Linear(8, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        results = torch.zeros(4, 2)
+        results[torch.arange(4)] = self.net(batch[0])
+        return results.square().mean()
+
+
+@pytest.mark.parametrize("activation", [nn.Identity, nn.ReLU], ids=["nothing edited", "edited"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_a_precision_of_our_choice_is_taken_back(
+    run: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, precision: str, activation: type[nn.Module]
+) -> None:
+    """What ``auto`` comes to on other machines."""
+    monkeypatch.setattr("lightning_accel.plugin.resolve_precision", lambda *_: (precision, "as on another machine"))
+    models = []
+    for plugin in (None, AccelPlugin(log=False, verify=False)):
+        torch.manual_seed(0)
+        models.append(TakesOneDtype(activation()))
+        run(models[-1], plugin)
+    assert plugin is not None
+    assert plugin.report.of("precision").status.startswith("32-true: RuntimeError")
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
+
+
+def test_a_batch_is_let_go_before_the_next_one_is_fetched(make_trainer: Callable[..., Trainer]) -> None:
+    alive: list[int] = []
+    given: list[weakref.ref[Tensor]] = []
+
+    def batches() -> Iterator[list[Tensor]]:
+        for _ in range(6):
+            alive.append(sum(batch() is not None for batch in given))
+            batch = torch.ones(4, 8)
+            given.append(weakref.ref(batch))
+            yield [batch]
+            del batch
+
+    class Stream(IterableDataset[list[Tensor]]):
+        def __iter__(self) -> Iterator[list[Tensor]]:
+            return batches()
+
+    make_trainer(plugins=[AccelPlugin(log=False)]).fit(RaisesEdited(), DataLoader(Stream(), batch_size=None))
+    assert alive == [0] * 6
+
+
+# -- several ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
+    """What a rank of a run of ``safety_net_ranks.py`` came to."""
+    folder = tmp_path_factory.mktemp("safety_net_ranks")
+    run_script(Path(__file__).with_name("safety_net_ranks.py"), folder)
+    return lambda run, rank: json.loads((folder / f"{run}.{rank}.json").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "plain"])
+def test_a_rank_that_repeats_a_step_stays_with_the_others(
+    ranks: Callable[[str, int], dict[str, Any]], name: str
+) -> None:
+    assert any("ran when it was repeated" in note for note in ranks(name, 1)["notes"])
+    for rank in (0, 1):
+        for what in ("weights", "statistics"):
+            assert ranks(name, rank)[what] == pytest.approx(ranks("plain", rank)[what], rel=1e-5, abs=1e-6)

@@ -117,6 +117,8 @@ CASES = {
         Case("accel_fsdp", 4, vocab=509, tied=True, is_slow=True),
         Case("accel_fsdp", 4, vocab=8192, is_slow=True),
         Case("accel_fsdp", 2, precision="bf16-mixed"),
+        Case("accel_fsdp", 2, vocab=8192, precision="bf16-mixed"),
+        Case("accel_fsdp", 2, vocab=8192, tied=True),
         Case("accel_fsdp", 4, vocab=8192, precision="bf16-mixed", is_slow=True),
         Case("accel_fsdp", 4, vocab=64, seq_len=512, is_slow=True),
         Case("accel_fsdp", 4, vocab=8192, seq_len=128, precision="bf16-mixed", is_slow=True),

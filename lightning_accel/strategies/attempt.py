@@ -1,0 +1,151 @@
+"""A step that may have to be repeated, and what it has to find as it was before."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_accel.isolation import Snapshot, can_be_put_back
+from lightning_accel.tree import leaves, tensors_in
+
+Step = Callable[..., Any]
+Restore = Callable[[], Any]
+
+_MAX_BUFFER_BYTES = 1 << 20  # of one buffer that is copied at every step: running statistics, not tables
+
+
+class Attempt:
+    """A step, and what it may change.
+
+    In a trial step all of that is kept. Later, when every step pays for it, it is random streams, what was logged,
+    metrics, small buffers and which values attributes have; a list that a step appends to stays as it is.
+
+    Attributes:
+        step: Runs it, again perhaps.
+        given: Its arguments, positional and by name.
+        has_gone_backward: Whether there are gradients of it.
+
+    Args:
+        step: See above.
+        given: See above.
+        module: The run's module.
+        is_trial: Whether techniques are tried in it.
+    """
+
+    def __init__(self, step: Step, given: Any, module: LightningModule, *, is_trial: bool) -> None:
+        self.step = step
+        self.has_gone_backward = False
+        self.given = given
+        self._module = module
+        self._num_optimizer_steps = module.trainer.global_step
+        # What Lightning does not see: optimizers that are stepped, and losses that go backward, by the module itself.
+        self._trained = [] if module.automatic_optimization else _versions(module)
+        self._restores = list(_random_states(module.device))
+        if is_trial:
+            self._versions: list[tuple[Tensor, int]] = []
+            self._restores += _whole_state(module, given)
+        else:
+            self._versions = [(t, t._version) for t in tensors_in(given) if not t.is_inference()]
+            self._restores += _small_state(module)
+
+    def can_be_repeated(self) -> bool:
+        reads_its_loader = any(hasattr(leaf, "__next__") for leaf in leaves(self.given))
+        has_stepped = self._module.trainer.global_step != self._num_optimizer_steps
+        has_trained = bool(self._trained) and self._trained != _versions(self._module)
+        has_written = any(tensor._version != version for tensor, version in self._versions)
+        return not (reads_its_loader or has_stepped or has_trained or has_written)
+
+    def take_back(self) -> None:
+        with torch.no_grad():
+            for restore in self._restores:
+                restore()
+
+
+def _versions(module: nn.Module) -> list[tuple[int, ...]]:
+    """What differs once a parameter was written to, or got another gradient."""
+    return [
+        (p._version, id(p.grad), -1 if p.grad is None else p.grad._version)
+        for p in module.parameters()
+        if not p.is_inference()
+    ]
+
+
+def _random_states(device: torch.device) -> Iterator[Restore]:
+    """What brings back the random streams as they are now."""
+    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    yield functools.partial(random.setstate, random.getstate())
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield functools.partial(numpy.random.set_state, numpy.random.get_state())
+    if device.type == "cuda":
+        yield functools.partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+
+
+def _whole_state(module: LightningModule, given: Any) -> Iterator[Restore]:
+    """What brings back a module, what it logged and its batch as they are now."""
+    yield Snapshot(module).restore
+    yield from _logged(module)
+    for tensor in tensors_in(given):
+        if not tensor.is_inference() and can_be_put_back(tensor):  # no count is kept of what is written into the former
+            yield functools.partial(_put_back, tensor, tensor.clone(), tensor._version)
+
+
+def _small_state(module: LightningModule) -> Iterator[Restore]:
+    yield from _logged(module)
+    tensors: list[Tensor] = []
+    for part in module.modules():
+        own = vars(part)
+        yield functools.partial(_rebind_attributes, own, dict(own))
+        if part._buffers:
+            yield functools.partial(_rebind, part._buffers, dict(part._buffers))
+            tensors += [buffer for buffer in part._buffers.values() if buffer is not None]
+        if isinstance(part, Metric):
+            states = {name: getattr(part, name) for name in part._defaults}
+            tensors += [state for state in states.values() if isinstance(state, Tensor)]
+            lists = {name: copy.copy(state) for name, state in states.items() if isinstance(state, list)}
+            yield functools.partial(own.update, lists)
+    small = [tensor for tensor in tensors if can_be_put_back(tensor) and tensor.nbytes <= _MAX_BUFFER_BYTES]
+    values = [torch.empty_like(tensor) for tensor in small]
+    if small:
+        with torch.no_grad():
+            torch._foreach_copy_(values, small)
+        yield functools.partial(torch._foreach_copy_, small, values)
+
+
+def _logged(module: LightningModule) -> Iterator[Restore]:
+    logged: Any = getattr(module.trainer, "_results", None)
+    if logged is not None:
+        for metric in logged.values():  # which adds up into new tensors, and never writes into one
+            yield functools.partial(_rebind_attributes, vars(metric), dict(vars(metric)))
+        yield functools.partial(_rebind, logged, dict(logged))
+
+
+def _rebind(names: dict[str, Any], before: dict[str, Any]) -> None:
+    """Has ``names`` stand for what they stood for ``before``, in the same order."""
+    for name in [name for name in names if name not in before]:
+        del names[name]
+    for name, value in before.items():
+        if names.get(name) is not value or name not in names:
+            names[name] = value
+
+
+def _rebind_attributes(own: dict[str, Any], before: dict[str, Any]) -> None:
+    """The same for a module's attributes, but for torch's own and for edits, which are others' to undo."""
+    edits = {name for names in (own, before) for name, value in names.items() if isinstance(value, types.MethodType)}
+    kept = {name: own[name] for name in own if name in Snapshot.OWN or name in edits}
+    restored = {name: value for name, value in before.items() if name not in edits and name not in Snapshot.OWN}
+    _rebind(own, restored | kept)
+
+
+def _put_back(tensor: Tensor, value: Tensor, version: int) -> None:
+    if tensor._version != version:
+        tensor.copy_(value)

@@ -39,6 +39,8 @@ def leaves(data: Any) -> list[Any]:
     """Everything in ``data`` that is no container: tensors, numbers, objects of classes that are not known here."""
     if isinstance(data, Tensor) or type(data) in _ATOMS:
         return [data]
+    if type(data) is tuple or type(data) is list:  # by themselves: the checks below take longer than the rest
+        return [leaf for value in data for leaf in leaves(value)]
     if isinstance(data, Mapping):
         return [leaf for value in data.values() for leaf in leaves(value)]
     if isinstance(data, Sequence | set | frozenset) and not isinstance(data, _NO_CONTAINERS):

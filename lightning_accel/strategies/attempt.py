@@ -27,8 +27,8 @@ _MAX_BUFFER_BYTES = 1 << 20  # of one buffer that is copied at every step: runni
 class Attempt:
     """A step, and what it may change.
 
-    In a trial step all of that is kept. Later, when every step pays for it, it is random streams, what was logged,
-    metrics, small buffers and which values attributes have; a list that a step appends to stays as it is.
+    In a trial step all of that is kept. Later, when every step pays for it, it is random streams, what was logged and
+    a :class:`SmallState`; a list that a step appends to stays as it is.
 
     Attributes:
         step: Runs it, again perhaps.
@@ -39,10 +39,10 @@ class Attempt:
         step: See above.
         given: See above.
         module: The run's module.
-        is_trial: Whether techniques are tried in it.
+        state: Of the module; None in a step in which techniques are tried.
     """
 
-    def __init__(self, step: Step, given: Any, module: LightningModule, *, is_trial: bool) -> None:
+    def __init__(self, step: Step, given: Any, module: LightningModule, state: SmallState | None) -> None:
         self.step = step
         self.has_gone_backward = False
         self.given = given
@@ -50,13 +50,17 @@ class Attempt:
         self._num_optimizer_steps = module.trainer.global_step
         # What Lightning does not see: optimizers that are stepped, and losses that go backward, by the module itself.
         self._trained = [] if module.automatic_optimization else _versions(module)
-        self._restores = list(_random_states(module.device))
-        if is_trial:
-            self._versions: list[tuple[Tensor, int]] = []
+        self._restores = [*_random_states(module.device), *_logged(module)]
+        self._versions: list[tuple[Tensor, int]] = []
+        if state is None:
             self._restores += _whole_state(module, given)
         else:
             self._versions = [(t, t._version) for t in tensors_in(given) if not t.is_inference()]
-            self._restores += _small_state(module)
+            self._restores.append(state.keep())
+
+    def note(self, state: SmallState) -> None:
+        """Has the repetition find the buffers as they are now: sent by rank 0 after the step began."""
+        self._restores.append(state.keep())
 
     def can_be_repeated(self) -> bool:
         reads_its_loader = any(hasattr(leaf, "__next__") for leaf in leaves(self.given))
@@ -69,6 +73,49 @@ class Attempt:
         with torch.no_grad():
             for restore in self._restores:
                 restore()
+
+
+class SmallState:
+    """What can be kept of a module at every step: what names stand for, and tensors as small as statistics are.
+
+    Where these are is found once: to walk through a model takes its time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(module.modules())
+        self._attributes = [vars(part) for part in parts]
+        self._buffers = [part._buffers for part in parts if part._buffers]
+        metrics = [(vars(part), name) for part in parts if isinstance(part, Metric) for name in part._defaults]
+        self._lists = [(own, name) for own, name in metrics if isinstance(own.get(name), list)]
+        tensors = [(slots, name) for slots in self._buffers for name in slots] + metrics
+        self._tensors = [(slots, name) for slots, name in tensors if _is_small(slots.get(name))]
+
+    def keep(self) -> Restore:
+        """What brings it back as it is now."""
+        attributes = [(own, dict(own)) for own in self._attributes]
+        buffers = [(slots, dict(slots)) for slots in self._buffers]
+        lists = [(own, name, copy.copy(own[name])) for own, name in self._lists]
+        tensors = [slots[name] for slots, name in self._tensors]
+        values = [torch.empty_like(tensor) for tensor in tensors]
+        if tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(values, tensors)
+
+        def restore() -> None:
+            for own, before in attributes:
+                _rebind_attributes(own, before)
+            for slots, before in buffers:
+                _rebind(slots, before)
+            for own, name, contents in lists:
+                own[name] = contents
+            if tensors:
+                torch._foreach_copy_(tensors, values)
+
+        return restore
+
+
+def _is_small(value: Any) -> bool:
+    return can_be_put_back(value) and value.nbytes <= _MAX_BUFFER_BYTES
 
 
 def _versions(module: nn.Module) -> list[tuple[int, ...]]:
@@ -91,37 +138,15 @@ def _random_states(device: torch.device) -> Iterator[Restore]:
 
 
 def _whole_state(module: LightningModule, given: Any) -> Iterator[Restore]:
-    """What brings back a module, what it logged and its batch as they are now."""
+    """What brings back a module and its batch as they are now."""
     yield Snapshot(module).restore
-    yield from _logged(module)
     for tensor in tensors_in(given):
         if not tensor.is_inference() and can_be_put_back(tensor):  # no count is kept of what is written into the former
             yield functools.partial(_put_back, tensor, tensor.clone(), tensor._version)
 
 
-def _small_state(module: LightningModule) -> Iterator[Restore]:
-    yield from _logged(module)
-    tensors: list[Tensor] = []
-    for part in module.modules():
-        own = vars(part)
-        yield functools.partial(_rebind_attributes, own, dict(own))
-        if part._buffers:
-            yield functools.partial(_rebind, part._buffers, dict(part._buffers))
-            tensors += [buffer for buffer in part._buffers.values() if buffer is not None]
-        if isinstance(part, Metric):
-            states = {name: getattr(part, name) for name in part._defaults}
-            tensors += [state for state in states.values() if isinstance(state, Tensor)]
-            lists = {name: copy.copy(state) for name, state in states.items() if isinstance(state, list)}
-            yield functools.partial(own.update, lists)
-    small = [tensor for tensor in tensors if can_be_put_back(tensor) and tensor.nbytes <= _MAX_BUFFER_BYTES]
-    values = [torch.empty_like(tensor) for tensor in small]
-    if small:
-        with torch.no_grad():
-            torch._foreach_copy_(values, small)
-        yield functools.partial(torch._foreach_copy_, small, values)
-
-
 def _logged(module: LightningModule) -> Iterator[Restore]:
+    """What brings back what was logged as it is now."""
     logged: Any = getattr(module.trainer, "_results", None)
     if logged is not None:
         for metric in logged.values():  # which adds up into new tensors, and never writes into one

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.checks import SettingError
 from lightning_accel.engine import AccelError, Engine
 from lightning_accel.patch import MethodPatch, Patch
-from lightning_accel.strategies.attempt import Attempt, Step
+from lightning_accel.strategies.attempt import Attempt, SmallState, Step
 from lightning_accel.trial import one_line
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -54,21 +56,37 @@ class SafetyNet:
         self._is_ours = is_ours
         self._without_precision = without_precision
         self._attempt: Attempt | None = None
+        self._state: SmallState | None = None
 
     def patches(self, strategy: Strategy) -> Iterator[Patch]:
         """The edits that put every step of ``strategy`` above the net."""
 
-        def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
-            def step(target: Any, *args: Any, **kwargs: Any) -> Any:
-                return self._run(functools.partial(original, target), args, kwargs)
+        def guarded(original: Callable[..., Any], goes_backward: bool) -> Callable[..., Any]:
+            def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+                outputs = self._run(functools.partial(original, strategy), args, kwargs)
+                if not goes_backward:
+                    self._attempt = None  # its batch is not to be there beside the next one
+                return outputs
 
             return step
 
-        # On several ranks within DistributedDataParallel's forward, which broadcasts buffers: a rank that went through
-        # it again would send them to others that are in their backward pass.
-        target = self._module if self._module.trainer.world_size > 1 else strategy
         for name in _STEPS:
-            yield MethodPatch(f"{name}, guarded", "above a net", target, name, guarded)
+            goes_backward = name == "training_step" and self._module.automatic_optimization
+            wrap = functools.partial(guarded, goes_backward=goes_backward)
+            yield MethodPatch(f"{name}, guarded", "above a net", strategy, name, wrap)
+
+        def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+            def step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+                if self._attempt is not None:
+                    self._attempt.note(self._state or SmallState(self._module))
+                return original(module, *args, **kwargs)
+
+            return step
+
+        # DistributedDataParallel calls the module's own step after it has sent rank 0's buffers to all.
+        if self._module.trainer.world_size > 1:
+            for name in _STEPS:
+                yield MethodPatch(f"{name}, noted", "above a net", self._module, name, noted)
 
     @property
     def is_spread(self) -> bool:
@@ -92,7 +110,6 @@ class SafetyNet:
                 raise
             failure = _without_frames(error)
         else:
-            # Its batch is not to be there beside the next one. Of one that is accumulated no second pass is possible.
             self._attempt = None
             return
         self._attempt = None
@@ -104,18 +121,17 @@ class SafetyNet:
         self._attempt = None
         if not self._is_ours():
             return step(*args, **kwargs)
-        attempt = self._attempt = Attempt(step, (args, kwargs), self._module, is_trial=self._engine.is_trying)
+        state = None
+        if not self._engine.is_trying:
+            state = self._state = self._state or SmallState(self._module)
+        attempt = self._attempt = Attempt(step, (args, kwargs), self._module, state)
         try:
-            outputs = step(*args, **kwargs)
+            return step(*args, **kwargs)
         except Exception as error:
             self._attempt = None
             if attempt.has_gone_backward or not self._may_repeat(attempt, error):
                 raise
             failure = _without_frames(error)
-        else:
-            if not (self._module.trainer.training and self._module.automatic_optimization):
-                self._attempt = None  # there is no backward pass to come
-            return outputs
         # Outside of the handler, so that an error of the user's does not drag ours along.
         outputs = self._repeat(attempt, failure)
         self._tell(failure)
@@ -134,7 +150,7 @@ class SafetyNet:
         args, kwargs = self._engine.predictions(attempt.given)  # the batch, too, as the user's loader gave it
         remark = f"a step raised {one_line(error)}"
         self._engine.stand_aside(remark)
-        with self._without_precision(error):
+        with self._without_precision(error), _buffers_not_sent(self._module.trainer.strategy.model):
             outputs = attempt.step(*args, **kwargs)
         self._engine.join_after_failure()
         return outputs
@@ -142,6 +158,20 @@ class SafetyNet:
     def _tell(self, error: Exception) -> None:
         remark = f"a step raised {one_line(error)}, and ran when it was repeated without the edits of this plugin"
         self._engine.degrade(f"{remark}: all of them are taken back")
+
+
+@contextmanager
+def _buffers_not_sent(model: nn.Module | None) -> Iterator[None]:
+    """A repeated forward of DistributedDataParallel sends no buffers: the other ranks are in their backward pass."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    before = model.require_forward_param_sync
+    model.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        model.require_forward_param_sync = before
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -82,20 +82,23 @@ class SmallState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        parts = list(module.modules())
+        scripted = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
+        parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._attributes = [vars(part) for part in parts]
         self._buffers = [part._buffers for part in parts if part._buffers]
         metrics = [(vars(part), name) for part in parts if isinstance(part, Metric) for name in part._defaults]
         self._lists = [(own, name) for own, name in metrics if isinstance(own.get(name), list)]
         tensors = [(slots, name) for slots in self._buffers for name in slots] + metrics
         self._tensors = [(slots, name) for slots, name in tensors if _is_small(slots.get(name))]
+        # TorchScript has names of its own, which are not to be had, and stand for the same tensors for good.
+        self._scripted = [buffer for part in scripted for buffer in part.buffers(recurse=False) if _is_small(buffer)]
 
     def keep(self) -> Restore:
         """What brings it back as it is now."""
         attributes = [(own, dict(own)) for own in self._attributes]
         buffers = [(slots, dict(slots)) for slots in self._buffers]
         lists = [(own, name, copy.copy(own[name])) for own, name in self._lists]
-        tensors = [slots[name] for slots, name in self._tensors]
+        tensors = [slots[name] for slots, name in self._tensors] + self._scripted
         values = [torch.empty_like(tensor) for tensor in tensors]
         if tensors:
             with torch.no_grad():

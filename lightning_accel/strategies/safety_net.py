@@ -121,10 +121,11 @@ class SafetyNet:
         self._attempt = None
         if not self._is_ours():
             return step(*args, **kwargs)
-        state = None
-        if not self._engine.is_trying:
-            state = self._state = self._state or SmallState(self._module)
-        attempt = self._attempt = Attempt(step, (args, kwargs), self._module, state)
+        try:
+            attempt = self._attempt = self._begin(step, (args, kwargs))
+        except Exception:  # what cannot be copied cannot be brought back: a step without a net is the user's own
+            self._state = None
+            return step(*args, **kwargs)
         try:
             return step(*args, **kwargs)
         except Exception as error:
@@ -137,6 +138,12 @@ class SafetyNet:
         self._tell(failure)
         return outputs
 
+    def _begin(self, step: Step, given: Any) -> Attempt:
+        state = None
+        if not self._engine.is_trying:
+            state = self._state = self._state or SmallState(self._module)
+        return Attempt(step, given, self._module, state)
+
     def _may_repeat(self, attempt: Attempt, error: Exception) -> bool:
         return not isinstance(error, _NOT_OURS) and attempt.can_be_repeated()
 
@@ -146,7 +153,10 @@ class SafetyNet:
         return module.automatic_optimization and trainer.accumulate_grad_batches == 1 and trainer.world_size == 1
 
     def _repeat(self, attempt: Attempt, error: Exception) -> Any:
-        attempt.take_back()
+        try:
+            attempt.take_back()
+        except Exception:  # a repetition would not start from where the step did
+            raise error from None
         args, kwargs = self._engine.predictions(attempt.given)  # the batch, too, as the user's loader gave it
         remark = f"a step raised {one_line(error)}"
         self._engine.stand_aside(remark)

@@ -287,6 +287,20 @@ def test_buffers_that_cannot_be_copied_do_not_stand_in_the_way(
     assert any("ran when it was repeated" in note for note in plugin.report.notes)
 
 
+def test_a_buffer_that_goes_in_mid_run_does_not_stand_in_the_way(run: Callable[..., Trainer]) -> None:
+    class LosesItsBuffer(RaisesEdited):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("start", torch.zeros(8))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 4:
+                self.start = None
+            return self.net(batch[0]).square().mean()
+
+    assert run(LosesItsBuffer(), AccelPlugin(log=False)).global_step == 8
+
+
 def test_lazy_norms_train(run: Callable[..., Trainer]) -> None:
     model = RaisesEdited()
     model.net = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Linear(8, 2))

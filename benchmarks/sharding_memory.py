@@ -17,6 +17,8 @@ from tempfile import TemporaryDirectory
 
 from _measure import publish
 
+# Without this folder, whose strategies.py would hide the folder of that name among the tests.
+sys.path.remove(str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "strategies"))
 import memory_ranks
 from memory_ranks import CASES, Case, Measured, expected

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from lightning_accel.decisions import Decision, ExampleModel, by_default, when_asked
-from lightning_accel.host import Host
-from lightning_accel.simulated_hosts import SIMULATED_HOSTS
+from lightning_accel.cli.decisions import Decision, ExampleModel, by_default, when_asked
+from lightning_accel.core.host import Host
+from lightning_accel.core.simulated_hosts import SIMULATED_HOSTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "hosts.md"
 

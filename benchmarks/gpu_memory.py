@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.byte_size import format_bytes
+from lightning_accel.core.byte_size import format_bytes
 
 LIMIT_BYTES = 24 << 30
 BUDGET_SHARE = 0.93  # of the limit: allocators round, and leave gaps that a budget of allocated bytes knows nothing of

@@ -21,7 +21,7 @@ from _networks import TransformerBlock
 from torch import nn
 
 from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
-from lightning_accel.plan import OffloadingPlan
+from lightning_accel.settings import OffloadingPlan
 from lightning_accel.techniques.activation_offloading import ActivationOffloading
 
 WIDTH, HEADS, BLOCKS, BATCH, LENGTH = 2048, 16, 24, 8, 2048

@@ -4,7 +4,7 @@
 
 To answer: are parameters, gradients and optimizer states what the formula says, to the byte but for what cannot be
 divided evenly, and how far off is the peak? Processes on the CPU, connected by Gloo, train a decoder of four blocks
-with AdamW; tests/strategies/memory_ranks.py says how they are measured.
+with AdamW; tests/support/strategies/memory_ranks.py says how they are measured.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from tempfile import TemporaryDirectory
 
 from _measure import publish
 
-# Without this folder, whose strategies.py would hide the folder of that name among the tests.
-sys.path.remove(str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "strategies"))
-import memory_ranks
-from memory_ranks import CASES, Case, Measured, expected
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from support.strategies import memory_ranks
+from support.strategies.memory_ranks import CASES, Case, Measured, expected
 
 
 def row(case: Case, ranks: list[Measured]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_accel.report import Report
+from lightning_accel.core.report import Report
 
 _PATIENCE_S = 1.0  # for a last step that did not keep the ranks together: one without a loss, say
 _PATIENCE_UNFORESEEN_S = 10.0  # for ranks that stopped together and take different times over what comes after

@@ -16,11 +16,11 @@ from lightning_accel.callbacks._epoch_ends import EpochEnds
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib, memory_meter_for
 from lightning_accel.callbacks._samples import SampleCounter
+from lightning_accel.core.host import usable_cores
+from lightning_accel.core.patch import MethodPatch, PatchSet
+from lightning_accel.core.report import Report
+from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
-from lightning_accel.host import usable_cores
-from lightning_accel.patch import MethodPatch, PatchSet
-from lightning_accel.report import Report
-from lightning_accel.tree import leaves
 
 
 class FitInstruments:

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._instruments import FitInstruments
-from lightning_accel.patch import AttributePatch, PatchSet
-from lightning_accel.strategies.lost_ranks import is_broken_collective
+from lightning_accel.core.patch import AttributePatch, PatchSet
+from lightning_accel.resilience.lost_ranks import is_broken_collective
 
 _HOOKS_OF_A_STEP = (
     *("on_train_batch_start", "on_train_batch_end", "on_validation_batch_start", "on_validation_batch_end"),

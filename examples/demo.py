@@ -118,7 +118,7 @@ def machine(accelerator: str) -> dict[str, Any]:
 
     import lightning_accel
     from lightning_accel.claims.machine import machine as about
-    from lightning_accel.host import Host
+    from lightning_accel.core.host import Host
 
     host = Host.detect("cpu" if accelerator == "cpu" else None)
     return {**about(host), "lightning": lightning.__version__, "lightning_accel": lightning_accel.__version__}

@@ -13,14 +13,14 @@ from lightning_accel.strategies.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_accel.assembly import accelerate
-    from lightning_accel.cli import AccelCLI
+    from lightning_accel.cli.accel_cli import AccelCLI
+    from lightning_accel.core.host import Host
+    from lightning_accel.core.report import Report
     from lightning_accel.engine import AccelError, AccelWarning
-    from lightning_accel.host import Host
+    from lightning_accel.lightning.plugin import AccelPlugin
     from lightning_accel.memory.memory_plan import MemoryPlan
-    from lightning_accel.plan import CheckpointingPlan, FlashAttentionPlan, OffloadingPlan, Plan
     from lightning_accel.planning import plan_memory
-    from lightning_accel.plugin import AccelPlugin
-    from lightning_accel.report import Report
+    from lightning_accel.settings import CheckpointingPlan, FlashAttentionPlan, OffloadingPlan, Plan
     from lightning_accel.strategies.ddp import AccelDDPStrategy
     from lightning_accel.strategies.fsdp import AccelFSDPStrategy
     from lightning_accel.strategies.single_device import AccelStrategy
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AccelCLI": "cli",
+    "AccelCLI": "cli.accel_cli",
     "AccelDDPStrategy": "strategies.ddp",
     "AccelError": "engine",
     "AccelFSDPStrategy": "strategies.fsdp",
-    "AccelPlugin": "plugin",
+    "AccelPlugin": "lightning.plugin",
     "AccelStrategy": "strategies.single_device",
     "AccelWarning": "engine",
-    "CheckpointingPlan": "plan",
-    "FlashAttentionPlan": "plan",
+    "CheckpointingPlan": "settings",
+    "FlashAttentionPlan": "settings",
     "FlashMultiheadAttention": "techniques.flash_attention.multihead",
-    "Host": "host",
+    "Host": "core.host",
     "MemoryPlan": "memory.memory_plan",
-    "OffloadingPlan": "plan",
-    "Plan": "plan",
-    "Report": "report",
+    "OffloadingPlan": "settings",
+    "Plan": "settings",
+    "Report": "core.report",
     "accelerate": "assembly",
     "plan_memory": "planning",
 }

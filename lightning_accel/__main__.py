@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_accel import plan_command
 from lightning_accel.claims import command as claims_command
+from lightning_accel.cli import plan_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             claims.error(str(error))
 
     # Imported late: --help and plan answer without torch.
-    from lightning_accel.doctor import examine, show
+    from lightning_accel.cli.doctor import examine, show
 
     show(examine())
     return 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lightning_accel.core.host import Host
+from lightning_accel.core.isolation import device_of
 from lightning_accel.engine import Engine
-from lightning_accel.host import Host
-from lightning_accel.isolation import device_of
-from lightning_accel.plan import Plan
+from lightning_accel.settings import Plan
 from lightning_accel.techniques.activation_offloading import ActivationOffloading
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.compilation import Compilation

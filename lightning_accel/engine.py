@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lightning_accel.compiled import eager_where_compiled
-from lightning_accel.heap import release_free_memory
-from lightning_accel.host import Host
+from lightning_accel.core.compiled import eager_where_compiled
+from lightning_accel.core.heap import release_free_memory
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.report import TECHNIQUES, Report, TechniqueReport
 from lightning_accel.memory.memory_plan import MemoryPlan
-from lightning_accel.patch import Patch, PatchSet
-from lightning_accel.plan import Plan
-from lightning_accel.report import TECHNIQUES, Report, TechniqueReport
+from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import MixedPrecision

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_accel.assembly import accelerate
+from lightning_accel.core.isolation import Snapshot, device_of, own_rng
+from lightning_accel.core.tree import map_tensors
 from lightning_accel.engine import AccelError
-from lightning_accel.isolation import Snapshot, device_of, own_rng
 from lightning_accel.memory.memory_plan import MemoryPlan
 from lightning_accel.memory.planner import MAX_STEPS
-from lightning_accel.plan import CheckpointingPlan, OffloadingPlan, OffloadingSetting, Plan
-from lightning_accel.tree import map_tensors
+from lightning_accel.settings import CheckpointingPlan, OffloadingPlan, OffloadingSetting, Plan
 
 
 def plan_memory(

@@ -14,12 +14,12 @@ from torch import nn
 
 import lightning_accel
 from lightning_accel.assembly import accelerate
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
 from lightning_accel.engine import AccelError, AccelWarning, Engine
-from lightning_accel.host import Host
-from lightning_accel.patch import AttributePatch, Patch, PatchSet
-from lightning_accel.plan import Plan
+from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
-from models import TASKS, TinyCNN
+from support.models import TASKS, TinyCNN
 
 HOST = Host(kind="cpu", device_name="a CPU")
 

@@ -71,10 +71,10 @@ USED = """
 import json, sys
 import lightning_accel
 import lightning.pytorch.strategies as home
-import lightning_accel.callbacks, lightning_accel.plugin, torch
+import lightning_accel.callbacks, lightning_accel.lightning.plugin, torch
 lightning_accel.AccelPlugin()
 print(json.dumps({
-    "files": [lightning_accel.callbacks.__file__, lightning_accel.plugin.__file__],
+    "files": [lightning_accel.callbacks.__file__, lightning_accel.lightning.plugin.__file__],
     "loader": type(home.__loader__).__name__,
     "is_the_specs": home.__spec__.loader is home.__loader__,
     "finders": [str(finder) for finder in sys.meta_path if type(finder).__module__.startswith("lightning_accel")],

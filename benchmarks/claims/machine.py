@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_accel.host import Host
+from lightning_accel.core.host import Host
 
 # What vendors and hypervisors write into a name that tells no machine from another.
 _NOISE = re.compile(r"\((R|TM|C)\)|@.*|\b(CPU|Processor|\d+-Core)\b", re.IGNORECASE)

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from lightning_accel.claims.claim import Figure, Target
-from lightning_accel.host import usable_cores
+from lightning_accel.core.host import usable_cores
 from lightning_accel.memory.meter import meter_for
 
 _RESAMPLES = 2000

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, Missing, Target
 from lightning_accel.claims.measure import device, speedup, timed_ms
+from lightning_accel.core.host import Host
 from lightning_accel.engine import Engine
-from lightning_accel.host import Host
 
 CLAIM = Claim(
     row=1,

@@ -10,8 +10,8 @@ from torch import nn
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, Target
 from lightning_accel.claims.measure import device, speedup, timed_ms
-from lightning_accel.host import Host
-from lightning_accel.plan import PrecisionSetting
+from lightning_accel.core.host import Host
+from lightning_accel.settings import PrecisionSetting
 from lightning_accel.techniques.mixed_precision import DTYPES, resolve_precision
 
 CLAIM = Claim(

@@ -19,7 +19,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.claims._digits import digits
 from lightning_accel.claims.claim import Claim, Figure, Target
 from lightning_accel.claims.measure import device, median_interval
-from lightning_accel.plan import PrecisionSetting
+from lightning_accel.settings import PrecisionSetting
 from lightning_accel.techniques.mixed_precision import DTYPES
 
 CLAIM = Claim(

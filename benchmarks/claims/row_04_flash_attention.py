@@ -14,7 +14,7 @@ from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, Target, counted
 from lightning_accel.claims.measure import device, interleaved_ms, peak_step_bytes, speedup
 from lightning_accel.engine import Engine
-from lightning_accel.plan import PrecisionSetting
+from lightning_accel.settings import PrecisionSetting
 
 CLAIM = Claim(
     row=4,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_accel.claims.claim import Claim, Figure, Missing, NotHereError, Target
 from lightning_accel.claims.measure import device, speedup, timed_ms
-from lightning_accel.host import Host
+from lightning_accel.core.host import Host
 
 CLAIM = Claim(
     row=5,

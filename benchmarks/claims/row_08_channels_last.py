@@ -12,7 +12,7 @@ from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, Target
 from lightning_accel.claims.measure import device, speedup, timed_ms
 from lightning_accel.engine import Engine
-from lightning_accel.plan import MemoryFormatSetting, PrecisionSetting
+from lightning_accel.settings import MemoryFormatSetting, PrecisionSetting
 
 CLAIM = Claim(
     row=8,

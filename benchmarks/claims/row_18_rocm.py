@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, NotHereError, Target, counted
-from lightning_accel.decisions import ExampleModel
-from lightning_accel.plan import PrecisionSetting
+from lightning_accel.cli.decisions import ExampleModel
+from lightning_accel.settings import PrecisionSetting
 
 CLAIM = Claim(
     row=18,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lightning_accel.claims.claim import Claim, Figure, NotHereError
 from lightning_accel.claims.row_18_rocm import same_losses
-from lightning_accel.host import Host
+from lightning_accel.core.host import Host
 
 CLAIM = Claim(
     row=19,

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from lightning_accel.checks import check_choice
+from lightning_accel.core.checks import check_choice
 from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.single_pass import NumpyArray, PassBuilder
 from lightning_accel.data.transform import (

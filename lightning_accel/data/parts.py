@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_accel.checks import nearest
+from lightning_accel.core.checks import nearest
 
 Path = tuple[Any, ...]  # the keys, indices and field names that lead from the batch to the part
 Key = str | int | tuple[str | int, ...]

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, cast
 
 from lightning_accel import data
-from lightning_accel.checks import check_names, nearest
+from lightning_accel.core.checks import check_names, nearest
 from lightning_accel.data.chain import checked
 from lightning_accel.data.transform import Transform
 

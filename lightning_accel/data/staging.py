@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_accel.core.tree import leaves, map_leaves
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region
-from lightning_accel.tree import leaves, map_leaves
 
 
 class Mark(Protocol):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accel.byte_size import format_bytes
+from lightning_accel.core.byte_size import format_bytes
 
 # A pool grows by a quarter, and by no more than this: in few segments, as pinning memory is slow, and hardly too large.
 SEGMENT_BYTES = 1 << 30

@@ -44,7 +44,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_accel.checks import check_choice
+from lightning_accel.core.checks import check_choice
 from lightning_accel.memory.decoder import Optimizer, Run, check_positive
 
 Strategy = Literal["accel", "accel_ddp", "accel_fsdp"]

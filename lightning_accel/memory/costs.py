@@ -15,13 +15,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.isolation import device_of, isolated
+from lightning_accel.core.isolation import device_of, isolated
+from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.memory.meter import END, START, Meter, MeterBusyError
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.pieces import recomputed_block
 from lightning_accel.memory.recompute import keeps_statistics
 from lightning_accel.memory.saved import has_storage, saving, sparing, unique_bytes
-from lightning_accel.tree import map_tensors, tensors_in
 
 Way = Literal["keep", "selective", "full", "offload", "full+offload"]
 WAYS: tuple[Way, ...] = get_args(Way)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import log, sqrt
 from typing import Literal, get_args
 
-from lightning_accel.checks import check_choice
+from lightning_accel.core.checks import check_choice
 
 Precision = Literal["32-true", "16-mixed", "bf16-mixed"]
 Optimizer = Literal["adamw", "adam", "sgd", "sgd-momentum"]

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from lightning_accel.byte_size import format_bytes
+from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.memory.costs import WAYS, BlockCosts, Cost, Way
 from lightning_accel.memory.memory_plan import BlockPlan, FixedMemory, MemoryPlan
 from lightning_accel.memory.rounds import leanest
 from lightning_accel.memory.solve import Problem, Stage
 from lightning_accel.memory.timeline import Call
-from lightning_accel.plan import OffloadingPlan
+from lightning_accel.settings import OffloadingPlan
 
 
 def own_costs(ways: Mapping[Way, Cost], shared_bytes: int) -> dict[Way, Cost]:

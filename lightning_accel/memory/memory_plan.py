@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_accel.byte_size import format_bytes
-from lightning_accel.isolation import device_of
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.isolation import device_of
+from lightning_accel.core.patch import MethodPatch, PatchSet
+from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.costs import OFFLOADING, Way, run_block
 from lightning_accel.memory.offload import Offloader, offloader_for
 from lightning_accel.memory.saved import saving, unique_bytes
-from lightning_accel.patch import MethodPatch, PatchSet
-from lightning_accel.plan import OffloadingPlan
-from lightning_accel.tree import tensors_in
+from lightning_accel.settings import OffloadingPlan
 
 _OTHER = "other activations, transients"
 

@@ -16,11 +16,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accel.byte_size import parse_bytes
+from lightning_accel.core.byte_size import parse_bytes
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region, SpillFile
 from lightning_accel.memory.movers import Flight, Mover, StreamMover, ThreadMover
 from lightning_accel.memory.saved import ByStorage, Packed, counter_of, shares_counter
-from lightning_accel.plan import OffloadingPlan
+from lightning_accel.settings import OffloadingPlan
 
 # Addresses that agree modulo this, agree in whatever a kernel asks about alignment.
 _ALIGNMENT = 512

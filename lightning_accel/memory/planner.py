@@ -18,9 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.byte_size import format_bytes
-from lightning_accel.checks import SettingError
-from lightning_accel.isolation import is_trial
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.checks import SettingError
+from lightning_accel.core.isolation import is_trial
+from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.costs import (
     OFFLOADING,
     WAYS,
@@ -40,8 +41,7 @@ from lightning_accel.memory.optimizers import OptimizerWatch
 from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Rounds, Ways, by_call, leanest, solve
 from lightning_accel.memory.solve import Problem
 from lightning_accel.memory.timeline import Call, SharedArguments, StepRecorder, Timeline
-from lightning_accel.plan import OffloadingPlan
-from lightning_accel.tree import tensors_in
+from lightning_accel.settings import OffloadingPlan
 
 CONFIRMING_STEPS = 3
 # A step without an optimizer step is the middle of an accumulation; the one that ends it holds all gradients.

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
-from lightning_accel.isolation import no_cast_cache
+from lightning_accel.core.isolation import no_cast_cache
 
 Recomputation = Literal["full", "selective"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

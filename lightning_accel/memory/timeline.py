@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.meter import Interval, Meter
 from lightning_accel.memory.saved import ByStorage, has_storage
-from lightning_accel.tree import tensors_in
 
 Event = Literal["forward", "forward ended", "backward", "backward ended"]
 

@@ -19,11 +19,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
 
-from lightning_accel.plan import PrecisionSetting
-from lightning_accel.plugin import AccelPlugin
-from lightning_accel.strategies.atomic_checkpoint import AtomicCheckpointIO
-from lightning_accel.strategies.lost_ranks import Roster, name_lost_ranks
-from lightning_accel.strategies.requeue import DeferredSignals, defer_signals
+from lightning_accel.lightning.plugin import AccelPlugin
+from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO
+from lightning_accel.resilience.lost_ranks import Roster, name_lost_ranks
+from lightning_accel.resilience.requeue import DeferredSignals, defer_signals
+from lightning_accel.settings import PrecisionSetting
 from lightning_accel.strategies.sync_batch_norm import AnyDeviceSyncBatchNorm
 
 _PRECISIONS = get_args(PrecisionSetting)
@@ -37,7 +37,7 @@ class Accelerated(Strategy):
     norms on CPUs too, acts on SLURM's signals between two steps, and names the process that died when a run breaks off.
     """
 
-    feeds_itself = True  # what lightning_accel.strategies.feeding asks
+    feeds_itself = True  # what lightning_accel.lightning.feeding asks
     # What to say beside errors of torch's, by a part of their text.
     explanations: ClassVar[Mapping[str, str]] = {
         "Cannot copy out of meta tensor": "The module was made on the meta device: accel_fsdp gives it memory and"

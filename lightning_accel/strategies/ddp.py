@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_accel.checks import check_choice, check_names
+from lightning_accel.core.checks import check_choice, check_names
 from lightning_accel.strategies.accelerated import Accelerated
 from lightning_accel.strategies.sharding import is_sharded
 

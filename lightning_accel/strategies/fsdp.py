@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS
 from typing_extensions import override
 
-from lightning_accel.checks import check_names
-from lightning_accel.patch import AttributePatch
+from lightning_accel.core.checks import check_names
+from lightning_accel.core.patch import AttributePatch
 from lightning_accel.strategies.accelerated import Accelerated
 from lightning_accel.strategies.block_order import BlockOrder
 from lightning_accel.strategies.scalars import ReplicatedScalars

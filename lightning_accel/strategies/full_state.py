@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_accel.tree import leaves, map_leaves
+from lightning_accel.core.tree import leaves, map_leaves
 
 
 def gathered(data: Any, *, keep: bool) -> Any:

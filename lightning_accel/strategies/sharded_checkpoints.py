@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accel.strategies.atomic_checkpoint import AtomicCheckpointIO, begin_replacing, commit, discard
+from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO, begin_replacing, commit, discard
 from lightning_accel.strategies.full_state import (
     full_model_state,
     gathered,

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from lightning_accel.blocks import find_blocks
+from lightning_accel.core.blocks import find_blocks
 from lightning_accel.strategies.materialize import materialize
 
 _LOW_ON_CPU = (nn.Linear, _ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RMSNorm)

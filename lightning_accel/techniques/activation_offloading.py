@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.byte_size import format_bytes, parse_bytes
-from lightning_accel.host import Host
+from lightning_accel.core.byte_size import format_bytes, parse_bytes
+from lightning_accel.core.host import Host
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.saved import saving
-from lightning_accel.plan import OffloadingPlan
+from lightning_accel.settings import OffloadingPlan
 from lightning_accel.techniques.base import Technique
 
 DEPTHS = (1, 2, 4, 8)

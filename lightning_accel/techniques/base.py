@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from lightning_accel.host import Host
-from lightning_accel.patch import Patch, PatchSet
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import Patch, PatchSet
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from torch import nn
 from torch.fx import GraphModule
 from typing_extensions import override
 
-from lightning_accel.blocks import find_blocks
-from lightning_accel.compiled import compile_call, is_compiled, is_gathered_by_hooks, undo_compile
-from lightning_accel.host import Host
-from lightning_accel.patch import MethodPatch, Patch, PatchSet
-from lightning_accel.plan import CompileSetting
+from lightning_accel.core.blocks import find_blocks
+from lightning_accel.core.compiled import compile_call, is_compiled, is_gathered_by_hooks, undo_compile
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.core.tree import changeable_argument
+from lightning_accel.core.trial import NOT_SLOWER, Contender, Trial
+from lightning_accel.settings import CompileSetting
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
-from lightning_accel.tree import changeable_argument
-from lightning_accel.trial import NOT_SLOWER, Contender, Trial
 
 Prepare = Callable[[GraphModule], None]
 

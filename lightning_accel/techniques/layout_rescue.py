@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_accel.layout import FORMAT_NAMES
+from lightning_accel.core.layout import FORMAT_NAMES
 
 _VIEWS = (Tensor.view, Tensor.view_as)
 _STRIDED = (Tensor.as_strided, torch.as_strided)

@@ -17,15 +17,15 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_accel.compiled import eager_where_compiled, is_inside_compiled
-from lightning_accel.host import Host
-from lightning_accel.layout import FORMAT_NAMES, OptimizerLayouts, WeightLayout, reads_by_layout, to_channels_last
-from lightning_accel.patch import Patch, PatchSet
-from lightning_accel.plan import MemoryFormatSetting
+from lightning_accel.core.compiled import eager_where_compiled, is_inside_compiled
+from lightning_accel.core.host import Host
+from lightning_accel.core.layout import FORMAT_NAMES, OptimizerLayouts, WeightLayout, reads_by_layout, to_channels_last
+from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.tree import map_tensors
+from lightning_accel.settings import MemoryFormatSetting
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.techniques.layout_rescue import LayoutRescue
 from lightning_accel.techniques.layout_trial import BREAKS_THE_HEAP, LayoutTrial, breaks_the_heap
-from lightning_accel.tree import map_tensors
 
 _CONVOLUTIONS = {
     4: (nn.Conv2d, nn.ConvTranspose2d),

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_accel.host import Host
-from lightning_accel.plan import PrecisionSetting
+from lightning_accel.core.host import Host
+from lightning_accel.settings import PrecisionSetting
 from lightning_accel.techniques.base import Technique
 
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from lightning_accel.core.tree import map_tensors
 from lightning_accel.data import Position, Preprocess, Transform
 from lightning_accel.techniques.base import Technique
-from lightning_accel.tree import map_tensors
 
 
 class Preprocessing(Technique):

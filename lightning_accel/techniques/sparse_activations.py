@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.host import Host
+from lightning_accel.core.host import Host
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.saved import saving
 from lightning_accel.techniques.base import Technique

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.callbacks._meters import LinuxProcessMemory
-from measured_runs import ALWAYS_LOGGED, BATCH_SIZE, STEP_FLOPS, Model, fit
+from support.measured_runs import ALWAYS_LOGGED, BATCH_SIZE, STEP_FLOPS, Model, fit
 
 
 def test_the_numbers_of_an_epoch_agree_with_each_other() -> None:
@@ -96,7 +96,7 @@ def test_the_trials_of_a_short_accelerated_run_are_not_taken_for_its_flops() -> 
     class Plugin(Precision):
         """Stands for AccelPlugin, which tries its changes in the first two steps."""
 
-    Plugin.__module__ = "lightning_accel.plugin"
+    Plugin.__module__ = "lightning_accel.lightning.plugin"
     assert fit(Model(), limit_train_batches=2, plugins=[Plugin()]).history[0].flops_per_step is None
     assert fit(Model(), limit_train_batches=3, plugins=[Plugin()]).history[0].flops_per_step == STEP_FLOPS
 

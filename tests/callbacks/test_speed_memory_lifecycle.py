@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from lightning_accel.callbacks import SpeedMemoryLogger
-from measured_runs import ALWAYS_LOGGED, STEP_FLOPS, Model, fit, loader
+from support.measured_runs import ALWAYS_LOGGED, STEP_FLOPS, Model, fit, loader
 
 
 class SaveAt(Callback):

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_accel.callbacks import SpeedMemoryLogger
-from measured_runs import ALWAYS_LOGGED, Model, fit, loader
+from support.measured_runs import ALWAYS_LOGGED, Model, fit, loader
 
 
 def test_every_logger_gets_every_metric_of_every_epoch(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_accel.callbacks._epoch import EpochMeter, RankEpoch, put_together
-from measured_runs import ALWAYS_LOGGED
-from scripts import run_script
+from support.measured_runs import ALWAYS_LOGGED
+from support.scripts import SUPPORT, run_script
 
 LOGGED_BY_SEVERAL_RANKS = {"accel/step_ms_p95_slowest_rank", "accel/before_backward_ms_p95_latest_rank"}
 
@@ -22,7 +22,7 @@ LOGGED_BY_SEVERAL_RANKS = {"accel/step_ms_p95_slowest_rank", "accel/before_backw
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which a run of ``two_ranks.py`` left its numbers."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    run_script(Path(__file__).with_name("two_ranks.py"), folder)
+    run_script(SUPPORT / "callbacks" / "two_ranks.py", folder)
     return folder
 
 

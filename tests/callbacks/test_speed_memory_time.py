@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lightning_accel.callbacks import _clocks, _instruments
-from lightning_accel.patch import PatchSet
-from measured_runs import ALWAYS_LOGGED, Model, Vectors, fit, loader
+from lightning_accel.core.patch import PatchSet
+from support.measured_runs import ALWAYS_LOGGED, Model, Vectors, fit, loader
 
 
 class SimulatedTime:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_accel.claims.machine import machine, slug, title
-from lightning_accel.host import Host
+from lightning_accel.core.host import Host
 
 AMD = {"device": "AMD EPYC", "kind": "cpu", "instructions": "AVX2", "native_bf16": False, "cores": 2}
 CARD = {"device": "NVIDIA H100", "kind": "cuda", "instructions": "", "native_bf16": True, "cores": 16}

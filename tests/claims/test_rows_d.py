@@ -10,10 +10,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from lightning_accel import Plan, trial
+from lightning_accel import Plan
 from lightning_accel.claims import row_18_rocm, row_19_xla
 from lightning_accel.claims.claim import NotHereError, verdict_of
-from lightning_accel.decisions import ExampleModel
+from lightning_accel.cli.decisions import ExampleModel
+from lightning_accel.core import trial
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_accel.claims.claim import Figure, Target, counted, verdict_of
 from lightning_accel.claims.measure import Others, interleaved_ms, median_interval, speedup, timed_ms
-from lightning_accel.host import usable_cores
+from lightning_accel.core.host import usable_cores
 
 
 def figure(condition: str, low: float, high: float, target: Target | None) -> Figure:

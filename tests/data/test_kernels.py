@@ -18,7 +18,7 @@ import pytest
 from lightning_accel.data import kernels
 from lightning_accel.data.kernels import Launch, Specialisation, pack, plan_launch
 from lightning_accel.data.single_pass import Kind, SinglePass
-from single_pass_cases import (
+from support.single_pass_cases import (
     SIZES,
     TORCH_DTYPES,
     NumpyArray,

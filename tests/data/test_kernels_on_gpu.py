@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_accel.data.kernels import run
 from lightning_accel.data.single_pass import Kind, SinglePass
-from single_pass_cases import (
+from support.single_pass_cases import (
     SIZES,
     TORCH_DTYPES,
     Array,

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_accel.data.pipeline import DevicePipeline
 from lightning_accel.data.pipeline_iteration import THREAD_NAME
 from lightning_accel.data.position import Position
-from pipeline_loaders import (
+from support.pipeline_loaders import (
     Numbers,
     Stream,
     Transform,

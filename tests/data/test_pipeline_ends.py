@@ -16,7 +16,7 @@ import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pipeline_loaders import (
+from support.pipeline_loaders import (
     Numbers,
     Transform,
     double,

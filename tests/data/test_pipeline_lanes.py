@@ -16,7 +16,7 @@ from lightning_accel.data.pipeline_iteration import Iteration, Run
 from lightning_accel.data.pipeline_lanes import StreamLane
 from lightning_accel.data.position import Position
 from lightning_accel.memory.buffers import HostPool
-from pipeline_loaders import Transform, double, no_thread_is_left, pipeline_threads
+from support.pipeline_loaders import Transform, double, no_thread_is_left, pipeline_threads
 
 __all__ = ["no_thread_is_left"]
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_accel.data import Normalize, Preprocess
 from lightning_accel.data.pipeline import DevicePipeline
-from pipeline_loaders import (
+from support.pipeline_loaders import (
     Counting,
     Numbers,
     Stream,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel.data.pipeline import DevicePipeline
 from lightning_accel.data.staging import Stager
 from lightning_accel.memory.buffers import HostPool
-from pipeline_loaders import Transform, double, no_thread_is_left
+from support.pipeline_loaders import Transform, double, no_thread_is_left
 
 __all__ = ["no_thread_is_left"]
 pytestmark = pytest.mark.gpu

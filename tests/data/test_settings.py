@@ -30,7 +30,7 @@ from lightning_accel.data import (
 )
 from lightning_accel.data.settings import read_transforms, written
 from lightning_accel.data.transform import ArrayBatch
-from lightning_accel.plan import Plan
+from lightning_accel.settings import Plan
 
 EVERY_KIND: list[Transform] = [
     Normalize(0.5, 0.25),

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region, SpillFile
-from memory.limits import limited, resource
+from support.memory.limits import limited, resource
 
 KIB, MIB = 1 << 10, 1 << 20
 POOLS: dict[str, Callable[[], Pool]] = {"host": lambda: HostPool(pinned=False), "file": SpillFile}

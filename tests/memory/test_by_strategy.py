@@ -6,15 +6,14 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_accel.memory.by_strategy import Strategy, least_devices, memory_per_device
 from lightning_accel.memory.decoder import Batch, Decoder, Run, decoder_of
-from scripts import run_script
-from strategies.memory_ranks import CASES, WIDTH, Case, Measured, expected
+from support.scripts import SUPPORT, run_script
+from support.strategies.memory_ranks import CASES, WIDTH, Case, Measured, expected
 
 LLAMA_2 = decoder_of(6_738_415_616, layers=32, width=4096, vocab=32_000)
 LONG = Batch(seq_len=4096)
@@ -26,7 +25,7 @@ LOSS_BYTES = 12 * 4096 * 32_000 + 6 * 4096 * 4096  # with what goes into the las
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Measured]]:
     """What every process of a case of ``memory_ranks.py`` held and needed; the slow ones run when one is asked for."""
     folder = tmp_path_factory.mktemp("memory_ranks")
-    script = Path(__file__).parent.parent / "strategies" / "memory_ranks.py"
+    script = SUPPORT / "strategies" / "memory_ranks.py"
 
     @functools.cache
     def run(slow: bool) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accel.memory.saved import saving
-from memory.offloaders import NO_MODEL, Make, make, one_core, packed_away, wave
-from models import TASKS
+from support.memory.offloaders import NO_MODEL, Make, make, one_core, packed_away, wave
+from support.models import TASKS
 
 pytestmark = pytest.mark.numbers
 

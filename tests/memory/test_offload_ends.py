@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lightning_accel.memory.buffers import OffloadingError
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.saved import saving
-from memory.limits import limited, resource
-from memory.offloaders import CPU, NO_MODEL, PLACES, Make, copying_threads, make, one_core, wave
-from models import TASKS
+from support.memory.limits import limited, resource
+from support.memory.offloaders import CPU, NO_MODEL, PLACES, Make, copying_threads, make, one_core, wave
+from support.models import TASKS
 
 pytestmark = pytest.mark.numbers
 

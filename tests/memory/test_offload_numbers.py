@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.saved import saving
-from memory.offloaders import NO_MODEL, PLACES, Make, make, one_core, packed_away, wave
-from models import TASKS, Task
+from support.memory.offloaders import NO_MODEL, PLACES, Make, make, one_core, packed_away, wave
+from support.models import TASKS, Task
 
 pytestmark = pytest.mark.numbers
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.saved import saving
-from memory.offloaders import NO_MODEL, PLACES, Make, make, one_core, wave
+from support.memory.offloaders import NO_MODEL, PLACES, Make, make, one_core, wave
 
 pytestmark = pytest.mark.numbers
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.packing_budget import ALIVE, DENSE, STRANGE, TRIALS
-from packing_steps import BITS, BYTES, SIZE, Allocations, held_bytes, patient, sparse, step
+from support.packing_steps import BITS, BYTES, SIZE, Allocations, held_bytes, patient, sparse, step
 
 pytestmark = pytest.mark.numbers
 

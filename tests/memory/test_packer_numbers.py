@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel.memory.saved import saving
-from packing_steps import SIZE, patient, sparse, step
+from support.packing_steps import SIZE, patient, sparse, step
 
 pytestmark = pytest.mark.numbers
 

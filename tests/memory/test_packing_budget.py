@@ -14,7 +14,7 @@ from lightning_accel.memory import packer as packer_module
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.packing_budget import DENSE, NO_ROOM, SLOW, TRIALS, Place, Span, choose
 from lightning_accel.memory.saved import saving
-from packing_steps import SIZE, patient, sparse, step
+from support.packing_steps import SIZE, patient, sparse, step
 
 pytestmark = pytest.mark.numbers
 

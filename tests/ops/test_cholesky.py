@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from covariances import covariances, drawn_covariance
 from lightning_accel.ops import gaussian
+from support.covariances import covariances, drawn_covariance
 
 pytestmark = pytest.mark.numbers
 

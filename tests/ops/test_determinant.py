@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from covariances import covariances, drawn_covariance, mirrored
 from lightning_accel.ops import determinant, gaussian
+from support.covariances import covariances, drawn_covariance, mirrored
 
 pytestmark = pytest.mark.numbers
 

@@ -17,8 +17,8 @@ from scipy.stats import kstest, multivariate_normal
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from covariances import covariances, drawn_covariance, mirrored
 from lightning_accel.ops import gaussian
+from support.covariances import covariances, drawn_covariance, mirrored
 
 pytestmark = pytest.mark.numbers
 

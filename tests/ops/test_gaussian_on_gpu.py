@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from covariances import covariances, mirrored
 from lightning_accel.ops import determinant, gaussian
+from support.covariances import covariances, mirrored
 
 pytestmark = pytest.mark.gpu
 

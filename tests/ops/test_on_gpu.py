@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from array_cases import numbers
 from lightning_accel.ops.arrays import as_tensors
 from lightning_accel.ops.sliding import _side_streams, batched_matmul, sliding_matmul, windows
+from support.array_cases import numbers
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from array_cases import LAYOUTS, LIBRARIES, Calls, numbers
 from lightning_accel.ops.sliding import batched_matmul, sliding_matmul
+from support.array_cases import LAYOUTS, LIBRARIES, Calls, numbers
 
 pytest.importorskip("hypothesis")
 

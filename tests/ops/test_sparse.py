@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from array_cases import LAYOUTS
 from lightning_accel.memory.meter import meter_for
 from lightning_accel.ops import nonzeros
 from lightning_accel.ops.sparse import density, sparse_relu, to_coo, to_csr
+from support.array_cases import LAYOUTS
 
 pytest.importorskip("hypothesis")
 pytest.importorskip("scipy")

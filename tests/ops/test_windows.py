@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from array_cases import LAYOUTS, LIBRARIES, numbers
 from lightning_accel.ops.sliding import windows
+from support.array_cases import LAYOUTS, LIBRARIES, numbers
 
 pytest.importorskip("hypothesis")
 

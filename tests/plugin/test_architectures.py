@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from architectures import ARCHITECTURES, Architecture
-from hostile_parts import Row, Watched, see
-from hostile_runs import differences, train
 from lightning_accel import AccelPlugin
-from timm_like import CLASSES, NETWORKS, SIDE
+from support.architectures import ARCHITECTURES, Architecture
+from support.hostile_parts import Row, Watched, see
+from support.hostile_runs import differences, train
+from support.timm_like import CLASSES, NETWORKS, SIDE
 
 STEPS = 2
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_accel import AccelPlugin
-from lightning_models import Supervised, cnn, images
+from support.lightning_models import Supervised, cnn, images
 
 pytestmark = pytest.mark.numbers
 

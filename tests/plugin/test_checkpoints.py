@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
-from lightning_models import Call, Supervised, Transformer, cnn, images, tokens
+from support.lightning_models import Call, Supervised, Transformer, cnn, images, tokens
 
 MakeTrainer = Callable[..., Any]
 

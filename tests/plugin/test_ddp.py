@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from plugin.two_ranks import RUNS, train, weights
-from scripts import run_script
+from support.plugin.two_ranks import RUNS, train, weights
+from support.scripts import SUPPORT, run_script
 
 pytestmark = pytest.mark.numbers
 
@@ -23,7 +23,7 @@ SHOWN_BY_OTHERS = ("views, no rebuilt buckets", "refused by rank 0", "attention,
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the runs of ``two_ranks.py`` left what each rank got, and what they printed."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    (folder / "printed.txt").write_text(run_script(Path(__file__).with_name("two_ranks.py"), folder))
+    (folder / "printed.txt").write_text(run_script(SUPPORT / "plugin" / "two_ranks.py", folder))
     return folder
 
 
@@ -99,7 +99,7 @@ def test_every_run_prints_one_summary(two_ranks: Path) -> None:
 SPAWNED = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-from plugin.two_ranks import train
+from support.plugin.two_ranks import train
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

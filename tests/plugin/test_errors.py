@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_accel import AccelError, AccelPlugin, AccelWarning
-from lightning_models import Supervised, Transformer, cnn, footprint, images, mlp, tokens, vectors
+from support.lightning_models import Supervised, Transformer, cnn, footprint, images, mlp, tokens, vectors
 
 MakeTrainer = Callable[..., Any]
 

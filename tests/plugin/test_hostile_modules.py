@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hostile_models import ROWS
-from hostile_runs import differences, plain, train
 from lightning_accel import AccelPlugin
+from support.hostile_models import ROWS
+from support.hostile_runs import differences, plain, train
 
 
 def rows(*, only: str = "") -> Any:

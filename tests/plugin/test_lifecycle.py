@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
-from lightning_accel.trial import Trial
-from lightning_models import Block, Call, Supervised, Transformer, cnn, footprint, images, tokens
+from lightning_accel.core.trial import Trial
+from support.lightning_models import Block, Call, Supervised, Transformer, cnn, footprint, images, tokens
 
 MakeTrainer = Callable[..., Any]
 

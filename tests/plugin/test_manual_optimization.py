@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import AccelPlugin
-from lightning_models import Supervised, mlp, sgd, vectors
+from support.lightning_models import Supervised, mlp, sgd, vectors
 
 pytestmark = pytest.mark.numbers
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import AccelPlugin
-from lightning_models import Supervised, cnn, footprint, images
+from support.lightning_models import Supervised, cnn, footprint, images
 
 pytestmark = pytest.mark.numbers
 

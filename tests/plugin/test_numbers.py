@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
-from lightning_models import Supervised, Transformer, cnn, images, tokens
+from support.lightning_models import Supervised, Transformer, cnn, images, tokens
 
 pytestmark = pytest.mark.numbers
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_accel.data import (
     GaussianNoise,
 )
-from lightning_models import Call
-from preprocess_runs import NORMALIZE, MakeTrainer, Sees, TakesTheTransfer, dataset, fit, loader, plugin, same
+from support.lightning_models import Call
+from support.preprocess_runs import NORMALIZE, MakeTrainer, Sees, TakesTheTransfer, dataset, fit, loader, plugin, same
 
 pytestmark = pytest.mark.numbers
 

@@ -17,8 +17,8 @@ from lightning_accel.data import (
     Map,
     RandomCrop,
 )
-from lightning_models import Call
-from preprocess_runs import NORMALIZE, MakeTrainer, Sees, TakesTheTransfer, dataset, fit, loader, plugin, same
+from support.lightning_models import Call
+from support.preprocess_runs import NORMALIZE, MakeTrainer, Sees, TakesTheTransfer, dataset, fit, loader, plugin, same
 
 pytestmark = pytest.mark.numbers
 

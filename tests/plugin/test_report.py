@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
-from lightning_models import Supervised, Transformer, cnn, images, tokens
+from support.lightning_models import Supervised, Transformer, cnn, images, tokens
 
 MakeTrainer = Callable[..., Any]
 

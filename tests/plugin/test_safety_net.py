@@ -7,7 +7,6 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from torchmetrics import SumMetric
 
 from lightning_accel import AccelPlugin
 from lightning_accel.engine import AccelWarning
-from plugin.safety_net_ranks import RUNS
-from scripts import run_script
+from support.plugin.safety_net_ranks import RUNS
+from support.scripts import SUPPORT, run_script
 
 pytestmark = pytest.mark.numbers
 
@@ -342,7 +341,9 @@ def test_a_precision_of_our_choice_is_taken_back(
     run: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, precision: str, activation: type[nn.Module]
 ) -> None:
     """What ``auto`` comes to on other machines."""
-    monkeypatch.setattr("lightning_accel.plugin.resolve_precision", lambda *_: (precision, "as on another machine"))
+    monkeypatch.setattr(
+        "lightning_accel.lightning.plugin.resolve_precision", lambda *_: (precision, "as on another machine")
+    )
     models = []
     for plugin in (None, AccelPlugin(log=False, verify=False)):
         torch.manual_seed(0)
@@ -382,7 +383,7 @@ def test_no_batch_is_kept_longer_than_without(make_trainer: Callable[..., Traine
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
     """What a rank of a run of ``safety_net_ranks.py`` came to."""
     folder = tmp_path_factory.mktemp("safety_net_ranks")
-    run_script(Path(__file__).with_name("safety_net_ranks.py"), folder)
+    run_script(SUPPORT / "plugin" / "safety_net_ranks.py", folder)
     return lambda run, rank: json.loads((folder / f"{run}.{rank}.json").read_text())
 
 

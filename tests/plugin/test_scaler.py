@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
-from lightning_models import Call, Supervised, cnn, images, mlp, sgd, vectors
+from support.lightning_models import Call, Supervised, cnn, images, mlp, sgd, vectors
 
 pytestmark = pytest.mark.numbers
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from scripts import run_script
+from support.scripts import SUPPORT, run_script
 
 pytestmark = pytest.mark.skipif(
     not (sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallinfo2")), reason="counts by glibc's mallinfo2(3)"
 )
 
-SCRIPT = Path(__file__).parent / "trial_memory_run.py"
+SCRIPT = SUPPORT / "plugin" / "trial_memory_run.py"
 
 
 def measured(mode: str, folder: Path) -> dict[str, Any]:

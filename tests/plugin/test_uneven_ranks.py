@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scripts import run_script
+from support.scripts import SUPPORT, run_script
 
 FIRST_TO_END = {"one ends first": 3, "one has none": 0}  # training batches of rank 1; rank 0 has 5
 
@@ -17,7 +17,7 @@ FIRST_TO_END = {"one ends first": 3, "one has none": 0}  # training batches of r
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs of ``uneven_ranks.py`` left how each rank ended: what waits for a timeout fails them all."""
     folder = tmp_path_factory.mktemp("uneven_ranks")
-    run_script(Path(__file__).with_name("uneven_ranks.py"), folder)
+    run_script(SUPPORT / "plugin" / "uneven_ranks.py", folder)
     return folder
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import run_script
-from strategies import setups
-from strategies.scenarios import SCENARIOS, SLOW
+from support.scripts import run_script
+from support.strategies import setups
+from support.strategies.scenarios import SCENARIOS, SLOW
 
 Said = Callable[[str], list[Any]]
 

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_accel import AccelPlugin
 from lightning_accel.data import DevicePipeline, Normalize
+from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO
 from lightning_accel.strategies import AccelDDPStrategy, AccelFSDPStrategy, AccelStrategy
-from lightning_accel.strategies.atomic_checkpoint import AtomicCheckpointIO
-from lightning_models import Supervised, cnn, images
+from support.lightning_models import Supervised, cnn, images
 
 pytestmark = pytest.mark.numbers
 

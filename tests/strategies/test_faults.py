@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import run_script
-from strategies.faults import BATCHES, JOB_ID, KILLS, REQUEUES, STEPS_TO_A_CHECKPOINT, STRATEGIES, Fault
-from strategies.zoo import VARIANTS
+from support.scripts import SUPPORT, run_script
+from support.strategies.faults import BATCHES, JOB_ID, KILLS, REQUEUES, STEPS_TO_A_CHECKPOINT, STRATEGIES, Fault
+from support.strategies.zoo import VARIANTS
 
 pytestmark = pytest.mark.numbers
 
 
 def launched(which: str, folder: Path) -> Path:
-    run_script(Path(__file__).with_name("faults.py"), folder, which)
+    run_script(SUPPORT / "strategies" / "faults.py", folder, which)
     return folder
 
 

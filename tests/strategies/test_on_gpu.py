@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strategies.gpu_runs import RUNS, STRATEGIES
+from support.scripts import SUPPORT
+from support.strategies.gpu_runs import RUNS, STRATEGIES
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("gpu_runs") / "said.json"
-    script = Path(__file__).with_name("gpu_runs.py")
+    script = SUPPORT / "strategies" / "gpu_runs.py"
     run = subprocess.run([sys.executable, script, file], capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr
     read: dict[str, Any] = json.loads(file.read_text())

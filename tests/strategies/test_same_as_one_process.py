@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts import run_script
-from strategies.ranks import (
+from support.scripts import SUPPORT, run_script
+from support.strategies.ranks import (
     MODELS,
     SAVED,
     Row,
@@ -23,7 +23,7 @@ from strategies.ranks import (
     resumptions,
     variations,
 )
-from strategies.zoo import VARIANTS
+from support.strategies.zoo import VARIANTS
 
 pytestmark = pytest.mark.numbers
 
@@ -54,7 +54,7 @@ class Runs:
 
 
 def launched(which: str, folder: Path) -> Runs:
-    run_script(Path(__file__).with_name("ranks.py"), folder, which, timeout_s=900)
+    run_script(SUPPORT / "strategies" / "ranks.py", folder, which, timeout_s=900)
     return Runs(folder)
 
 

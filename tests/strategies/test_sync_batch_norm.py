@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.strategies.sync_batch_norm import AnyDeviceSyncBatchNorm, GlobalBatchNorm
-from scripts import run_script
-from strategies.batch_norm_ranks import CASES, fit, train
+from support.scripts import SUPPORT, run_script
+from support.strategies.batch_norm_ranks import CASES, fit, train
 
 pytestmark = pytest.mark.numbers
 
@@ -24,7 +24,7 @@ WORLDS = (2, 4)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs of ``batch_norm_ranks.py`` left what each rank computed."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_script(Path(__file__).with_name("batch_norm_ranks.py"), folder, *map(str, WORLDS))
+    run_script(SUPPORT / "strategies" / "batch_norm_ranks.py", folder, *map(str, WORLDS))
     return folder
 
 

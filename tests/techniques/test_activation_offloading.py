@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.byte_size import format_bytes
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.host import Host, HostKind
 from lightning_accel.engine import AccelWarning, Engine
-from lightning_accel.host import Host, HostKind
 from lightning_accel.memory.buffers import OffloadingError
-from lightning_accel.plan import OffloadingPlan, Plan
+from lightning_accel.settings import OffloadingPlan, Plan
 from lightning_accel.techniques.activation_offloading import DEPTHS, ActivationOffloading, DepthSearch
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing
-from models import TASKS, Task
+from support.models import TASKS, Task
 
 pytestmark = pytest.mark.numbers
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel import trial
 from lightning_accel.assembly import accelerate
+from lightning_accel.core import trial
+from lightning_accel.core.host import Host
 from lightning_accel.data import Map
 from lightning_accel.engine import Engine
-from lightning_accel.host import Host
-from lightning_accel.plan import Plan
+from lightning_accel.settings import Plan
 from lightning_accel.techniques import compilation
-from models import TASKS, Task, TinyCNN
+from support.models import TASKS, Task, TinyCNN
 
 HOST = Host(kind="cpu", device_name="a CPU", native_bf16=True, compiler="g++")
 

@@ -15,13 +15,13 @@ import torch
 import torch._inductor.config
 from torch import Tensor, nn
 
-from lightning_accel import compiled
 from lightning_accel.assembly import accelerate
+from lightning_accel.core import compiled
+from lightning_accel.core.host import Host
 from lightning_accel.engine import AccelError, AccelWarning, Engine
-from lightning_accel.host import Host
-from lightning_accel.plan import CompileSetting, Plan
+from lightning_accel.settings import CompileSetting, Plan
 from lightning_accel.techniques import compilation
-from models import TASKS, TinyCNN, TinyTransformer, TransformerBlock
+from support.models import TASKS, TinyCNN, TinyTransformer, TransformerBlock
 
 # The compiler's own, which it hides from all but those who make warnings errors.
 # tests/test_engine.py holds that a technique refused everywhere is said as a warning, too.

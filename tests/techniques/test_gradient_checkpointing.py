@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel.engine import AccelError, AccelWarning, Engine
-from models import TASKS, ResidualBlock, Task, TinyCNN, TinyTransformer, TransformerBlock
-from techniques.gradient_checkpointing_cases import IN_FORCE_NOWHERE, MODES, Normed, checkpointed
+from support.models import TASKS, ResidualBlock, Task, TinyCNN, TinyTransformer, TransformerBlock
+from support.techniques.gradient_checkpointing_cases import IN_FORCE_NOWHERE, MODES, Normed, checkpointed
 
 MATMULS = {"mm", "addmm", "bmm"}
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import TASKS
-from techniques.gradient_checkpointing_cases import (
+from support.models import TASKS
+from support.techniques.gradient_checkpointing_cases import (
     IN_FORCE_NOWHERE,
     MODES,
     Base,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.core.host import Host
 from lightning_accel.engine import AccelWarning
-from lightning_accel.host import Host
-from lightning_accel.plan import CheckpointingPlan, OffloadingPlan
+from lightning_accel.settings import CheckpointingPlan, OffloadingPlan
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing, MemoryBudget
-from techniques.gradient_checkpointing_cases import (
+from support.techniques.gradient_checkpointing_cases import (
     IN_FORCE_NOWHERE,
     MODES,
     Base,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_accel import AccelWarning, Plan, accelerate
 from lightning_accel.memory.memory_plan import FixedMemory
-from techniques.memory_budget_cases import PLAIN, SETTLED, Block, Loop, Stack, budget, handles_are_undone, plain
+from support.techniques.memory_budget_cases import PLAIN, SETTLED, Block, Loop, Stack, budget, handles_are_undone, plain
 
 pytestmark = pytest.mark.numbers
 

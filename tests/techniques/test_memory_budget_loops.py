@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_accel import AccelWarning, Plan, accelerate
 from lightning_accel.memory.memory_plan import FixedMemory
 from lightning_accel.memory.planner import MAX_WAITING_STEPS
-from models import TASKS, Task
-from techniques.memory_budget_cases import (
+from support.models import TASKS, Task
+from support.techniques.memory_budget_cases import (
     PLAIN,
     SETTLED,
     Block,

@@ -15,9 +15,18 @@ from lightning_accel import OffloadingPlan, Plan, plan_memory
 from lightning_accel.memory.memory_plan import state_of
 from lightning_accel.memory.meter import meter_for
 from lightning_accel.memory.offload import offloader_for
-from lightning_accel.plan import OffloadingSetting
-from models import TinyTransformer
-from techniques.memory_budget_cases import SETTLED, Block, Loop, Stack, budget, handles_are_undone, peak_of, plain
+from lightning_accel.settings import OffloadingSetting
+from support.models import TinyTransformer
+from support.techniques.memory_budget_cases import (
+    SETTLED,
+    Block,
+    Loop,
+    Stack,
+    budget,
+    handles_are_undone,
+    peak_of,
+    plain,
+)
 
 pytestmark = pytest.mark.numbers
 

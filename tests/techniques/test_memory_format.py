@@ -13,8 +13,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel.engine import AccelError, AccelWarning
-from models import TASKS, TinyCNN, images
-from techniques.memory_format_cases import FORMATS, IN_FORCE_NOWHERE, assert_same_step, is_channels_last, laid_out, step
+from support.models import TASKS, TinyCNN, images
+from support.techniques.memory_format_cases import (
+    FORMATS,
+    IN_FORCE_NOWHERE,
+    assert_same_step,
+    is_channels_last,
+    laid_out,
+    step,
+)
 
 pytestmark = [pytest.mark.numbers, IN_FORCE_NOWHERE]
 

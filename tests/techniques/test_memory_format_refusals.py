@@ -11,8 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import TinyCNN, ViewCNN, images
-from techniques.memory_format_cases import IN_FORCE_NOWHERE, assert_same_step, clock, is_channels_last, laid_out, step
+from support.models import TinyCNN, ViewCNN, images
+from support.techniques.memory_format_cases import (
+    IN_FORCE_NOWHERE,
+    assert_same_step,
+    clock,
+    is_channels_last,
+    laid_out,
+    step,
+)
 
 pytestmark = [pytest.mark.numbers, IN_FORCE_NOWHERE]
 

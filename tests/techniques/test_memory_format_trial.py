@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import TASKS, images
-from techniques.memory_format_cases import IN_FORCE_NOWHERE, assert_same_step, clock, laid_out, step
+from support.models import TASKS, images
+from support.techniques.memory_format_cases import IN_FORCE_NOWHERE, assert_same_step, clock, laid_out, step
 
 pytestmark = [pytest.mark.numbers, IN_FORCE_NOWHERE]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.assembly import accelerate
+from lightning_accel.core.host import Host
 from lightning_accel.engine import AccelError, AccelWarning
-from lightning_accel.host import Host
-from lightning_accel.plan import Plan, PrecisionSetting
+from lightning_accel.settings import Plan, PrecisionSetting
 from lightning_accel.techniques.mixed_precision import (
     CountingGradScaler,
     check_optimizer,

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.packing_budget import TRIALS
 from lightning_accel.techniques.sparse_activations import SparseActivations
-from models import TASKS, Task
-from packing_steps import held_bytes
+from support.models import TASKS, Task
+from support.packing_steps import held_bytes
 
 pytestmark = pytest.mark.numbers
 

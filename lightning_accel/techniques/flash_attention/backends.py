@@ -19,7 +19,7 @@ from torch.backends.cuda import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from lightning_accel.host import Host
+from lightning_accel.core.host import Host
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 
 _HALF = (torch.float16, torch.bfloat16)

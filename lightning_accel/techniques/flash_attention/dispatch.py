@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_accel.isolation import is_trial
-from lightning_accel.patch import MethodPatch, Patch
+from lightning_accel.core.isolation import is_trial
+from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.tree import tensors_in
 from lightning_accel.techniques.flash_attention.rehearsal import ORIGINAL
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
-from lightning_accel.tree import tensors_in
 
 MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest of them decides
 

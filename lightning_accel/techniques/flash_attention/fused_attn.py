@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from lightning_accel.isolation import silent_twin
+from lightning_accel.core.isolation import silent_twin
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal

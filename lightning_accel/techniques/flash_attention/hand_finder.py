@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_accel.compiled import is_inside_compiled
+from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.hand_written import Capture, HandWrittenSite
 from lightning_accel.techniques.flash_attention.sites import Forward

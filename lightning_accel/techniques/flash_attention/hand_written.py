@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import (
 )
 from typing_extensions import override
 
-from lightning_accel.isolation import isolated, silent_twin
+from lightning_accel.core.isolation import isolated, silent_twin
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.fused import Rehearse

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.patch import AttributePatch, Patch
+from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.huggingface_interface import (

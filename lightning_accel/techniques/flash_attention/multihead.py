@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.modules.activation import MultiheadAttention
 from typing_extensions import override
 
-from lightning_accel.checks import nearest
-from lightning_accel.host import Host
+from lightning_accel.core.checks import nearest
+from lightning_accel.core.host import Host
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights

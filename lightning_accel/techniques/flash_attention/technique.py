@@ -13,10 +13,11 @@ from torch import nn
 from torch.fx import GraphModule
 from typing_extensions import override
 
-from lightning_accel.checks import nearest
-from lightning_accel.host import Host
-from lightning_accel.patch import Patch, PatchSet
-from lightning_accel.plan import FlashAttentionPlan
+from lightning_accel.core.checks import nearest
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.trial import TIMED_S, one_line
+from lightning_accel.settings import FlashAttentionPlan
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
 from lightning_accel.techniques.flash_attention.call import sdpa
@@ -36,7 +37,6 @@ from lightning_accel.techniques.flash_attention.rehearsal import (
 )
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
-from lightning_accel.trial import TIMED_S, one_line
 
 _LATER_TIMED_S = 0.25  # for a class of shapes that turns up in mid-run
 _CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes

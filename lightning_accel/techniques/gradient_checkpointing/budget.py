@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.byte_size import format_bytes, parse_bytes
-from lightning_accel.host import Host
+from lightning_accel.core.byte_size import format_bytes, parse_bytes
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.memory.costs import Way
 from lightning_accel.memory.memory_plan import FixedMemory, MemoryPlan
 from lightning_accel.memory.meter import device_memory_bytes
 from lightning_accel.memory.offload import Offloader, offloader_for
 from lightning_accel.memory.planner import Planner, State
 from lightning_accel.memory.saved import saving
-from lightning_accel.patch import MethodPatch, Patch
-from lightning_accel.plan import CheckpointingPlan, OffloadingPlan
+from lightning_accel.settings import CheckpointingPlan, OffloadingPlan
 from lightning_accel.techniques.base import Refusal, Verdict
 from lightning_accel.techniques.gradient_checkpointing.technique import GradientCheckpointing
 

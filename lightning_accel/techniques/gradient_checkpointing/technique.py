@@ -13,16 +13,16 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_accel.blocks import find_blocks, units
-from lightning_accel.compiled import is_inside_compiled
-from lightning_accel.host import Host
+from lightning_accel.core.blocks import find_blocks, units
+from lightning_accel.core.compiled import is_inside_compiled
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.core.tree import changeable_argument
+from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.memory.pieces import recomputed_block
 from lightning_accel.memory.recompute import Recomputation, keeps_statistics
-from lightning_accel.patch import MethodPatch, Patch, PatchSet
-from lightning_accel.plan import CheckpointingPlan
+from lightning_accel.settings import CheckpointingPlan
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
-from lightning_accel.tree import changeable_argument
-from lightning_accel.trial import Contender, Trial
 
 
 def checkpoint_block(site: str, block: nn.Module, mode: Recomputation) -> MethodPatch:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_accel.host import Host
+from lightning_accel.core.host import Host
 
 _COPIES = "in place PyTorch copies its input for the backward pass: nothing is saved, and the copy takes time"
 _ROUNDS = "in place its gradient is computed from its rounded result: other numbers (in bfloat16, far off)"

@@ -9,9 +9,9 @@ from typing import ClassVar
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.compiled import is_inside_compiled
-from lightning_accel.host import Host
-from lightning_accel.patch import MethodPatch, Patch
+from lightning_accel.core.compiled import is_inside_compiled
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.techniques.base import Refusal, Technique
 from lightning_accel.techniques.inplace_activations.kinds import Kind, kind_of, unfit
 from lightning_accel.techniques.inplace_activations.ownership import SMALLEST, Site, calibration

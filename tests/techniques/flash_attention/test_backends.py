@@ -7,11 +7,11 @@ from typing import get_args
 
 import pytest
 
-from attention_zoo import FOUND
 from lightning_accel import AccelError, AccelWarning, Host
-from lightning_accel.plan import FlashAttentionSetting
+from lightning_accel.settings import FlashAttentionSetting
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
-from techniques.flash_attention.technique_runs import Stack, start
+from support.attention_zoo import FOUND
+from support.techniques.flash_attention.technique_runs import Stack, start
 
 
 def test_the_plan_names_every_backend() -> None:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import attention_zoo
-from attention_module import Attention
-from attention_zoo import FOUND
-from lightning_accel.spread import relative_error
+from lightning_accel.core.spread import relative_error
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
-from techniques.flash_attention.hand_written_runs import ROUNDING, SDPA, assert_same, batch, make, results, run
-from techniques.flash_attention.recorder import Recorder
+from support import attention_zoo
+from support.attention_module import Attention
+from support.attention_zoo import FOUND
+from support.techniques.flash_attention.hand_written_runs import ROUNDING, SDPA, assert_same, batch, make, results, run
+from support.techniques.flash_attention.recorder import Recorder
 
 pytestmark = pytest.mark.numbers
 

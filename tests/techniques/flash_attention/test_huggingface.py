@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from huggingface_models import BATCH, LENGTH
 from lightning_accel.techniques.flash_attention.backends import Sdpa
 from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal, WatchedBackend
-from techniques.flash_attention.huggingface_runs import (
+from support.huggingface_models import BATCH, LENGTH
+from support.techniques.flash_attention.huggingface_runs import (
     FAMILIES,
     MODES,
     assert_same,

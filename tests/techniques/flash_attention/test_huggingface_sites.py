@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from huggingface_models import BATCH, LENGTH, VOCABULARY
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import Sdpa
 from lightning_accel.techniques.flash_attention.huggingface import HuggingFaceSite, find_huggingface, model_switches
-from techniques.flash_attention.huggingface_runs import (
+from support.huggingface_models import BATCH, LENGTH, VOCABULARY
+from support.techniques.flash_attention.huggingface_runs import (
     MODES,
     assert_same,
     fused,

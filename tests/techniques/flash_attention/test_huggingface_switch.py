@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_accel.techniques.flash_attention.backends import Sdpa
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.huggingface import model_switches
-from techniques.flash_attention.huggingface_runs import (
+from support.techniques.flash_attention.huggingface_runs import (
     FAMILIES,
     MODES,
     assert_same,

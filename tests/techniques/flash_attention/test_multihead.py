@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
-from techniques.flash_attention.multihead_cases import (
+from support.techniques.flash_attention.multihead_cases import (
     EMBED_DIM,
     LAYOUTS,
     MASKS,

@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention, multihead_forward
-from techniques.flash_attention.multihead_cases import BATCH, EMBED_DIM, NUM_HEADS, Sizes, inputs, padding, pair
-from techniques.flash_attention.recorder import Recorder
+from support.techniques.flash_attention.multihead_cases import BATCH, EMBED_DIM, NUM_HEADS, Sizes, inputs, padding, pair
+from support.techniques.flash_attention.recorder import Recorder
 
 pytestmark = pytest.mark.numbers
 

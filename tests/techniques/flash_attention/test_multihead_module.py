@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
-from techniques.flash_attention.multihead_cases import (
+from support.techniques.flash_attention.multihead_cases import (
     EMBED_DIM,
     MASKS,
     NUM_HEADS,

@@ -13,8 +13,8 @@ from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import Sdpa
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
 from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite, find_multihead
-from techniques.flash_attention.multihead_cases import EMBED_DIM, NUM_HEADS, inputs, padding, pair
-from techniques.flash_attention.recorder import Recorder
+from support.techniques.flash_attention.multihead_cases import EMBED_DIM, NUM_HEADS, inputs, padding, pair
+from support.techniques.flash_attention.recorder import Recorder
 
 pytestmark = pytest.mark.numbers
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import FlashMultiheadAttention, Plan, accelerate
-from scripts import run_script
+from support.scripts import run_script
 
 pytestmark = pytest.mark.numbers
 

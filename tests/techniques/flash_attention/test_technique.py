@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention_lookalikes import LEFT_ALONE
-from attention_module import Attention
-from attention_zoo import FOUND
 from lightning_accel import AccelWarning, FlashMultiheadAttention
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
 from lightning_accel.techniques.flash_attention.call import sdpa
-from techniques.flash_attention.technique_runs import Discards, Stack, batch, choices, clock, start, step
+from support.attention_lookalikes import LEFT_ALONE
+from support.attention_module import Attention
+from support.attention_zoo import FOUND
+from support.techniques.flash_attention.technique_runs import Discards, Stack, batch, choices, clock, start, step
 
 pytestmark = pytest.mark.numbers
 

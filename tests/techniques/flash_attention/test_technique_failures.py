@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention_module import Attention
-from attention_zoo import FOUND
 from lightning_accel import AccelWarning
 from lightning_accel.engine import Engine
 from lightning_accel.techniques.flash_attention import hand_written
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
-from techniques.flash_attention.technique_runs import Stack, batch, start, step
+from support.attention_module import Attention
+from support.attention_zoo import FOUND
+from support.techniques.flash_attention.technique_runs import Stack, batch, start, step
 
 pytestmark = pytest.mark.numbers
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_accel import AccelPlugin
-from techniques.flash_attention.technique_runs import ALONE, Discards, Layer, Stack, batch, clock, start, step
+from support.techniques.flash_attention.technique_runs import ALONE, Discards, Layer, Stack, batch, clock, start, step
 
 pytestmark = pytest.mark.numbers
 
@@ -106,8 +106,8 @@ def test_a_copy_of_the_model_computes_with_its_own_weights() -> None:
 def fit(plugin: AccelPlugin | None, steps: int = 6, **options: Any) -> tuple[Any, Trainer]:
     from lightning.pytorch import seed_everything
 
-    from lightning_models import Supervised, tokens
-    from models import TinyTransformer
+    from support.lightning_models import Supervised, tokens
+    from support.models import TinyTransformer
 
     seed_everything(0, verbose=False)
     module = Supervised(TinyTransformer(dropout=0.0))

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.host import Host
+from lightning_accel.core.host import Host
 from lightning_accel.techniques.inplace_activations import InplaceActivations
-from techniques.inplace_activations.inplace_harness import (
+from support.techniques.inplace_activations.inplace_harness import (
     CPU,
     GPU,
     assert_same_training,
     converted,
 )
-from techniques.inplace_activations.inplace_models import Temporary
+from support.techniques.inplace_activations.inplace_models import Temporary
 
 pytestmark = pytest.mark.numbers
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from techniques.inplace_activations import (
+from support.techniques.inplace_activations import (
     inplace_models,
     inplace_models_containers,
     inplace_models_flow,
     inplace_models_modules,
 )
-from techniques.inplace_activations.inplace_harness import assert_same, converted, run, train
+from support.techniques.inplace_activations.inplace_harness import assert_same, converted, run, train
 
 pytestmark = pytest.mark.numbers
 

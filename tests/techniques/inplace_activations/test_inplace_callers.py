@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from techniques.inplace_activations.inplace_harness import assert_same_training, converted
-from techniques.inplace_activations.inplace_models import Model, Temporary
+from support.techniques.inplace_activations.inplace_harness import assert_same_training, converted
+from support.techniques.inplace_activations.inplace_models import Model, Temporary
 
 pytestmark = pytest.mark.numbers
 

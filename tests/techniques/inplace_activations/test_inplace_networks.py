@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from techniques.inplace_activations.inplace_harness import assert_same_training
-from techniques.inplace_activations.inplace_networks import networks
+from support.techniques.inplace_activations.inplace_harness import assert_same_training
+from support.techniques.inplace_activations.inplace_networks import networks
 
 
 @pytest.mark.parametrize("name", list(networks()))

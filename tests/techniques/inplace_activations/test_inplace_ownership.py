@@ -18,8 +18,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from techniques.inplace_activations.inplace_harness import Converted, assert_same_training, converted
-from techniques.inplace_activations.inplace_models import Model, Temporary
+from support.techniques.inplace_activations.inplace_harness import Converted, assert_same_training, converted
+from support.techniques.inplace_activations.inplace_models import Model, Temporary
 
 pytestmark = pytest.mark.numbers
 

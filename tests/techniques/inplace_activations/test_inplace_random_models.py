@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from techniques.inplace_activations.inplace_harness import converted, train
+from support.techniques.inplace_activations.inplace_harness import converted, train
 
 pytestmark = pytest.mark.numbers
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from lightning_accel import Plan, accelerate
 from lightning_accel.techniques.inplace_activations import InplaceActivations
 from lightning_accel.techniques.inplace_activations.ownership import PATIENCE, SMALLEST, calibration
-from techniques.inplace_activations.inplace_harness import (
+from support.techniques.inplace_activations.inplace_harness import (
     CPU,
     assert_same,
     assert_same_training,
@@ -23,7 +23,7 @@ from techniques.inplace_activations.inplace_harness import (
     converted,
     run,
 )
-from techniques.inplace_activations.inplace_models import SameName, Temporary
+from support.techniques.inplace_activations.inplace_models import SameName, Temporary
 
 pytestmark = pytest.mark.numbers
 

@@ -1,0 +1,1 @@
+"""`AccelCLI` and the subcommands of `lightning-accel`."""

@@ -1,0 +1,157 @@
+"""`AccelCLI`: Lightning's command line with an ``accel:`` section. Needs ``pip install 'lightning-accel[cli]'``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning_utilities.core.imports import RequirementCache
+from typing_extensions import override
+
+from lightning_accel.core.checks import nearest
+from lightning_accel.lightning.plugin import AccelPlugin
+from lightning_accel.settings import Plan
+
+# Strategies of Lightning's that refuse other precision plugins than their own, by the start of their names.
+_INSTEAD = {
+    "fsdp": "use trainer.strategy=accel_fsdp, which shards parameters, gradients and optimizer state too.",
+    "deepspeed": "use trainer.strategy=accel_fsdp, which shards what ZeRO's third stage does.",
+    "xla": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
+    "single_xla": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
+    "single_tpu": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
+}
+_JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35,<5")
+# The ways in which jsonargparse says that it does not know a key: in a section, in one behind a subcommand (with the
+# section's name before it), in init_args, on the command line.
+_UNKNOWN_KEY = re.compile(r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'")
+_UNKNOWN_PATH = re.compile(r"Subcommand '[^']+' does not accept option '(?P<key>[^']+)'")
+_UNKNOWN_INIT_ARG = re.compile(
+    r"class_path 'lightning_accel\.[^']*AccelPlugin':\s+Option '(?P<key>[^']+)' is not accepted"
+)
+_UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)")
+
+
+class AccelArgumentParser(LightningArgumentParser):
+    """Lightning's parser, which names the nearest setting where one is misspelt."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        super().error(message + _hint(message, _setting_names(self)), ex)
+        raise AssertionError("unreachable: jsonargparse's error() exits or raises")
+
+
+class AccelCLI(LightningCLI):
+    """:class:`~lightning.pytorch.cli.LightningCLI` whose Trainer runs with an ``AccelPlugin``.
+
+    The plugin's settings are the ``accel:`` section of the configuration, and flags such as
+    ``--accel.precision=bf16-mixed``; both take what :class:`~lightning_accel.Plan` takes, and the section
+    is valid as a plan's YAML. Everything else is as in Lightning, subclassing included: an override of
+    :meth:`add_arguments_to_parser` does not have to call this one.
+
+    Raises:
+        ModuleNotFoundError: jsonargparse is missing.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not _JSONARGPARSE:
+            raise ModuleNotFoundError(
+                f"{type(self).__name__} reads its configuration with jsonargparse, which is not usable here:"
+                f" pip install 'lightning-accel[cli]'. ({_JSONARGPARSE})"
+            )
+        kwargs.setdefault("parser_class", AccelArgumentParser)
+        super().__init__(*args, **kwargs)
+
+    @override
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_core_arguments_to_parser(parser)
+        # The plan and not the plugin: its attributes' descriptions become the help texts. Made in `plan`, not by
+        # jsonargparse, whose traceback would bury the sentence that says what is wrong.
+        parser.add_class_arguments(Plan, "accel", instantiate=False)
+
+    @property
+    def plan(self) -> Plan:
+        """The settings of the ``accel:`` section."""
+        section = self._get(self.config, "accel")
+        try:
+            return Plan.from_dict(section.as_dict())
+        except (TypeError, ValueError) as error:
+            self._fail(f"accel: {error}")
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        super().before_instantiate_classes()
+        # A contradiction in the settings is found before the model is built.
+        _ = self.plan
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        config = {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        plugins = config.get("plugins") or []
+        plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+        self._check_no_other_precision(config.get("precision"), plugins)
+        self._check_strategy(config.get("strategy"))
+        return super().instantiate_trainer(**{**kwargs, "plugins": [*plugins, AccelPlugin.from_plan(self.plan)]})
+
+    def _check_no_other_precision(self, precision: Any, plugins: list[Any]) -> None:
+        if precision is not None:
+            self._fail(
+                f"trainer.precision={precision!r} and accel.precision={self.plan.precision!r} both decide on the"
+                " precision: remove trainer.precision, and set accel.precision to what you want."
+            )
+        for plugin in plugins:
+            if isinstance(plugin, AccelPlugin):
+                self._fail(
+                    f"trainer.plugins has an {type(plugin).__name__} and {type(self).__name__} adds one from the"
+                    " accel: section: move its init_args there, and remove it from trainer.plugins."
+                )
+            if isinstance(plugin, Precision):
+                self._fail(
+                    f"trainer.plugins has {type(plugin).__name__} and accel.precision={self.plan.precision!r}:"
+                    " a Trainer takes one precision plugin. Remove the one in trainer.plugins."
+                )
+
+    def _check_strategy(self, strategy: Any) -> None:
+        if not isinstance(strategy, str) or strategy == "auto":
+            return
+        known = StrategyRegistry.available_strategies()
+        if strategy.lower() not in known:
+            self._fail(f"trainer.strategy={strategy!r} is not known{nearest(strategy, known)}")
+        for family, instead in _INSTEAD.items():
+            if strategy.lower().startswith(family):
+                self._fail(
+                    f"trainer.strategy={strategy!r} takes a precision plugin of its own, and no AccelPlugin: {instead}"
+                )
+
+    def _fail(self, message: str) -> NoReturn:
+        self._parser(self.subcommand).error(message)
+        raise AssertionError("unreachable: jsonargparse's error() exits or raises")
+
+
+def _hint(message: str, names: list[str]) -> str:
+    if unknown := _UNKNOWN_KEY.search(message):
+        group = unknown["group"] + "."
+        return nearest(unknown["key"], [name.removeprefix(group) for name in names if name.startswith(group)])
+    if unknown := _UNKNOWN_INIT_ARG.search(message):
+        # Far up in a message of fifty lines: named again where the eye falls.
+        settings = [field.name for field in fields(Plan)]
+        return f"\nAccelPlugin has no argument {unknown['key']!r}{nearest(unknown['key'], settings)}"
+    if unknown := _UNKNOWN_PATH.search(message) or _UNKNOWN_FLAG.search(message):
+        return nearest(unknown["key"], names)
+    return ""
+
+
+def _setting_names(parser: Any) -> list[str]:
+    """Every key that ``parser`` and the parsers of its subcommands know, dotted."""
+    names = {f"accel.{field.name}" for field in fields(Plan)}
+    for action in parser._actions:
+        names.add(action.dest)
+        if isinstance(action.choices, Mapping):
+            for subparser in action.choices.values():
+                names.update(_setting_names(subparser))
+    return sorted(names)

@@ -1,0 +1,254 @@
+"""What this machine has, what is missing, and how to get it. Needs torch, not Lightning: it answers in seconds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from packaging.requirements import Requirement
+
+from lightning_accel.cli.decisions import ExampleModel, by_default
+from lightning_accel.core.host import Host, usable_cores
+from lightning_accel.techniques.compilation import Compilation
+from lightning_accel.techniques.flash_attention.backends import installed_backends
+from lightning_accel.techniques.mixed_precision import resolve_precision
+
+_PROJECT = "lightning-accel"
+_PURPOSE = {
+    "cli": "AccelCLI: runs configured in YAML",
+    "tensorboard": "logs to look at in TensorBoard",
+    "cuda12": "CuPy kernels and energy counters, CUDA 12",
+    "cuda13": "CuPy kernels and energy counters, CUDA 13",
+    "flash": "flash-attn's attention kernels",
+    "deploy": "export to ONNX",
+    "tensorrt": "export to TensorRT",
+    "transformers": "Hugging Face models, whose attention is then found",
+    "examples": "what the examples and the demo need",
+    "docs": "what building the documentation needs",
+    "dev": "what working on lightning-accel needs",
+}
+_NVIDIA_ONLY = ("cuda12", "cuda13", "flash", "tensorrt")
+
+State = Literal["ready", "missing", "not for this machine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """One optional part of the package.
+
+    Attributes:
+        name: As in ``pip install 'lightning-accel[name]'``.
+        purpose: What it is for.
+        state: ``"not for this machine"`` where it is missing and would be of no use.
+        found: The packages that are installed, with their versions.
+        wanting: The packages that are not, or are too old, with what is asked for.
+    """
+
+    name: str
+    purpose: str
+    state: State
+    found: tuple[str, ...]
+    wanting: tuple[str, ...]
+
+    @property
+    def install(self) -> str:
+        """The command that brings it."""
+        return f"pip install '{_PROJECT}[{self.name}]'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Everything the doctor found.
+
+    Attributes:
+        facts: What the machine is and has: title → value.
+        precision: What ``precision="auto"`` chooses here, and why.
+        extras: The optional parts of the package, in the order of ``pyproject.toml``.
+        advice: What would make more of this machine, a line each.
+    """
+
+    facts: dict[str, str]
+    precision: tuple[str, str]
+    extras: tuple[Extra, ...]
+    advice: tuple[str, ...]
+
+
+def examine(host: Host | None = None) -> Diagnosis:
+    """Looks at this machine, or judges a ``host`` that is not at hand."""
+    host = host if host is not None else Host.detect()
+    advice = list(_not_had(host))
+    extras = tuple(_extras(host))
+    if not extras:
+        advice.append(f"{_PROJECT} runs straight from a checkout, so its extras are not known: pip install -e .")
+    return Diagnosis(facts=_facts(host), precision=resolve_precision("auto", host), extras=extras, advice=tuple(advice))
+
+
+def show(diagnosis: Diagnosis) -> None:
+    """Prints the findings as two tables."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    # Commands are there to be copied: a pipe has no width that would justify wrapping them.
+    console = console if console.is_terminal else Console(width=200)
+    machine = Table("this machine", "", show_header=True)
+    for title, value in diagnosis.facts.items():
+        machine.add_row(title, escape(value))
+    precision, reason = diagnosis.precision
+    machine.add_row("precision='auto'", escape(f"{precision}: {reason}"))
+    console.print(machine)
+    if diagnosis.extras:
+        console.print(_extras_table(diagnosis.extras))
+    for line in diagnosis.advice:
+        console.print(f"! {escape(line)}", soft_wrap=True)
+
+
+def _not_had(host: Host) -> Iterator[str]:
+    """What of the settings a run here goes without, with the mend where there is one."""
+    if host.kind == "xla":
+        yield (
+            "Trainer: Lightning's strategies for XLA take its own precision plugin only, and so no AccelPlugin;"
+            " lightning_accel.accelerate(model) is for a loop without Lightning"
+        )
+    for decision in by_default(host, ExampleModel()):
+        if not decision.is_had and not decision.setting.startswith("precision"):  # which is a fact above
+            yield f"{decision.setting}: {decision.words}"
+    reason = Compilation("on").unavailable(host)
+    if reason is not None:
+        yield f"compile: {reason}"
+
+
+def _extras_table(extras: tuple[Extra, ...]) -> object:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("extra", "for", "state", "packages", "get it with")
+    colours = {"ready": "green", "missing": "yellow", "not for this machine": "dim"}
+    for extra in extras:
+        packages = [*extra.found, *(f"no {package}" for package in extra.wanting)]
+        table.add_row(
+            extra.name,
+            extra.purpose,
+            f"[{colours[extra.state]}]{extra.state}[/]",
+            escape(", ".join(packages)),
+            escape(extra.install) if extra.state == "missing" else "",
+        )
+    return table
+
+
+def _facts(host: Host) -> dict[str, str]:
+    facts = {
+        "device": host.described,
+        "memory": _memory(host),
+        "CPU cores": _cores(),
+        "bfloat16": _bfloat16(host),
+        "compiler": host.compiler or "none",
+        "attention backends": ", ".join(backend.name for backend in installed_backends(host)),
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "Python": platform.python_version(),
+    }
+    if host.arch:
+        facts["architecture"] = host.arch
+    if host.capability is not None:
+        facts["compute capability"] = ".".join(str(part) for part in host.capability)
+    for package in ("torch", "lightning", _PROJECT):
+        facts[package] = _version(package) or "not installed"
+    if torch.version.cuda is not None:
+        facts["torch's CUDA"] = torch.version.cuda
+    return facts
+
+
+def _memory(host: Host) -> str:
+    parts = []
+    if host.kind in ("cuda", "rocm") and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        parts.append(f"device {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free")
+    try:
+        import psutil
+
+        memory = psutil.virtual_memory()
+        parts.append(f"host {memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free")
+    except ModuleNotFoundError:
+        parts.append("host unknown: pip install psutil")
+    return "; ".join(parts)
+
+
+def _bfloat16(host: Host) -> str:
+    if host.native_bf16:
+        return "native"
+    return "not native" if host.kind in ("cuda", "rocm", "cpu") else "not known"
+
+
+def _cores() -> str:
+    return f"{usable_cores()} usable of {os.cpu_count() or 1}, torch computes on {torch.get_num_threads()}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _extras(host: Host) -> Iterator[Extra]:
+    try:
+        metadata = importlib.metadata.metadata(_PROJECT)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    requirements = [Requirement(line) for line in importlib.metadata.requires(_PROJECT) or []]
+    for name in metadata.get_all("Provides-Extra") or []:
+        found, wanting = [], []
+        for requirement in _required_by(name, requirements):
+            version = _version(requirement.name)
+            if version is None:
+                wanting.append(f"{requirement.name}{requirement.specifier}")
+            elif not requirement.specifier.contains(version, prereleases=True):
+                wanting.append(f"{requirement.name}{requirement.specifier} (has {version})")
+            else:
+                found.append(f"{requirement.name} {version}")
+                wanting += _missing_parts(requirement)
+        yield Extra(
+            name=name,
+            purpose=_PURPOSE.get(name, ""),
+            state="ready" if not wanting else "missing" if _suits(name, host) else "not for this machine",
+            found=tuple(found),
+            wanting=tuple(wanting),
+        )
+
+
+def _required_by(extra: str, requirements: list[Requirement]) -> Iterator[Requirement]:
+    """What ``extra`` asks for, with the extras that it names in turn unfolded."""
+    for requirement in requirements:
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if requirement.name == _PROJECT:
+            for inner in sorted(requirement.extras):
+                yield from _required_by(inner, requirements)
+        else:
+            yield requirement
+
+
+def _missing_parts(requirement: Requirement) -> list[str]:
+    """What the extras that ``requirement`` names ask for and is not here: ``jsonargparse[signatures]``, say."""
+    asked = [Requirement(line) for line in importlib.metadata.requires(requirement.name) or []]
+    return [
+        str(part.name)
+        for part in asked
+        for extra in requirement.extras
+        if part.marker is not None and part.marker.evaluate({"extra": extra}) and _version(part.name) is None
+    ]
+
+
+def _suits(extra: str, host: Host) -> bool:
+    if extra not in _NVIDIA_ONLY:
+        return True
+    if host.kind != "cuda":
+        return False
+    cuda = (torch.version.cuda or "").partition(".")[0]
+    return not (extra.startswith("cuda") and cuda and extra != f"cuda{cuda}")

@@ -1,0 +1,142 @@
+"""Finds the repeated blocks of a model, its transformer layers or residual blocks: the units of other techniques."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_accel.core.checks import nearest
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def find_blocks(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """The blocks of ``model``: site → module, none inside another.
+
+    Args:
+        model: Any module.
+        wanted: Class names or module paths. Empty: the repeated blocks, found by :func:`repeated_blocks`.
+
+    Raises:
+        ValueError: One of ``wanted`` matches nothing; the nearest class or path is named.
+    """
+    if not wanted:
+        return repeated_blocks(model)
+    modules = {name: module for name, module in model.named_modules() if name}
+    found: dict[str, nn.Module] = {}
+    for want in wanted:
+        matches = {n: m for n, m in modules.items() if n == want or type(m).__name__ == want}
+        if not matches:
+            known = [*dict.fromkeys(type(m).__name__ for m in modules.values() if not _is_leaf(m)), *modules]
+            raise ValueError(
+                f"No block matches {want!r}{nearest(want, known) or '.'} "
+                f"Blocks are class names or module paths; this model has, among others: {', '.join(known[:8])}."
+            )
+        found.update(matches)
+    return _outermost(found)
+
+
+def units(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of ``model``, and the other parts that hold several layers: site → module, none in another.
+
+    Beside the blocks of a stack these are its stem and its head, a multilayer perceptron written as one module, or the
+    model itself where it is no more than that (site ``""``).
+    """
+    blocks = repeated_blocks(model)
+    found: dict[str, nn.Module] = {}
+
+    def visit(site: str, module: nn.Module) -> None:
+        inside = f"{site}." if site else ""
+        if site in blocks or (_is_unit(module) and not any(block.startswith(inside) for block in blocks)):
+            found[site] = module
+        else:
+            for name, child in module.named_children():
+                visit(inside + name, child)
+
+    visit("", model)
+    seen: set[int] = set()
+    return {n: m for n, m in found.items() if not (id(m) in seen or seen.add(id(m)))}  # type: ignore[func-returns-value]
+
+
+def _is_unit(module: nn.Module) -> bool:
+    """Several layers, one of them with weights, in a module that is called itself."""
+    if _is_leaf(module) or type(module) in (nn.ModuleList, nn.ModuleDict):
+        return False
+    # A LightningModule computes in its steps; its forward may be called by nobody.
+    if hasattr(module, "training_step") or any(not _is_leaf(child) for child in module.children()):
+        return False
+    return _leaves(module) > 1 and any(p.dim() > 1 for p in module.parameters())
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose class occurs at least twice among the parts of ``model``, at the level that divides it best.
+
+    Transformers repeat heads inside layers inside towers. Of those levels the one is taken where the number of
+    blocks, plus the largest block, plus what lies outside all blocks, counted in leaf modules, is smallest: an
+    estimate of what checkpointing each block leaves in memory (Chen et al., 2016, https://arxiv.org/abs/1604.06174).
+    """
+    candidates = _repeated(model)
+    best: dict[str, nn.Module] = {}
+    best_cost = float(_leaves(model))
+    level = _outermost(candidates)
+    while level:
+        cost = _cost(model, level)
+        if not best or cost < best_cost:
+            best, best_cost = level, cost
+        finer = _finer(level, candidates)
+        level = finer if finer.keys() != level.keys() else {}
+    return best
+
+
+def _repeated(model: nn.Module) -> dict[str, nn.Module]:
+    # named_modules() yields a module once, however often a parent lists it: a block that is shared, not copied,
+    # counts as repeated when one container holds it twice.
+    composite = {
+        n: m
+        for n, m in model.named_modules()
+        if n and not _is_leaf(m) and type(m) not in (nn.ModuleList, nn.ModuleDict)
+    }
+    kinds = Counter(_kind(m) for m in composite.values())
+    shared = {
+        id(child)
+        for parent in model.modules()
+        for child, count in Counter(c for c in parent._modules.values() if c is not None).items()
+        if count > 1
+    }
+    return {n: m for n, m in composite.items() if kinds[_kind(m)] > 1 or id(m) in shared}
+
+
+def _kind(module: nn.Module) -> tuple[object, ...]:
+    # Every Sequential is of one class; those of the same layers are of one kind.
+    if isinstance(module, _CONTAINERS):
+        return (type(module), *(type(child) for child in module.children()))
+    return (type(module),)
+
+
+def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    return {n: m for n, m in modules.items() if not any(n.startswith(f"{other}.") for other in modules)}
+
+
+def _finer(level: dict[str, nn.Module], candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    finer: dict[str, nn.Module] = {}
+    for name, module in level.items():
+        inner = _outermost({n: m for n, m in candidates.items() if n.startswith(f"{name}.")})
+        finer.update(inner if len(inner) > 1 else {name: module})
+    return finer
+
+
+def _cost(model: nn.Module, level: dict[str, nn.Module]) -> float:
+    sizes = [_leaves(module) for module in level.values()]
+    outside = _leaves(model) - sum(sizes)
+    return len(sizes) + max(sizes) + outside
+
+
+def _leaves(module: nn.Module) -> int:
+    return sum(map(_is_leaf, module.modules()))
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    # Never `any(module.children())`: it asks modules for their length, which what torch.compile() returns has not.
+    return next(module.children(), None) is None

@@ -1,0 +1,187 @@
+"""What one machine has: the device a run uses, its fast dtypes, its kernels and compilers. Asked once per run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+HostKind = Literal["cuda", "rocm", "xla", "mps", "cpu"]
+
+# AMD's architectures with matrix instructions for bfloat16: CDNA from MI100 on, RDNA from 3 on. Torch says of every AMD
+# card that it takes bfloat16. https://rocm.docs.amd.com/en/latest/reference/precision-support.html
+_BF16_ARCHITECTURES = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+
+# From the widest on, by the names that torch.cpu.get_capabilities() has for them.
+_INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512_f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The facts about a machine that the techniques decide by, so that they ask nobody else.
+
+    A plain value: build one by hand to see what a run would do on a machine that is not at hand, as
+    :mod:`lightning_accel.core.simulated_hosts` does.
+
+    Attributes:
+        kind: The family of device the run computes on. AMD cards are ``"rocm"`` although torch calls them ``cuda``.
+        device_name: The device's name as its vendor writes it.
+        capability: CUDA compute capability ``(major, minor)``; None on every other kind.
+        arch: An AMD card's architecture: ``"gfx942"``; empty on every other kind.
+        instructions: The widest instructions that a CPU of the x86 family computes with: ``"AVX2"``,
+            ``"AVX512-BF16"``; its name alone does not tell. Empty on every other kind.
+        native_bf16: Whether matrix units (or AVX512-BF16, AMX) compute in bfloat16, rather than emulate it.
+        compiler: What TorchInductor would build kernels with (``"triton"`` or a C++ compiler); None when there is none.
+        kernels: Attention kernels that are installed beside torch's own, by the names that ``flash_attention`` takes:
+            ``"flash-attn"``, ``"fa3"``, ``"fa4"``.
+    """
+
+    kind: HostKind
+    device_name: str
+    capability: tuple[int, int] | None = None
+    arch: str = ""
+    instructions: str = ""
+    native_bf16: bool = False
+    compiler: str | None = None
+    kernels: frozenset[str] = frozenset()
+
+    @classmethod
+    def detect(cls, device: torch.device | str | None = None) -> Host:
+        """Asks torch about ``device``, by default the one that Lightning's ``accelerator="auto"`` would take."""
+        device_type = torch.device(device).type if device is not None else _default_device_type()
+        if device_type == "cuda":
+            return cls._detect_cuda(torch.device(device if device is not None else "cuda"))
+        if device_type == "mps":
+            has_name = torch.backends.mps.is_available()
+            return cls(kind="mps", device_name=torch.backends.mps.get_name() if has_name else "MPS")
+        if device_type == "xla":
+            tpu = _tpu_name()
+            return cls(kind="xla", device_name=tpu or "XLA", native_bf16=tpu is not None)
+        cpu = _cpu_capabilities()
+        return cls(
+            kind="cpu",
+            device_name=_cpu_name() or str(cpu.get("cpu_name") or platform.machine()),
+            instructions=next((name for key, name in _INSTRUCTIONS.items() if cpu.get(key)), ""),
+            native_bf16=bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16")),
+            compiler=_cpp_compiler(),
+        )
+
+    @classmethod
+    def _detect_cuda(cls, device: torch.device) -> Host:
+        is_rocm = torch.version.hip is not None
+        # With what it was built with, behind a colon: gfx90a:sramecc+:xnack-
+        arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0] if is_rocm else ""
+        return cls(
+            kind="rocm" if is_rocm else "cuda",
+            device_name=torch.cuda.get_device_name(device),
+            capability=None if is_rocm else torch.cuda.get_device_capability(device),
+            arch=arch,
+            native_bf16=arch.startswith(_BF16_ARCHITECTURES)
+            if is_rocm
+            else torch.cuda.is_bf16_supported(including_emulation=False),
+            compiler="triton" if importlib.util.find_spec("triton") and _c_compiler() else None,
+            kernels=_installed_kernels(),
+        )
+
+    @property
+    def described(self) -> str:
+        """For people: ``"AMD EPYC, AVX2 (cpu)"``."""
+        return f"{self.device_name}{', ' if self.instructions else ''}{self.instructions} ({self.kind})"
+
+    @property
+    def device_type(self) -> str:
+        """The device type as torch spells it (``"cuda"`` for AMD cards too)."""
+        return "cuda" if self.kind == "rocm" else self.kind
+
+
+def usable_cores() -> int:
+    """How many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _default_device_type() -> str:
+    # In Lightning's order, and by the questions that it asks.
+    if _num_tpus() > 0:
+        return "xla"
+    if _has_apple_gpu():
+        return "mps"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _num_tpus() -> int:
+    try:
+        return int(importlib.import_module("torch_xla._internal.tpu").num_available_devices())
+    except Exception:  # not installed, built for another torch, not configured: there is nothing to compute on
+        return 0
+
+
+def _tpu_name() -> str | None:
+    """``"TPU v5"``; None where XLA computes on something else, or is not installed."""
+    try:
+        if importlib.import_module("torch_xla.runtime").device_type() != "TPU":
+            return None
+    except Exception:  # as above
+        return None
+    try:
+        return f"TPU v{importlib.import_module('torch_xla._internal.tpu').version()}"
+    except Exception:  # it asks the network, and does not know every name that it is given
+        return "TPU"
+
+
+def _has_apple_gpu() -> bool:
+    is_disabled = os.environ.get("DISABLE_MPS", "0") == "1"  # by which Lightning lets users opt out
+    return not is_disabled and torch.backends.mps.is_available() and platform.processor() in ("arm", "arm64")
+
+
+def _installed_kernels() -> frozenset[str]:
+    """The names of :attr:`Host.kernels` that are here. Nothing is imported: flash-attn's package loads its library."""
+    found = {"fa3"} if importlib.util.find_spec("flash_attn_interface") else set()
+    package = importlib.util.find_spec("flash_attn")
+    if package is not None:
+        # FlashAttention 4 installs its part of the package alone, without an __init__.
+        found |= {"flash-attn"} if package.origin is not None else set()
+        folders = package.submodule_search_locations or ()
+        found |= {"fa4"} if any(Path(folder, "cute").is_dir() for folder in folders) else set()
+    return frozenset(found)
+
+
+def _cpu_capabilities() -> dict[str, Any]:
+    if hasattr(torch.cpu, "get_capabilities"):
+        return dict(torch.cpu.get_capabilities())
+    # torch 2.11 has only the single questions.
+    return {
+        "avx2": torch.cpu._is_avx2_supported(),
+        "avx512_f": torch.cpu._is_avx512_supported(),
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+        "amx_bf16": torch.cpu._is_amx_tile_supported(),
+    }
+
+
+def _cpu_name() -> str | None:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
+            names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
+            return next(names, None)
+    except OSError:
+        return platform.processor() or None
+
+
+def _cpp_compiler() -> str | None:
+    from torch._inductor import config
+
+    # The same search list as TorchInductor's: its own lookup raises, and pulls in its whole code generator.
+    configured = config.cpp.cxx
+    names = configured if isinstance(configured, list | tuple) else (configured,)
+    return next((name for name in names if name and shutil.which(name)), None)
+
+
+def _c_compiler() -> str | None:
+    # Triton builds a small launcher in C for every kernel.
+    return next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)

@@ -1,0 +1,224 @@
+"""Memory layouts of weights, batches and optimizer states: changed, kept in step with each other, and restored."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_accel.core.patch import MethodPatch, Patch
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+FORMAT_NAMES = {4: "channels_last", 5: "channels_last_3d"}
+
+
+def to_channels_last(tensor: Tensor, dims: Sequence[int] = (4, 5)) -> Tensor:
+    """A 4-D or 5-D strided tensor in channels_last(_3d); other tensors dense, in the order they have.
+
+    Args:
+        tensor: Any tensor.
+        dims: The numbers of dimensions that mean an image: 4 for (B, C, H, W), 5 for (B, C, D, H, W).
+    """
+    if tensor.layout != torch.strided:
+        return tensor
+    if tensor.dim() in dims and (tensor.is_floating_point() or tensor.dtype == torch.uint8):
+        return in_format(tensor, FORMATS[tensor.dim()])
+    is_dense = tensor.is_contiguous() or (
+        tensor.dim() in FORMATS and tensor.is_contiguous(memory_format=FORMATS[tensor.dim()])
+    )
+    return tensor if is_dense else tensor.contiguous()
+
+
+def in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """``tensor`` in a channels_last format, with the strides by which operators recognise it.
+
+    One channel, or one pixel, is contiguous in both orders, and ``.contiguous()`` leaves it as it is. Operators then
+    take it for contiguous, and one such weight puts the activations of all that follow into the wrong format.
+    """
+    dense = tensor.contiguous(memory_format=memory_format)
+    strides = torch.empty(tensor.shape, device="meta", memory_format=memory_format).stride()
+    return dense if dense.stride() == strides else dense.as_strided(dense.shape, strides)
+
+
+def with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """``tensor`` itself if it has these strides, else a copy that does."""
+    if tensor.stride() == tuple(stride):
+        return tensor
+    copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
+class WeightLayout(Patch):
+    """Holds a convolution's weights in channels_last. Values, shapes and the parameters themselves stay.
+
+    Attributes:
+        convolution: The module.
+        strides: For every parameter changed, the strides it had.
+    """
+
+    def __init__(self, site: str, convolution: nn.Module, dim: int) -> None:
+        super().__init__(site, f"weight → {FORMAT_NAMES[dim]}")
+        self.convolution = convolution
+        self._parameters = [p for p in convolution.parameters() if p.dim() == dim]
+        self._format = FORMATS[dim]
+        self.strides: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._computes_contiguously: MethodPatch | None = None
+
+    def hold(self) -> None:
+        """Computes as after :meth:`undo`, on a contiguous copy of the weight, but leaves the weight's layout alone.
+
+        For layouts given up in mid-run where DistributedDataParallel is at work. Its buckets keep the strides that
+        the weights had when it was made, or after its first step: where they change later it permutes the elements
+        of every gradient, without an error (torch 2.11 to 2.13).
+        """
+        if self._computes_contiguously is None:
+            self._apply()
+            self._computes_contiguously = MethodPatch(
+                self.site, "contiguous weight", self.convolution, "_conv_forward", _on_contiguous_weight
+            )
+            self._computes_contiguously.apply()
+
+    def release(self) -> None:
+        """Ends :meth:`hold`; the weight gets its own layout back."""
+        if self._computes_contiguously is not None:
+            self._computes_contiguously.undo()
+            self._computes_contiguously = None
+            self._undo()
+
+    # Outside inference mode, where a trial may find itself: what it allocates could never be trained again.
+
+    @override
+    @torch.inference_mode(False)
+    def _apply(self) -> None:
+        if self._computes_contiguously is not None:
+            self._computes_contiguously.undo()
+            self._computes_contiguously = None
+        for parameter in self._parameters:
+            converted = in_format(parameter.data, self._format)
+            if converted.stride() == parameter.stride():
+                continue  # tied to another convolution's, which has the strides to restore
+            self.strides[parameter] = parameter.stride()
+            parameter.data = converted
+            _match_gradient(parameter)
+
+    @override
+    @torch.inference_mode(False)
+    def _undo(self) -> None:
+        for parameter, stride in self.strides.items():
+            parameter.data = with_strides(parameter.data, stride)
+            _match_gradient(parameter)
+        self.strides.clear()
+
+
+def _on_contiguous_weight(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _conv_forward(self: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return original(self, x, weight.contiguous(), bias)
+
+    return _conv_forward
+
+
+def _match_gradient(parameter: nn.Parameter) -> None:
+    if parameter.grad is not None and parameter.grad.layout == torch.strided:
+        parameter.grad = with_strides(parameter.grad, parameter.stride())
+
+
+class OptimizerLayouts:
+    """Keeps optimizer states in the layout of their parameters.
+
+    Fused optimizers walk parameter and state by their addresses: where the strides differ they update the wrong
+    elements, without an error (``AdamW(fused=True)`` on CPU, torch 2.13). They differ after a checkpoint of a
+    contiguous run is loaded, and after weights change their layout in mid-run; every optimizer that steps on one of
+    ``parameters`` is brought in step before its first step, and again by :meth:`match`.
+
+    Args:
+        parameters: Those whose layout may change.
+        before_first_step: Called with every optimizer that holds one of them, before its first step.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], before_first_step: Callable[[Optimizer], None]) -> None:
+        self._parameters = set(parameters)
+        self._before_first_step = before_first_step
+        self._matched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer not in self._matched:
+            self._matched.add(optimizer)
+            if any(parameter in self._parameters for group in optimizer.param_groups for parameter in group["params"]):
+                self._before_first_step(optimizer)
+            self._match_one(optimizer)
+            if optimizer not in self._hooks:
+                # A state loaded in mid-run has the layouts of the run that saved it.
+                self._hooks[optimizer] = optimizer.register_load_state_dict_post_hook(self._matched.discard)
+
+    def match(self) -> None:
+        """Brings the states of every optimizer seen so far in step with its parameters."""
+        for optimizer in list(self._matched):
+            self._match_one(optimizer)
+
+    def close(self) -> None:
+        self._hook.remove()
+        for hook in self._hooks.values():
+            hook.remove()
+
+    def _match_one(self, optimizer: Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
+            if parameter in self._parameters:
+                for name, value in state.items():
+                    if _belongs_to(value, parameter):
+                        state[name] = with_strides(value, parameter.stride())
+
+
+def reads_by_layout(optimizer: Optimizer) -> str | None:
+    """Why an optimizer may fail, or go wrong, on weights and gradients in another layout; None for those known not to.
+
+    Torch's own work element by element, but for LBFGS, which calls ``.view(-1)`` on every gradient. What others do
+    cannot be known: some Muons call ``grad.view(len(grad), -1)``, 8-bit optimizers keep flat states.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return f"{name} calls .view(-1) on gradients, which channels_last lays out otherwise"
+    if not type(optimizer).step.__module__.startswith("torch.optim"):
+        return f"{name} is not an optimizer of torch's and may read gradients by their layout"
+    return None
+
+
+def restore_layouts(
+    checkpoint: dict[str, Any],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    strides: Mapping[nn.Parameter, tuple[int, ...]],
+) -> None:
+    """Gives a checkpoint the layouts that a plain run's would have, so that a plain run can go on from it.
+
+    Args:
+        checkpoint: Lightning's, with ``state_dict`` and ``optimizer_states``; the tensors in use are left alone.
+        module: The module whose ``state_dict`` it holds.
+        optimizers: Those whose states it holds, in order.
+        strides: The layouts to give, by parameter.
+    """
+    state_dict = checkpoint["state_dict"]
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter in strides and name in state_dict:
+            state_dict[name] = with_strides(state_dict[name], strides[parameter])
+    for optimizer, saved in zip(optimizers, checkpoint.get("optimizer_states", ()), strict=False):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, parameter in enumerate(parameters):
+            if parameter in strides and index in saved["state"]:
+                # A new dict: the one in the checkpoint is the optimizer's own.
+                saved["state"][index] = {
+                    key: with_strides(value, strides[parameter]) if _belongs_to(value, parameter) else value
+                    for key, value in saved["state"][index].items()
+                }
+
+
+def _belongs_to(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape

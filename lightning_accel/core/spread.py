@@ -1,0 +1,229 @@
+"""The one rule by which numbers are judged: a candidate may be off by what the original is off, however it is summed.
+
+A computation in floating point has no one result. The same original gives others when its sums are taken in another,
+equally legitimate order: with another number of threads, in two halves of the batch, with the batch turned round, from
+inputs that lie otherwise in memory, by another library of kernels. How far these are from the same computation in
+float64 is its *spread*; a candidate that is off by more than ``FACTOR`` spreads computes something else. Nothing here
+was fitted to a processor: what its libraries do to the original is measured where the run is. See docs/numbers.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_accel.core.tree import map_tensors, tensors_in
+
+FACTOR = 4.0
+"""How many spreads a candidate may be off: a handful of samples shows the order of a spread, not its end."""
+
+_BIAS_FLOOR = 1e-3
+"""A systematic error below this is not told from the bias of rounding itself."""
+
+_HALF_PRECISION = 1e-4
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far one result is from another.
+
+    Attributes:
+        noise: The largest norm of a difference over the norm of what it should be.
+        bias: The largest relative error along the result itself, which noise has little of: 0.01 for a scale that is
+            off by 1%.
+    """
+
+    noise: float = 0.0
+    bias: float = 0.0
+
+    def __or__(self, other: Deviation) -> Deviation:
+        return Deviation(max(self.noise, other.noise), max(self.bias, other.bias))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What a candidate may be off by.
+
+    Attributes:
+        deviation: The largest of the original's own deviations.
+        rounding: What the coarsest dtype at work rounds off in any case: no result is nearer.
+        elements: The size of the smallest result, over which independent errors average out.
+        num_orders: In how many orders the original was seen.
+    """
+
+    deviation: Deviation
+    rounding: float
+    elements: int
+    num_orders: int
+
+    @property
+    def allowed_noise(self) -> float:
+        return FACTOR * max(self.deviation.noise, self.rounding)
+
+    @property
+    def allowed_bias(self) -> float:
+        averaged = max(self.deviation.noise, self.rounding) / math.sqrt(max(self.elements, 1))
+        return max(FACTOR * max(self.deviation.bias, averaged), _BIAS_FLOOR)
+
+    def objection(self, found: Deviation, times: float = 1.0) -> str:
+        """How ``found`` is too far off, in words; empty where it is not.
+
+        Args:
+            found: How far a candidate is off.
+            times: How many times as much is allowed, where more than the candidate is off.
+        """
+        # Written so that NaN is too far.
+        if not found.noise <= times * self.allowed_noise:
+            return (
+                f"other numbers than the original: relative error {found.noise:.1e}, allowed"
+                f" {times * self.allowed_noise:.1e}"
+            )
+        if not found.bias <= times * self.allowed_bias:
+            return (
+                f"other numbers than the original: all of them together off by {found.bias:.1e}, allowed"
+                f" {times * self.allowed_bias:.1e}"
+            )
+        return ""
+
+
+def measured(yardstick: Sequence[Tensor], runs: Sequence[Sequence[Tensor]], coarsest: torch.dtype) -> Spread:
+    """The spread of ``runs`` of the original around ``yardstick``.
+
+    A run that is off by more than the square root of the rounding is no other order of the same sums (batch statistics
+    of half a batch, say) and does not count.
+
+    Args:
+        yardstick: The original in float64, or its own result.
+        runs: The original in several orders.
+        coarsest: The dtype of the coarsest numbers on the way.
+    """
+    eps = torch.finfo(coarsest).eps
+    # In half precision the last rounding is most of the error; above it a library may take a few on the way.
+    rounding = eps / 2 if eps > _HALF_PRECISION else 2 * eps
+    spread, num_orders = Deviation(), 0
+    for run in runs:
+        if [t.shape for t in run] == [t.shape for t in yardstick]:
+            found = deviation(run, yardstick)
+            if found.noise <= math.sqrt(rounding):
+                spread |= found
+                num_orders += 1
+    return Spread(spread, rounding, min((t.numel() for t in yardstick), default=1), num_orders)
+
+
+def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Deviation:
+    """How far results are from what they should be; infinitely far for a NaN where none belongs.
+
+    A tensor whose true value is zero but for rounding (the bias before a batch norm has such a gradient) is measured
+    against a hundredth of the largest tensor's norm. Infinities and NaNs must stand in the same places.
+    """
+    norms = [float(torch.linalg.vector_norm(_finite_part(t))) for t in expected]
+    floor = max(norms, default=0.0) / 100
+    worst = Deviation()
+    for got, want, norm in zip(actual, expected, norms, strict=True):
+        if not all(torch.equal(is_odd(got), is_odd(want)) for is_odd in (torch.isnan, torch.isposinf, torch.isneginf)):
+            return Deviation(math.inf, math.inf)
+        wide = _finite_part(want)
+        off = _finite_part(got) - wide
+        noise = float(torch.linalg.vector_norm(off)) / max(norm, floor, 1e-300)
+        bias = abs(float((off * wide).sum())) / norm**2 if norm > floor else 0.0
+        worst |= Deviation(noise, bias)
+    return worst
+
+
+def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The noise of :func:`deviation`."""
+    return deviation(actual, expected).noise
+
+
+def other_orders(
+    call: Call, batch_size: int, device: torch.device, *, new_kernels: bool = True
+) -> Iterator[tuple[Call, AbstractContextManager[Any]]]:
+    """The same computation in other orders, each with a context to run it in.
+
+    Not all are possible for every computation, and not all leave its meaning: :func:`measured` sorts those out.
+
+    Args:
+        call: The original.
+        batch_size: The size of the first dimension of whatever is batched.
+        device: Where it computes.
+        new_kernels: Whether also those that need kernels for other shapes or numbers of threads.
+    """
+
+    def in_halves(*args: Any, **kwargs: Any) -> Any:
+        half = batch_size // 2
+        parts = [map_tensors(_rows(batch_size, rows), (args, kwargs)) for rows in (slice(half), slice(half, None))]
+        first, second = (call(*part[0], **part[1]) for part in parts)
+        rest = iter(tensors_in(second))
+        # A result without samples (an average over them) cannot be put together: its shape tells.
+        return map_tensors(lambda t: torch.cat([t, next(rest)]) if t.dim() and t.shape[0] == half else t, first)
+
+    def turned_round(*args: Any, **kwargs: Any) -> Any:
+        def turn(tensor: Tensor) -> Tensor:
+            return tensor.flip(0) if _is_batched(tensor, batch_size) else tensor
+
+        args, kwargs = map_tensors(turn, (args, kwargs))
+        return map_tensors(turn, call(*args, **kwargs))
+
+    def lying_otherwise(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_tensors(_transposed_in_memory, (args, kwargs))
+        return call(*args, **kwargs)
+
+    yield lying_otherwise, nullcontext()
+    if batch_size > 1:
+        yield turned_round, nullcontext()
+        if new_kernels:
+            yield in_halves, nullcontext()
+    if device.type == "cpu":
+        yield call, _without_onednn()
+        if new_kernels:
+            yield call, _one_thread()
+
+
+def _is_batched(tensor: Tensor, batch_size: int) -> bool:
+    return tensor.layout == torch.strided and tensor.dim() > 0 and tensor.shape[0] == batch_size
+
+
+def _rows(batch_size: int, rows: slice) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor[rows] if _is_batched(tensor, batch_size) else tensor
+
+
+def _transposed_in_memory(tensor: Tensor) -> Tensor:
+    """The same values, with the last two dimensions in the other order in memory."""
+    is_plain = tensor.layout == torch.strided and tensor.dim() > 1 and not tensor.is_nested
+    return tensor.mT.contiguous().mT if is_plain else tensor
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    # Fewer, never more: a pool of threads that the program did without would stay, and break a later fork.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    # Not torch.backends.mkldnn.flags, which sets what concerns other devices too, with warnings.
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def _finite_part(tensor: Tensor) -> Tensor:
+    # Metal has no float64: there the host compares.
+    wide = (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+    return torch.nan_to_num(wide, nan=0.0, posinf=0.0, neginf=0.0)

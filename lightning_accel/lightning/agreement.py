@@ -1,0 +1,52 @@
+"""What several processes find out about each other, so that they do the same or stop together."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from lightning_accel.core.host import Host
+
+T = TypeVar("T")
+
+
+def gather(value: T) -> list[T]:
+    """The value of each rank, in their order, on every rank. A collective call; ``[value]`` in a process by itself."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [value]
+    values: list[T] = [value] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def check_devices(host: Host, precision: str) -> None:
+    """Raises where the ranks compute on different kinds of devices, or each in a precision of its own.
+
+    Args:
+        host: What this rank has.
+        precision: What its precision came to.
+
+    Raises:
+        ValueError: On every rank alike, naming who has what.
+    """
+    ranks = gather((host.kind, precision, host.device_name, socket.gethostname()))
+    if len({kind for kind, *_ in ranks}) > 1:
+        raise ValueError(
+            f"The ranks run on different types of devices: {_listed(ranks)}. One run takes one type: start every"
+            " process with the same Trainer(accelerator=...), on hosts that have it."
+        )
+    if len({precision for _, precision, *_ in ranks}) > 1:
+        raise ValueError(
+            f"precision='auto' comes to different precisions on the devices of the ranks: {_listed(ranks)}."
+            " Set the one that all of them are to use: AccelPlugin(precision='16-mixed'), say."
+        )
+
+
+def _listed(ranks: Sequence[tuple[str, str, str, str]]) -> str:
+    return "; ".join(
+        f"rank {rank} has {device} ({kind}, {precision}) on {where}"
+        for rank, (kind, precision, device, where) in enumerate(ranks)
+    )

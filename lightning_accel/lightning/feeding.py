@@ -1,0 +1,214 @@
+"""How a Trainer's batches get to the device: by a pipeline around each loader, or where Lightning transfers them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.data import DevicePipeline, Position, Preprocess
+from lightning_accel.engine import Engine
+
+_DEPTH = 2  # batches prepared ahead
+# What Lightning runs between a loader and the device: a batch that is prepared ahead would pass them too late.
+_HOOKS_BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")
+
+
+class Feeding:
+    """Transfer and preprocessing under a Trainer, before ``on_after_batch_transfer``.
+
+    A :class:`DevicePipeline` around each loader prepares batches ahead. Where the user has taken the transfer in hand,
+    or the strategy brings loaders of its own, every batch is preprocessed at its transfer instead.
+
+    Args:
+        trainer: About to run.
+        preprocess: What to do with each batch; None: only the transfer, where there is a device to transfer to.
+        note: Told of loaders whose batches cannot be prepared ahead.
+
+    Attributes:
+        why_inline: Why there is no pipeline; empty where there is one.
+    """
+
+    def __init__(self, trainer: Trainer, preprocess: Preprocess | None, note: Callable[[str], None]) -> None:
+        self.preprocess = preprocess
+        self._takes_loader = _takes_loader(trainer)
+        self.why_inline = "" if self._takes_loader else _why_inline(trainer)
+        self._trainer = trainer
+        self._note = note
+        self._pipelines: weakref.WeakSet[DevicePipeline] = weakref.WeakSet()
+
+    def patches(self) -> Iterator[Patch]:
+        """The edits to the Trainer's strategy; none to one that asks :meth:`pipe` by itself."""
+        if self.why_inline:
+            if self.preprocess is not None:
+                yield self._on_strategy("batch_to_device", self._transferring)
+        elif not getattr(self._trainer.strategy, "feeds_itself", False):
+            yield self._on_strategy("process_dataloader", self._piping)
+
+    def pipe(self, loader: Any) -> Any:
+        """A pipeline around ``loader``; the loader itself where its batches have to pass through Lightning's hooks."""
+        if self.why_inline or (self._takes_loader and self.preprocess is None):
+            return loader
+
+        def position() -> Position:
+            return self._position(pipeline)
+
+        strategy = self._trainer.strategy
+        has_work = self.preprocess is not None or strategy.root_device.type != "cpu"
+        depth = _DEPTH if has_work and _can_be_ahead(loader) else 0
+        if self.preprocess is not None and depth == 0:
+            self._note(
+                f"preprocess: batches of this {type(loader).__name__} are prepared when they are asked for, not"
+                " ahead: it may follow the training, or use its memory again. A DataLoader over a map-style"
+                " dataset, or one with workers, does not."
+            )
+        pipeline = DevicePipeline(loader, strategy.root_device, self.preprocess, depth, position=position)
+        self._pipelines.add(pipeline)
+        return pipeline
+
+    def status(self) -> str:
+        """What happens to the batches, in a line for the report."""
+        if self.preprocess is None:
+            return "off"
+        what = self.preprocess.describe()
+        if self.why_inline:
+            return f"{what}; at the transfer of each batch: {self.why_inline}"
+        return f"{what}; the next batches while one is in work"
+
+    def close(self) -> None:
+        """Ends all pipelines, and gives the Trainer's loops the user's own loaders back."""
+        for pipeline in list(self._pipelines):
+            pipeline.close()
+        trainer = self._trainer
+        fit, validate, test, predict = trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+        for loop in (fit, fit.epoch_loop.val_loop, validate, test, predict):
+            if (combined := loop._combined_loader) is not None:
+                combined.flattened = [
+                    one.loader if isinstance(one, DevicePipeline) else one for one in combined.flattened
+                ]
+
+    def _on_strategy(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
+        return MethodPatch(f"{name} (preprocess)", "preprocessing", self._trainer.strategy, name, wrap)
+
+    def _piping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def process_dataloader(strategy: Strategy, dataloader: Any) -> Any:
+            return self.pipe(original(strategy, dataloader))
+
+        return process_dataloader
+
+    def _transferring(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def batch_to_device(strategy: Strategy, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            # Lightning's own seam between the two hooks. Only here: it moves example inputs through the same.
+            around = MethodPatch("hooks", "preprocessing", strategy.lightning_module, "_call_batch_hook", self._hooking)
+            around.apply()
+            try:
+                return original(strategy, batch, *args, **kwargs)
+            finally:
+                around.undo()
+
+        return batch_to_device
+
+    def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_batch_hook(module: LightningModule, hook_name: str, *args: Any) -> Any:
+            if self.preprocess is None or hook_name != "transfer_batch_to_device":
+                return original(module, hook_name, *args)
+            if self.preprocess.on_host:
+                return original(module, hook_name, self._each_loaders(args[0]), *args[1:])
+            return self._each_loaders(original(module, hook_name, *args))
+
+        return call_batch_hook
+
+    def _each_loaders(self, batch: Any) -> Any:
+        """Preprocesses a batch; of one put together from several loaders, the part of each, as pipelines would."""
+        assert self.preprocess is not None
+        combined = getattr(self._trainer._active_loop, "_combined_loader", None)
+        if combined is None or combined._mode == "sequential":
+            return self.preprocess(batch, self._position_of(0))
+        _, spec = tree_flatten(combined.iterables)
+        batches = [
+            part if part is None else self.preprocess(part, self._position_of(loader_idx))
+            for loader_idx, part in enumerate(spec.flatten_up_to(batch))
+        ]
+        return tree_unflatten(batches, spec)
+
+    def _position(self, pipeline: DevicePipeline) -> Position:
+        """Where the first batch of an iteration of ``pipeline`` stands."""
+        combined = self._trainer.fit_loop._combined_loader
+        loaders = [] if combined is None else combined.flattened
+        number = next((number for number, loader in enumerate(loaders) if loader is pipeline), None)
+        if number is None:
+            return Position(training=False)
+        # A step that fetches by itself is counted before it does so.
+        return self._position_of(number).ahead(-1 if self._takes_loader else 0)
+
+    def _position_of(self, loader_idx: int) -> Position:
+        trainer = self._trainer
+        return Position(
+            training=trainer.training,
+            epoch=trainer.current_epoch,
+            batch_idx=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+            loader_idx=loader_idx,
+        )
+
+
+def feeding_for(trainer: Trainer, engine: Engine, dtype: torch.dtype, channels_last: Callable[[], bool]) -> Feeding:
+    """The feeding that the plan of ``engine`` asks for, noted in its report.
+
+    Args:
+        trainer: About to run.
+        engine: At work on its module.
+        dtype: What images come out in.
+        channels_last: Asked for each batch: whether images are laid out so.
+    """
+    preprocess: Preprocess | None = None
+    if engine.plan.transforms:
+        preprocess = Preprocess(
+            engine.plan.transforms,
+            device=trainer.strategy.root_device,
+            dtype=dtype,
+            channels_last=channels_last,
+            rank=trainer.global_rank,
+        )
+        if preprocess.complaint:
+            engine.degrade(f"preprocess: {preprocess.complaint}. Until then NumPy does it on the host.")
+    feeding = Feeding(trainer, preprocess, engine.report.note)
+    record = engine.report.of("preprocess")
+    record.is_on, record.status = preprocess is not None, feeding.status()
+    return feeding
+
+
+def _can_be_ahead(loader: Any) -> bool:
+    """Whether each batch has memory of its own, and is what it is whenever it is fetched.
+
+    A generator may fill one buffer over and over, be where it is for good, or give what the model has just made.
+    """
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    return loader.num_workers > 0 or not isinstance(loader.dataset, IterableDataset)
+
+
+def _takes_loader(trainer: Trainer) -> bool:
+    """Whether the training step takes its batches from the loader itself: Lightning then transfers none."""
+    return is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
+
+
+def _why_inline(trainer: Trainer) -> str:
+    module, datamodule = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    strategy = type(trainer.strategy)
+    brings_loaders = strategy.process_dataloader is not Strategy.process_dataloader
+    if brings_loaders and not getattr(strategy, "feeds_itself", False):
+        return f"{strategy.__name__} brings loaders of its own"
+    for hook in _HOOKS_BEFORE:
+        for owner in (module, datamodule):
+            if owner is not None and is_overridden(hook, owner):
+                return f"{type(owner).__name__}.{hook} comes before"
+    return ""

@@ -1,0 +1,350 @@
+"""`AccelPlugin`: Lightning's hooks, in the order in which Lightning calls them. What they do is in the techniques."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, fields
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accel.assembly import module_techniques
+from lightning_accel.core.host import Host
+from lightning_accel.core.layout import restore_layouts
+from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.report import Report
+from lightning_accel.core.trial import one_line
+from lightning_accel.data import Transform
+from lightning_accel.engine import Decisions, Engine
+from lightning_accel.lightning.agreement import check_devices, gather
+from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
+from lightning_accel.lightning.feeding import Feeding, feeding_for
+from lightning_accel.lightning.hooks import strategy_hooks
+from lightning_accel.lightning.safety_net import SafetyNet
+from lightning_accel.memory.memory_plan import MemoryPlan
+from lightning_accel.settings import (
+    CheckpointingMode,
+    CheckpointingPlan,
+    CompileSetting,
+    FlashAttentionPlan,
+    FlashAttentionSetting,
+    MemoryFormatSetting,
+    OffloadingPlan,
+    OffloadingSetting,
+    Plan,
+    PrecisionSetting,
+    SparseSetting,
+)
+from lightning_accel.techniques.base import Verdict
+from lightning_accel.techniques.memory_format import MemoryFormat, wants_channels_last
+from lightning_accel.techniques.mixed_precision import (
+    DTYPES,
+    check_optimizer,
+    resolve_precision,
+)
+
+_NAMES_DTYPE = re.compile(r"dtype|scalar type|[Hh]alf|[Bb]?[Ff]loat(16|32)")
+
+
+class AccelPlugin(AutocastingPrecision):
+    """Makes a Lightning run faster and smaller: ``Trainer(plugins=[AccelPlugin()])``.
+
+    Every argument is a setting of :class:`~lightning_accel.Plan`, where each is described, and can be set from YAML.
+    The module is edited when a run starts and restored when it ends, also after an exception; checkpoints are those
+    of a plain Trainer.
+
+    Attributes:
+        plan: The settings.
+        precision: What the precision came to on the run's device; ``"32-true"`` until that is known.
+        scaler: The gradient scaler with ``"16-mixed"``, else None.
+        feeding: How the batches of the current run get to the device, where that is the plugin's doing; else None.
+
+    Raises:
+        ValueError: A value is not among those allowed, or two settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        precision: PrecisionSetting = "auto",
+        inplace_activations: bool = True,
+        memory_format: MemoryFormatSetting = "auto",
+        gradient_checkpointing: CheckpointingMode | CheckpointingPlan | dict[str, Any] | bool = "off",
+        compile: CompileSetting | bool = "off",
+        flash_attention: FlashAttentionSetting | FlashAttentionPlan | dict[str, Any] | bool = "auto",
+        activation_offloading: OffloadingSetting | OffloadingPlan | dict[str, Any] | bool = "auto",
+        sparse_activations: SparseSetting | bool = "off",
+        preprocess: Sequence[Transform | dict[str, Any]] | None = None,
+        log: bool = True,
+        strict: bool = False,
+        verify: bool = True,
+    ) -> None:
+        self.plan = Plan(
+            precision=precision,
+            inplace_activations=inplace_activations,
+            memory_format=memory_format,
+            gradient_checkpointing=gradient_checkpointing,
+            compile=compile,
+            flash_attention=flash_attention,
+            activation_offloading=activation_offloading,
+            sparse_activations=sparse_activations,
+            preprocess=preprocess or (),
+            log=log,
+            strict=strict,
+            verify=verify,
+        )
+        super().__init__("32-true" if precision == "auto" else precision)
+        self._engine: Engine | None = None
+        self._net: SafetyNet | None = None
+        self._report = Report()
+        self._memory_plan: MemoryPlan | None = None
+        self._hooks = PatchSet()
+        self.feeding: Feeding | None = None
+        self._decided_for: weakref.ref[nn.Module] | None = None
+        self._decisions: Decisions = {}
+        self._decisions_without_gradients: Decisions = {}
+        self._is_fitting = False
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> AccelPlugin:
+        """The plugin for a plan made elsewhere."""
+        return cls(**{setting.name: getattr(plan, setting.name) for setting in fields(plan)})
+
+    @property
+    def report(self) -> Report:
+        """What was done in the current or the last run, where, and why not elsewhere."""
+        return self._report
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """With a memory budget, what each block does for it in the current or the last run, once that is decided."""
+        running = None if self._engine is None else self._engine.memory_plan
+        return running or self._memory_plan
+
+    # -- a run starts ------------------------------------------------------------------------------------------
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self.teardown()
+        assert isinstance(module, LightningModule)
+        trainer = module.trainer
+        self._is_fitting = trainer.state.fn == TrainerFn.FITTING
+        host = Host.detect(trainer.strategy.root_device)
+        precision, reason = resolve_precision(self.plan.precision, host)
+        has_others = trainer.world_size > 1
+        if has_others:
+            check_devices(host, precision)
+        is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+        # Training keeps the ranks in step. Evaluating, each has as many batches as it has, and none at all perhaps:
+        # only where shards are gathered does one depend on another, and may wait for what rank 0 decides.
+        steps_with_others = has_others and (self._is_fitting or is_sharded)
+        self.device = host.device_type
+        self._set_precision(cast(ResolvedPrecision, precision))
+        if self._decided_for is None or self._decided_for() is not module:
+            self._decisions, self._decisions_without_gradients = {}, {}
+            self._decided_for = weakref.ref(module)
+        techniques = module_techniques(self.plan, module, device=trainer.strategy.root_device)
+        self._engine = Engine(
+            module,
+            self.plan,
+            host,
+            techniques,
+            agree=trainer.strategy.broadcast if steps_with_others else None,
+            gather=gather if steps_with_others else None,
+            is_sharded=is_sharded,
+            # What was tried without gradients does not hold with them: fitting decides for evaluating, not the reverse.
+            decisions=self._decisions if self._is_fitting else self._decisions_without_gradients | self._decisions,
+        )
+        if self._is_fitting:
+            self._memory_plan = None
+            self._decisions = self._engine.decisions
+        else:
+            self._decisions_without_gradients = self._engine.decisions
+        self._report = self._engine.report
+        self._report.of("precision").is_on = precision != "32-true"
+        self._report.of("precision").status = f"{precision}: {reason}"
+        self._net = None
+        if self._is_in_force():
+            if not isinstance(trainer.strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
+                self._net = SafetyNet(module, self._engine, self._is_in_force, self._without_precision)
+                self._hook(self._net.patches(trainer.strategy))
+            self._hook(strategy_hooks(trainer.strategy, self._engine, self._restore_layouts))
+        if self.plan.transforms or getattr(trainer.strategy, "feeds_itself", False):
+            self._feed(trainer, wants_channels_last(techniques))
+        if self._is_fitting:
+            if self.plan.log:
+                from lightning_accel.callbacks.joining import add_speed_memory_logger
+
+                add_speed_memory_logger(trainer, module)
+            rank_zero_info(self._report.summary())
+        return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        for optimizer in optimizers:
+            check_optimizer(optimizer, self.precision)
+        if self.scaler is not None:
+            self.scaler.watch(optimizers)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    @override
+    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        step = self._step("train")
+        return step if self.scaler is None else self._scaled(step, self.scaler)
+
+    @override
+    def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._step("validate")
+
+    @override
+    def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._step("test")
+
+    @override
+    def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._step("predict")
+
+    def _step(self, stage: str) -> AbstractContextManager[None]:
+        forward = self.forward_context()
+        if self._engine is None:
+            return forward
+        # The validation that checks sanity before a fit must not decide for training.
+        step = self._engine.step(stage, may_try=stage == "train" or not self._is_fitting)
+        return step if isinstance(forward, nullcontext) else nested(forward, step)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> None:
+        net = self._net
+        if net is None or not net.is_spread:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+            return
+
+        def run(loss: Tensor = tensor) -> None:
+            super(AccelPlugin, self).backward(loss, model, optimizer, *args, **kwargs)
+
+        def run_repeated(outputs: Any) -> None:
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+            run(loss if self.scaler is None else self.scaler.scale(loss))
+
+        net.backward(run, run_repeated)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        decisions = {
+            technique: {site: list(asdict(verdict).values()) for site, verdict in verdicts.items()}
+            for technique, verdicts in self._decisions.items()
+        }
+        state: dict[str, Any] = {"decisions": decisions} if decisions else {}
+        if self.scaler is not None:
+            state["scaler"] = self.scaler.state_dict()
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        decisions = {
+            technique: {site: Verdict(*values) for site, values in verdicts.items()}
+            for technique, verdicts in state_dict.get("decisions", {}).items()
+        }
+        if self._engine is not None:
+            self._engine.carry_out(decisions)
+        # The bare state of a scaler: what Lightning kept as "native_amp_scaling_state" before 1.6.
+        scaler_state = state_dict if "scale" in state_dict else state_dict.get("scaler")
+        if self.scaler is not None and scaler_state:
+            self.scaler.load_state_dict(scaler_state)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            # Where Lightning's own precision="16-mixed" looks for it.
+            checkpoint[MixedPrecision.__qualname__] = self.scaler.state_dict()
+        self._restore_layouts(checkpoint)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get(AccelPlugin.__qualname__)
+        if state is None and checkpoint.get(MixedPrecision.__qualname__):
+            state = {"scaler": checkpoint[MixedPrecision.__qualname__]}
+        if state is not None:
+            self.load_state_dict(state)
+
+    # -- a run ends --------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        self._hooks.undo()
+        self._hooks = PatchSet()
+        if self.feeding is not None:
+            self.feeding.close()
+            self.feeding = None
+        if self.scaler is not None:
+            self.scaler.forget()
+        if self._engine is not None:
+            self._engine.undo()
+            self._net = None
+            self._memory_plan = self._engine.memory_plan or self._memory_plan
+            self._engine = None
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _is_in_force(self) -> bool:
+        """Whether a step runs otherwise than the user wrote it: edited, or in a precision that we chose."""
+        has_edits = self._engine is not None and self._engine.has_edits
+        return has_edits or (self.precision != "32-true" and self.plan.precision == "auto")
+
+    @contextmanager
+    def _without_precision(self, error: Exception) -> Iterator[None]:
+        """Repeats a step in float32, if another precision was our choice, and stays there if that was the cause."""
+        if self.plan.precision != "auto" or self.precision == "32-true":
+            yield
+            return
+        with self._in_float32():
+            yield
+        if _NAMES_DTYPE.search(str(error)):
+            self._set_precision("32-true")
+            record = self._report.of("precision")
+            record.is_on, record.status = False, f"32-true: {one_line(error)}"
+
+    def _feed(self, trainer: Trainer, channels_last: Callable[[], bool]) -> None:
+        assert self._engine is not None
+        self.feeding = feeding_for(trainer, self._engine, DTYPES.get(self.precision, torch.float32), channels_last)
+        self._hook(self.feeding.patches())
+
+    def _hook(self, patches: Iterable[Patch]) -> None:
+        for patch in patches:
+            self._hooks.add(patch)
+        self._hooks.apply()
+
+    def _restore_layouts(self, checkpoint: dict[str, Any]) -> None:
+        memory_format = None if self._engine is None else self._engine.technique(MemoryFormat)
+        if self._engine is not None and memory_format is not None:
+            module = cast(LightningModule, self._engine.model)
+            restore_layouts(checkpoint, module, module.trainer.optimizers, memory_format.strides())
+
+    @override
+    def _left_behind(self) -> dict[str, Any]:
+        return {"_engine": None, "_net": None, "_hooks": PatchSet(), "feeding": None, "_decided_for": None}
+
+    def __repr__(self) -> str:
+        defaults = Plan()
+        given = {f.name: getattr(self.plan, f.name) for f in fields(self.plan)}
+        shown = {k: v for k, v in given.items() if k == "precision" or v != getattr(defaults, k)}
+        return f"AccelPlugin({', '.join(f'{name}={value!r}' for name, value in shown.items())})"

@@ -1,0 +1,1 @@
+"""What keeps a run alive: checkpoints written whole, ranks that are lost, jobs that are requeued."""

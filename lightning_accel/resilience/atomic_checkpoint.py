@@ -1,0 +1,220 @@
+"""Checkpoints that are replaced in one step: whatever happens in the middle of writing, the previous one is whole."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import hashlib
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
+from lightning.fabric.utilities.types import _PATH
+from typing_extensions import override
+
+from lightning_accel.core.byte_size import format_bytes
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's own, except for where a local checkpoint is written: beside the previous one, which it then replaces.
+
+    Lightning 2.6 writes it to the folder for temporary files and moves it. Where that is another file system, the
+    move is a copy *over* the previous checkpoint, and one that ends half way leaves neither. It also holds the whole
+    file in memory first. The disk of the checkpoints needs room for one more here.
+
+    Paths that are not local (``s3://``) are left to Lightning.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """Writes ``checkpoint`` to ``path``; links to files are followed.
+
+        Raises:
+            OSError: It could not be written, for want of space for instance. What was at ``path`` still is.
+            TypeError: ``storage_options`` were given.
+        """
+        local_path = _local_path(path)
+        if storage_options is not None or local_path is None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            save_atomically(checkpoint, local_path)
+
+
+def save_atomically(checkpoint: Any, path: str | Path) -> None:
+    """``torch.save`` to a local path that holds the previous file until the new one is on the disk.
+
+    Raises:
+        OSError: It could not be written. What was at ``path`` still is.
+    """
+    temporary = begin_replacing(path)
+    try:
+        with temporary.open("wb") as file:
+            torch.save(checkpoint, file)
+        commit(temporary, path)
+    except BaseException as error:
+        discard(temporary)
+        # Torch writes the end of its archive even after a write has failed, and raises what comes of that instead.
+        cause = _of_disk(error)
+        if cause is None:
+            raise
+        raise _explained(cause, path) from error
+
+
+@contextmanager
+def replacing_folder(path: str | Path) -> Iterator[Path]:
+    """A folder to write into, which replaces what is at ``path`` when the block ends, and vanishes when it raises.
+
+    For several processes that write into the same folder, :func:`begin_replacing`, :func:`commit` and :func:`discard`
+    are the parts: one process calls them and tells the others where to write.
+    """
+    temporary = begin_replacing(path)
+    try:
+        temporary.mkdir()
+        yield temporary
+        commit(temporary, path)
+    except BaseException:
+        discard(temporary)
+        raise
+
+
+def begin_replacing(path: str | Path) -> Path:
+    """Where to write what is to replace the file or folder at ``path``: a hidden name in the same folder, not in use.
+
+    What killed processes of this host left there under such names is removed. Folders above ``path`` are made.
+    """
+    target = _target(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target)
+    return _beside(target, "tmp")
+
+
+def commit(temporary: Path, path: str | Path) -> None:
+    """Puts ``temporary`` in the place of what is at ``path``, when all of it has reached the disk.
+
+    In one step, on Linux for folders too. Elsewhere, and on network file systems, there is an instant in which a
+    folder's previous content is at neither place but at ``.<name>.<host>.<pid>.previous``: the next save puts it back.
+
+    Raises:
+        OSError: ``path`` is as it was, and ``temporary`` is still there.
+    """
+    target = _target(path)
+    _flush(temporary)
+    if target.exists() and (temporary.is_dir() or target.is_dir()):
+        previous = _swap(temporary, target)
+        _flush_one(target.parent)
+        discard(previous)
+    else:
+        os.replace(temporary, target)
+        _flush_one(target.parent)
+
+
+def discard(temporary: Path) -> None:
+    """Removes a file or folder that is not to replace anything, as far as that is possible."""
+    if temporary.is_dir():
+        shutil.rmtree(temporary, ignore_errors=True)
+    else:
+        temporary.unlink(missing_ok=True)
+
+
+def _local_path(path: _PATH) -> str | None:
+    return str(get_filesystem(path)._strip_protocol(str(path))) if _is_local_file_protocol(path) else None
+
+
+def _target(path: str | Path) -> Path:
+    """What a link points to is replaced, not the link."""
+    return Path(os.path.realpath(path))
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(f"{_prefix(target)}{os.getpid()}.{suffix}")
+
+
+def _prefix(target: Path) -> str:
+    # With the host, as processes of others cannot be asked whether they live. Names are of 255 bytes at most.
+    name = target.name if len(target.name.encode()) <= 100 else hashlib.sha256(target.name.encode()).hexdigest()
+    return f".{name}.{socket.gethostname()}."
+
+
+def _remove_leftovers(target: Path) -> None:
+    prefix = _prefix(target)
+    for name in glob.glob(glob.escape(prefix) + "*", root_dir=target.parent):
+        pid, _, suffix = name.removeprefix(prefix).partition(".")
+        if suffix not in ("tmp", "previous") or not pid.isdigit():
+            continue
+        if int(pid) != os.getpid() and psutil.pid_exists(int(pid)):
+            continue
+        leftover = target.with_name(name)
+        if suffix == "previous" and not target.exists():
+            os.rename(leftover, target)
+        else:
+            discard(leftover)
+
+
+def _swap(temporary: Path, target: Path) -> Path:
+    """Brings ``temporary`` to ``target``; returns where what was there is now."""
+    if _exchange(temporary, target):
+        return temporary
+    previous = _beside(target, "previous")
+    os.rename(target, previous)
+    try:
+        os.rename(temporary, target)
+    except BaseException:
+        os.rename(previous, target)
+        raise
+    return previous
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names in one step; False where the system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    if renameat2 is None:
+        return False
+    failed: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return not failed
+
+
+def _flush(written: Path) -> None:
+    """Returns when a file, or a folder with all that is in it, is on the disk."""
+    for folder, _, names in os.walk(written):
+        for name in names:
+            _flush_one(Path(folder, name))
+        _flush_one(Path(folder))
+    if not written.is_dir():
+        _flush_one(written)
+
+
+def _flush_one(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _of_disk(error: BaseException | None) -> OSError | None:
+    """The write that failed, among what led to ``error``, itself included. Only what opens a file knows its name."""
+    while error is not None and not (isinstance(error, OSError) and error.filename is None):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _explained(error: OSError, path: str | Path) -> OSError:
+    target = _target(path)
+    free = format_bytes(shutil.disk_usage(target.parent).free)
+    previous = "the previous checkpoint is whole" if target.exists() else "there was none before"
+    return OSError(
+        error.errno, f"{error.strerror}: the checkpoint was not written ({free} free there), {previous}", str(path)
+    )

@@ -1,0 +1,79 @@
+"""A report names every site and every reason, in text and in JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightning_accel.core.report import Report
+
+
+@pytest.fixture
+def report() -> Report:
+    report = Report(device="TPU-9 (cpu)")
+    report.of("precision").status = "32-true: as asked"
+    record = report.of("memory_format")
+    record.status, record.is_on = "in force", True
+    report.record_applied("memory_format", "", "weight → channels_last")
+    for index in range(9):
+        report.record_applied("memory_format", f"blocks.{index}", "weight → channels_last")
+    report.record_refused("memory_format", "lazy", "its weight is lazy")
+    report.note("no compiler")
+    return report
+
+
+def test_it_tells_where_a_technique_is_in_force(report: Report) -> None:
+    assert report.applied("memory_format") == ["", *(f"blocks.{i}" for i in range(9))]
+
+
+def test_it_tells_what_was_refused_and_why(report: Report) -> None:
+    assert report.refused("memory_format") == {"lazy": "its weight is lazy"}
+
+
+def test_an_unknown_technique_has_done_nothing(report: Report) -> None:
+    assert (report.applied("magic"), report.refused("magic")) == ([], {})
+    assert "magic" not in report.techniques
+
+
+def test_a_refused_site_is_no_longer_applied_and_the_other_way_round(report: Report) -> None:
+    report.record_refused("memory_format", "blocks.0", "slower")
+    assert "blocks.0" not in report.applied("memory_format")
+    report.record_applied("memory_format", "blocks.0", "faster after all")
+    assert "blocks.0" not in report.refused("memory_format")
+
+
+def test_a_note_is_said_once(report: Report) -> None:
+    report.note("no compiler")
+    assert report.notes == ["no compiler"]
+
+
+def test_the_summary_is_a_line_a_technique(report: Report) -> None:
+    assert report.summary().splitlines() == [
+        "lightning-accel on TPU-9 (cpu)",
+        "  - precision: 32-true: as asked",
+        "  + memory_format: in force (10 sites, 1 left alone)",
+        "  ! no compiler",
+    ]
+
+
+def test_the_text_names_the_sites_and_groups_those_with_the_same_remark(report: Report) -> None:
+    text = report.to_text()
+    assert "(model), blocks.0, blocks.1, blocks.2, blocks.3, blocks.4, … and 4 more: weight → channels_last" in text
+    assert "  lazy: its weight is lazy" in text
+    assert str(report) == text
+
+
+def test_the_json_leaves_nothing_out(report: Report) -> None:
+    read = json.loads(report.to_json())
+    assert read == report.to_dict()
+    assert len(read["techniques"]["memory_format"]["applied"]) == 10
+    assert read["notes"] == ["no compiler"]
+    assert read["device"] == "TPU-9 (cpu)"
+
+
+def test_what_it_hands_out_are_copies(report: Report) -> None:
+    report.refused("memory_format").clear()
+    report.applied("memory_format").clear()
+    assert report.refused("memory_format")
+    assert report.applied("memory_format")

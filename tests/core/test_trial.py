@@ -1,0 +1,120 @@
+"""A trial tells good candidates from bad ones, by their numbers and by the clock."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.core.trial import Contender, Trial
+from support.trial_cases import Call, X, block, compare
+
+
+def shifted(module: nn.Module) -> Call:
+    return lambda x: module.forward(x) + 1e-2
+
+
+def wrong_gradient(module: nn.Module) -> Call:
+    return lambda x: module.forward(x) + (x - x.detach())
+
+
+def cut_off(module: nn.Module) -> Call:
+    return lambda x: module.forward(x).detach()
+
+
+def raises(error: Exception) -> Callable[[nn.Module], Call]:
+    def make(module: nn.Module) -> Call:
+        def call(x: Tensor) -> Tensor:
+            raise error
+
+        return call
+
+    return make
+
+
+GOOD: dict[str, Callable[[nn.Module], Call]] = {
+    "itself": lambda module: module.forward,
+    "another order of operations": lambda module: lambda x: module.forward(x.flip(1)).flip(1),
+    "rounding": lambda module: lambda x: module.forward(x) * (1 + 1e-7),
+}
+BAD: dict[str, tuple[Callable[[nn.Module], Call], str]] = {
+    "shifted outputs": (shifted, "other numbers than the original: relative error"),
+    "wrong gradients": (wrong_gradient, "other numbers"),
+    "no gradients": (cut_off, "other (numbers|shapes)"),
+    "another shape": (lambda module: lambda x: module.forward(x)[:, :1], "other shapes"),
+    "another count": (lambda module: lambda x: (module.forward(x), x), "other shapes"),
+    "nothing": (lambda module: lambda x: None, "other shapes"),
+    "not a number": (lambda module: lambda x: module.forward(x) * float("nan"), "other numbers"),
+    "an exception": (raises(ValueError("no such kernel\nstack")), r"failed in its trial: ValueError: no such kernel$"),
+    "no memory": (raises(torch.OutOfMemoryError("tried to allocate")), "failed in its trial: OutOfMemoryError"),
+    "a silent exception": (raises(AssertionError()), "failed in its trial: AssertionError$"),
+}
+
+
+def modifies_what_backward_needs(module: nn.Module) -> Call:
+    """The exponential of zero rows is one: multiplying it by one changes no number, and yet backward() refuses."""
+
+    def call(x: Tensor) -> Tensor:
+        y = torch.exp(module.forward(x) * 0)
+        result = module.forward(x) + (y - 1)
+        y.mul_(1.0)
+        return result
+
+    return call
+
+
+def test_a_candidate_whose_backward_pass_would_raise_in_the_run_fails_in_its_trial() -> None:
+    module = block().eval()
+    found = compare(module, modifies_what_backward_needs(module), X.clone().requires_grad_())
+    assert found.failure == (
+        "failed in its trial: RuntimeError: a tensor that its backward pass needs was modified in place"
+    )
+
+
+@pytest.mark.parametrize("make", GOOD.values(), ids=GOOD)
+def test_a_candidate_with_the_same_numbers_agrees(make: Callable[[nn.Module], Call]) -> None:
+    module = block().eval()
+    found = compare(module, make(module), X.clone().requires_grad_())
+    assert found.failure == ""
+    assert found.error <= found.allowed_error
+    assert found.compared == 1 + 1 + len(list(module.parameters()))
+
+
+@pytest.mark.parametrize(("make", "reason"), BAD.values(), ids=BAD)
+def test_a_bad_candidate_is_refused_with_the_reason(make: Callable[[nn.Module], Call], reason: str) -> None:
+    module = block().eval()
+    found = compare(module, make(module), X.clone().requires_grad_())
+    assert re.search(reason, found.failure)
+
+
+def test_what_returns_no_tensors_cannot_be_compared() -> None:
+    module = nn.Identity()
+    found = compare(module, lambda x: "text", X)
+    assert "no tensors that could be compared" in found.failure or "other shapes" in found.failure
+
+
+# -- the clock -----------------------------------------------------------------------------------------------------
+
+
+def test_a_candidate_that_sleeps_is_slower() -> None:
+    module = nn.Linear(4, 4)
+
+    def asleep(x: Tensor) -> Tensor:
+        time.sleep(0.15)
+        return module.forward(x)
+
+    found = Trial(module, (torch.randn(4, 4),)).time(Contender(module.forward), Contender(asleep))
+    assert found.candidate_ms > 10 * found.original_ms
+
+
+def test_a_candidate_that_raises_only_when_timed_is_a_failure_not_an_exception() -> None:
+    module = nn.Linear(4, 4)
+    found = Trial(module, (torch.randn(4, 4),)).time(
+        Contender(module.forward), Contender(raises(RuntimeError("later"))(module))
+    )
+    assert found.failure == "failed in its trial: RuntimeError: later"
+    assert found.original_ms is None

@@ -1,0 +1,26 @@
+"""What the tests of trials share: a comparison of a module with a candidate, and a block to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_accel.core.trial import Comparison, Contender, Trial
+from support.models import TransformerBlock
+
+Call = Callable[..., Any]
+
+X = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0))
+
+
+def compare(module: nn.Module, candidate: Call, *args: Any, **options: Any) -> Comparison:
+    return Trial(module, args, **options).numbers(Contender(module.forward), Contender(candidate))
+
+
+def block() -> TransformerBlock:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TransformerBlock()

@@ -8,7 +8,7 @@ WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-cpus lint types format bench column results gpu clean
+.PHONY: help demo test test-slow test-cpus lint types format stub bench column results gpu clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,9 @@ types: $(STAMP)  ## mypy, strict, on an installed copy of the package
 format: $(STAMP)  ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+
+stub: $(STAMP)  ## Write what editors see of the settings: after a technique was declared or changed
+	$(BIN)/python tests/arguments_stub.py
 
 bench: $(STAMP)  ## Every benchmark that runs on a CPU
 	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e '/_'); do \

@@ -22,10 +22,10 @@ PAGE = Path(__file__).parent.parent / "docs" / "hosts.md"
 COLUMNS = {
     'precision="auto"': "precision",
     'flash_attention="auto"': "attention",
-    "inplace_activations=True": "in place",
+    'inplace_activations="auto"': "in place",
     'memory_format="auto"': "memory format",
     'gradient_checkpointing="full"': "checkpointing",
-    "gradient_checkpointing={'budget': '12GiB'}": "memory budget",
+    'memory_budget="12GiB"': "memory budget",
     'activation_offloading="disk"': "offloading",
     'sparse_activations="auto"': "sparse activations",
     'compile="on"': "compile",
@@ -48,7 +48,10 @@ def _overview(hosts: dict[str, Host]) -> str:
     model = ExampleModel()
     rows = []
     for name, host in hosts.items():
-        found = {decision.setting: decision.brief for decision in (*by_default(host, model), *when_asked(host, model))}
+        found = {
+            decision.setting: decision.forecast.brief
+            for decision in (*by_default(host, model), *when_asked(host, model))
+        }
         rows.append([name, *(found[setting] for setting in COLUMNS)])
     return _table(["", *COLUMNS.values()], rows)
 
@@ -66,7 +69,8 @@ def _rows(decisions: Iterable[Decision]) -> Iterable[list[str]]:
     lines: dict[str, dict[str, list[str]]] = {}
     for decision in decisions:
         name, _, value = decision.setting.partition("=")
-        words = f"no: {decision.words}" if decision.brief == "no" else decision.words
+        said = decision.forecast
+        words = f"no: {said.words}" if said.brief == "no" else said.words
         lines.setdefault(words, {}).setdefault(name, []).append(value)
     for words, settings in lines.items():
         yield [", ".join(f"`{name}={'`, `'.join(values)}`" for name, values in settings.items()), words]

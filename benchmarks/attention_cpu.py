@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import Plan, accelerate
+from lightning_accel.assembly import Handle
 from lightning_accel.claims.measure import interleaved_ms
-from lightning_accel.engine import Engine
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
 
 COLUMNS = ["what", "size", "asked for", "measured", "quartiles", "median times"]
@@ -131,7 +131,7 @@ class Table:
 
 def attention_plan(backend: str) -> Plan:
     """Flash attention and nothing else."""
-    return Plan(flash_attention=backend, precision="32-true", memory_format="preserve", inplace_activations=False)
+    return Plan(flash_attention=backend, precision="32-true", memory_format="off", inplace_activations=False)
 
 
 def training_pass(module: nn.Module, x: Tensor, step: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -167,9 +167,9 @@ def as_slowdown(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f}%"
 
 
-def decision(handle: Engine) -> str:
+def decision(handle: Handle) -> str:
     """Where the one site of a model goes: the name of a backend, or ``original``."""
-    verdicts = handle.decisions["flash_attention"].values()
+    verdicts = handle.engine.decisions["flash_attention"].values()
     return ", ".join(sorted({choice for verdict in verdicts for choice in verdict.choices.values()})) or "refused"
 
 
@@ -311,7 +311,7 @@ def first_steps_s(backend: str, layers: int) -> list[float]:
         training_pass(model, x, handle.step)
         spent.append(time.perf_counter() - start)
         start = time.perf_counter()
-    assert backend == "off" or handle.decisions["flash_attention"], handle.report.to_text()
+    assert backend == "off" or handle.engine.decisions["flash_attention"], handle.report.to_text()
     return spent
 
 

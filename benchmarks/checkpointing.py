@@ -18,8 +18,8 @@ from _measure import publish
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
+from lightning_accel.assembly import Handle
 from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
-from lightning_accel.engine import Engine
 
 WIDTH, HEADS, BLOCKS, BATCH, LENGTH = 512, 8, 12, 8, 256
 
@@ -59,7 +59,7 @@ def measure(dropout: float) -> tuple[list[list[str]], dict[str, Any]]:
             Plan(precision="32-true", gradient_checkpointing=mode, flash_attention="off", inplace_activations=False),
         )
 
-        def step(model: nn.Module = model, handle: Engine = handle) -> None:
+        def step(model: nn.Module = model, handle: Handle = handle) -> None:
             with handle.step():
                 loss = model(inputs).square().mean()
             loss.backward()

@@ -138,7 +138,7 @@ def fit(how: str, depth: int) -> tuple[float, Trace]:
     sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(data), BATCH, drop_last=True)
     loader = DataLoader(data, sampler=sampler, batch_size=None)
     chain = [] if how == "ready" else [noted("preprocess begins"), *CHAIN, noted("preprocess ends")]
-    left_alone = {"precision": "32-true", "memory_format": "preserve", "inplace_activations": False, "log": False}
+    left_alone = {"precision": "32-true", "memory_format": "off", "inplace_activations": False, "log": False}
     plugin = AccelPlugin(**left_alone, preprocess=chain)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", plugins=[plugin], max_epochs=1, enable_model_summary=False, **quiet)

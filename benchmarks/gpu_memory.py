@@ -37,7 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
     "full": {"gradient_checkpointing": "full"},
     "host": {"activation_offloading": "host"},
     "full + host": {"gradient_checkpointing": "full", "activation_offloading": "host"},
-    "budget": {"gradient_checkpointing": {"budget": round(BUDGET_SHARE * LIMIT_BYTES)}},
+    "budget": {"memory_budget": round(BUDGET_SHARE * LIMIT_BYTES)},
 }
 STEPS, TIMED_STEPS = 16, 6
 MAX_BATCH = 256
@@ -51,7 +51,7 @@ def try_batch(mode: str, batch: int, dry_run: bool) -> dict[str, Any] | None:
     try:
         model: nn.Module = Transformer(blocks, width, width // 64 or 1, vocabulary=VOCABULARY).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        settings = {"inplace_activations": False, "memory_format": "preserve", "flash_attention": "off"}
+        settings = {"inplace_activations": False, "memory_format": "off", "flash_attention": "off"}
         handle = accelerate(model, Plan(precision="bf16-mixed", **settings, **MODES[mode]))
         tokens = torch.randint(VOCABULARY, (batch, length + 1), device=device)
         spent = []

@@ -21,8 +21,7 @@ from _networks import TransformerBlock
 from torch import nn
 
 from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
-from lightning_accel.settings import OffloadingPlan
-from lightning_accel.techniques.activation_offloading import ActivationOffloading
+from lightning_accel.techniques.activation_offloading import ActivationOffloading, OffloadingPlan
 
 WIDTH, HEADS, BLOCKS, BATCH, LENGTH = 2048, 16, 24, 8, 2048
 MIN_BYTES = 1 << 20
@@ -88,8 +87,8 @@ def main() -> None:
     ]
     columns = ["saved tensors", "peak of the step, MiB", "lower by", "step, ms", "extra time"]
     text = table([columns, *rows])
-    print(f"\n{technique.status}\n\n{text}")
-    record = {"peak_bytes": peaks, "step_ms": spent, "extra_time": extra, "status": technique.status}
+    print(f"\n{technique.notes.status}\n\n{text}")
+    record = {"peak_bytes": peaks, "step_ms": spent, "extra_time": extra, "status": technique.notes.status}
     write("offloading", args.out, record, "Activation offloading, on", text)
     technique.close()
 

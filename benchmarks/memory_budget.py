@@ -37,7 +37,7 @@ TASKS: dict[str, Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]] 
 PLAIN: dict[str, Any] = {
     "precision": "32-true",
     "flash_attention": "off",
-    "memory_format": "preserve",
+    "memory_format": "off",
     "inplace_activations": False,
 }
 MAX_STEPS = 40
@@ -53,7 +53,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         settings: dict[str, Any] = {}
         if budget:
-            settings["gradient_checkpointing"] = {"budget": budget}
+            settings["memory_budget"] = budget
             settings["activation_offloading"] = {"to": "disk", "min_bytes": "16KiB"} if disk else "off"
         self.handle = accelerate(self.model, Plan(**PLAIN, **settings))
         steps = range(MAX_STEPS if budget else 3)

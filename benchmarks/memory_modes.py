@@ -61,7 +61,7 @@ class Side:
     def __init__(self, make: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]], **settings: Any) -> None:
         self.model, self.loss_of = make()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        plain = Plan(precision="32-true", flash_attention="off", memory_format="preserve", inplace_activations=False)
+        plain = Plan(precision="32-true", flash_attention="off", memory_format="off", inplace_activations=False)
         self.handle = accelerate(self.model, Plan(**{**plain.to_dict(), **settings}))
         for _ in range(PAST_TRIALS if settings else 3):
             self.step()
@@ -88,7 +88,7 @@ def measure(make: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]])
         budget = round(fixed + share * peaks["plain"])
         name = f"budget {share:.0%}"
         try:
-            sides[name] = Side(make, gradient_checkpointing={"budget": budget}, activation_offloading=DISK)
+            sides[name] = Side(make, memory_budget=budget, activation_offloading=DISK)
         except ValueError as error:
             print(f"{name}: {error}")
             continue

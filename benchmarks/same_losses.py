@@ -75,11 +75,11 @@ def main() -> None:
             return {"plugins": [AccelPlugin(**plan)]}
 
         add("32-true, all on / plain", losses(network, **accelerated(precision="32-true", **EVERYTHING)), plain)
-        preserved = accelerated(precision="32-true", memory_format="preserve", gradient_checkpointing="full")
+        preserved = accelerated(precision="32-true", memory_format="off", gradient_checkpointing="full")
         add("32-true, layouts kept / plain", losses(network, **preserved), plain)
         add(
             "bf16-mixed, layouts kept / Lightning's bf16-mixed",
-            losses(network, **accelerated(precision="bf16-mixed", memory_format="preserve")),
+            losses(network, **accelerated(precision="bf16-mixed", memory_format="off")),
             lightning_bf16,
         )
         add("plain, one thread / plain", losses(network, threads=1), plain)

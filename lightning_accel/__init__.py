@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lightning_accel.strategies.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_accel.assembly import accelerate
+    from lightning_accel.assembly import Handle, accelerate
     from lightning_accel.cli.accel_cli import AccelCLI
     from lightning_accel.core.host import Host
     from lightning_accel.core.report import Report
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from lightning_accel.lightning.plugin import AccelPlugin
     from lightning_accel.memory.memory_plan import MemoryPlan
     from lightning_accel.planning import plan_memory
-    from lightning_accel.settings import CheckpointingPlan, FlashAttentionPlan, OffloadingPlan, Plan
+    from lightning_accel.settings import Plan
     from lightning_accel.strategies.ddp import AccelDDPStrategy
     from lightning_accel.strategies.fsdp import AccelFSDPStrategy
     from lightning_accel.strategies.single_device import AccelStrategy
+    from lightning_accel.techniques.activation_offloading import OffloadingPlan
     from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
+    from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
+    from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan, MemoryBudgetPlan
 
 __version__ = "0.1.0"
 
@@ -36,12 +39,14 @@ _HOMES = {
     "AccelPlugin": "lightning.plugin",
     "AccelStrategy": "strategies.single_device",
     "AccelWarning": "engine",
-    "CheckpointingPlan": "settings",
-    "FlashAttentionPlan": "settings",
+    "CheckpointingPlan": "techniques.gradient_checkpointing.settings",
+    "FlashAttentionPlan": "techniques.flash_attention.settings",
     "FlashMultiheadAttention": "techniques.flash_attention.multihead",
+    "Handle": "assembly",
     "Host": "core.host",
+    "MemoryBudgetPlan": "techniques.gradient_checkpointing.settings",
     "MemoryPlan": "memory.memory_plan",
-    "OffloadingPlan": "settings",
+    "OffloadingPlan": "techniques.activation_offloading",
     "Plan": "settings",
     "Report": "core.report",
     "accelerate": "assembly",
@@ -59,7 +64,9 @@ __all__ = [
     "CheckpointingPlan",
     "FlashAttentionPlan",
     "FlashMultiheadAttention",
+    "Handle",
     "Host",
+    "MemoryBudgetPlan",
     "MemoryPlan",
     "OffloadingPlan",
     "Plan",

@@ -2,76 +2,111 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import device_of
+from lightning_accel.core.report import Report
 from lightning_accel.engine import Engine
+from lightning_accel.memory.memory_plan import MemoryPlan
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.activation_offloading import ActivationOffloading
-from lightning_accel.techniques.base import Technique
-from lightning_accel.techniques.compilation import Compilation
-from lightning_accel.techniques.flash_attention import FlashAttention
-from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing, MemoryBudget, blocks_for
-from lightning_accel.techniques.inplace_activations import InplaceActivations
-from lightning_accel.techniques.memory_format import MemoryFormat, wants_channels_last
-from lightning_accel.techniques.mixed_precision import DTYPES, MixedPrecision
-from lightning_accel.techniques.preprocessing import Preprocessing
-from lightning_accel.techniques.sparse_activations import SparseActivations
+from lightning_accel.techniques.base import Surroundings
+from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
+from lightning_accel.techniques.mixed_precision import MixedPrecision
+from lightning_accel.techniques.registry import declarations
 
 
-def module_techniques(
+def surroundings_for(
     plan: Plan,
     model: nn.Module,
+    host: Host,
     *,
     device: torch.device | None = None,
-) -> list[Technique]:
-    """The techniques that edit modules, in the order in which they are applied, as ``plan`` asks for them.
+    in_plain_loop: bool = False,
+) -> Surroundings:
+    """The techniques that ``plan`` asks for, in the order in which they are applied, and what they have for each other.
 
     Args:
         plan: The settings.
         model: What they will be applied to.
-        device: Where it will compute; None: where it is.
+        host: The machine.
+        device: Where the model will compute; None: where it is.
+        in_plain_loop: Whether to do, too, what Lightning does itself.
     """
-    device = device or device_of(model)
-    techniques: list[Technique] = []
-    attention = FlashAttention(plan.attention, verify=plan.verify)
-    if plan.attention.backend != "off":
-        techniques.append(attention)
-    if plan.inplace_activations:
-        techniques.append(InplaceActivations(skip=_not_in_place(plan, model)))
-    if plan.memory_format != "preserve":
-        techniques.append(MemoryFormat(plan.memory_format, verify=plan.verify))
-    if plan.sparse_activations != "off":
-        techniques.append(SparseActivations(model))
-    if plan.offloading.always and plan.checkpointing.budget is None:
-        techniques.append(ActivationOffloading(plan.offloading, model, device))
-    if plan.checkpointing.budget is not None:
-        techniques.append(MemoryBudget(plan.checkpointing, plan.offloading, device, verify=plan.verify))
-    elif plan.checkpointing.mode != "off":
-        techniques.append(GradientCheckpointing(plan.checkpointing, verify=plan.verify))
-    if plan.compile != "off":
-        # What is compiled is captured anew, past the places where attention is sent to its kernels.
-        techniques.append(Compilation(plan.compile, verify=plan.verify, prepare=attention.fuse_captured))
-    return techniques
+    around = Surroundings(model, host, device or device_of(model), plan.verify, plan.settings())
+    for name, declaration in declarations().items():
+        value = getattr(plan, name)
+        if declaration.is_off(value) or (declaration.in_plain_loops_only and not in_plain_loop):
+            continue
+        settings = declaration.settings_of(value)
+        technique = declaration.technique.planned(settings, around)
+        if technique is not None:
+            technique.on_by_default = declaration.is_default(value)
+            technique.explicit = not technique.on_by_default and getattr(settings, declaration.switch) != "auto"
+            around.techniques.append(technique)
+    return around
 
 
-def _not_in_place(plan: Plan, model: nn.Module) -> dict[str, str]:
-    """Where activations are not to work in place for the sake of other techniques: prefixes of sites → why."""
-    if plan.checkpointing.budget is not None:
-        # What a block has packed away is no longer counted as held, and still must not be changed.
-        return {"": "with a memory budget: what its plan packs away must stay as it is"}
-    recomputed = blocks_for(plan.checkpointing, model) if plan.checkpointing.mode != "off" else ()
-    return dict.fromkeys(recomputed, "inside a checkpointed block, whose activations do not last anyway")
+class Handle:
+    """A model at work under a plan, in a plain PyTorch loop: what :func:`accelerate` returns.
+
+    Attributes:
+        model: The module that was passed in.
+        engine: What does it all: decisions, techniques.
+        scaler: The gradient scaler; it passes everything through unless the precision is ``"16-mixed"``.
+    """
+
+    def __init__(self, engine: Engine, scaler: torch.amp.GradScaler) -> None:
+        self.model = engine.model
+        self.engine = engine
+        self.scaler = scaler
+
+    @property
+    def report(self) -> Report:
+        """What was done, where, and why not elsewhere."""
+        return self.engine.report
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """With a memory budget, what each block does for it, once that is decided; else None. It outlives the run."""
+        budget = self.engine.technique(MemoryBudget)
+        return None if budget is None else budget.memory_plan
+
+    def step(self, stage: str = "train") -> AbstractContextManager[None]:
+        """Enter it around forward and loss of every step: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        return self.engine.step(stage)
+
+    def batch(self, batch: Any, stage: str | None = None) -> Any:
+        """Prepares a batch, any structure of tensors: on the device, in the layout and with the transforms of the plan.
+
+        The stage is that of the step under way, else ``"train"`` or ``"validate"`` as the model's own mode has it.
+        """
+        return self.engine.batch(batch, stage)
+
+    def undo(self) -> None:
+        """Takes every edit back: the model is again the one that was passed in. The report stays."""
+        self.engine.undo()
 
 
-def accelerate(model: nn.Module, plan: Plan | None = None, *, host: Host | None = None) -> Engine:
+def accelerate(
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    host: Host | None = None,
+) -> Handle:
     """Accelerates a model in a plain PyTorch loop.
 
     .. code-block:: python
 
-        handle = accelerate(model, Plan(precision="bf16-mixed"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        handle = accelerate(model, Plan(precision="bf16-mixed"), optimizers=optimizer)
         for inputs, targets in loader:
             with handle.step():
                 loss = loss_fn(model(handle.batch(inputs)), targets)
@@ -81,15 +116,12 @@ def accelerate(model: nn.Module, plan: Plan | None = None, *, host: Host | None 
             optimizer.zero_grad()
         handle.undo()
 
-    The scaler passes everything through unless the precision is ``"16-mixed"``.
-
     Args:
         model: The module, on its device.
         plan: What to do; by default what ``AccelPlugin()`` does.
+        optimizers: Those that train the model. Others that hold its parameters are looked for at the first step; one
+            that is made later, and given a state of another layout, would not be noticed.
         host: The machine to decide for; by default the one that holds the model's parameters.
-
-    Returns:
-        A handle: ``step()`` around forward and loss, ``batch()`` for inputs, ``scaler``, ``report``, ``undo()``.
 
     Raises:
         ValueError: The plan names something that the model does not have.
@@ -97,9 +129,8 @@ def accelerate(model: nn.Module, plan: Plan | None = None, *, host: Host | None 
     """
     plan = plan or Plan()
     host = host or Host.detect(next((parameter.device for parameter in model.parameters()), None))
-    precision, of_module = MixedPrecision(plan.precision, host), module_techniques(plan, model)
-    techniques: list[Technique] = [precision, *of_module]
-    if plan.transforms:
-        dtype = DTYPES.get(precision.precision, torch.float32)
-        techniques.insert(0, Preprocessing(plan.transforms, device_of(model), dtype, wants_channels_last(of_module)))
-    return Engine(model, plan, host, techniques)
+    techniques = surroundings_for(plan, model, host, in_plain_loop=True).techniques
+    engine = Engine(model, host, techniques, names=list(declarations()), strict=plan.strict)
+    engine.meet([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+    scaler = next((t.scaler for t in techniques if isinstance(t, MixedPrecision)), None)
+    return Handle(engine, scaler or torch.amp.GradScaler(host.device_type, enabled=False))

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_accel.core.compiled import eager_where_compiled
 from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
+from lightning_accel.core.optimizers import living_optimizers
 from lightning_accel.core.patch import Patch, PatchSet
-from lightning_accel.core.report import TECHNIQUES, Report, TechniqueReport
-from lightning_accel.memory.memory_plan import MemoryPlan
-from lightning_accel.settings import Plan
-from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
-from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
-from lightning_accel.techniques.mixed_precision import MixedPrecision
+from lightning_accel.core.report import Report, difference
+from lightning_accel.techniques.base import Refusal, Technique
+from lightning_accel.techniques.notes import Verdict, Verdicts
 
 Decisions = dict[str, Verdicts]
 T = TypeVar("T", bound=Technique)
@@ -39,9 +37,10 @@ class Engine:
 
     Args:
         model: The module to accelerate; edited in place, and restored by :meth:`undo`.
-        plan: What to do.
         host: The machine it runs on.
         techniques: In the order in which they are applied.
+        names: Those of all techniques that there are, for the report.
+        strict: Whether to raise where the default is to warn.
         agree: Maps a value of this process, its verdicts say, to the one that holds for all; None with one process.
         gather: Maps a value of this process to those of all, in the order of their ranks; None with one process.
         is_sharded: Whether the model's parameters are, or will be, sharded over processes.
@@ -51,19 +50,20 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
         host: Host,
         techniques: Sequence[Technique],
         *,
+        names: Sequence[str] = (),
+        strict: bool = False,
         agree: Callable[[Any], Any] | None = None,
         gather: Callable[[Any], list[Any]] | None = None,
         is_sharded: bool = False,
         decisions: Mapping[str, Verdicts] | None = None,
     ) -> None:
         self.model = model
-        self.plan = plan
         self.host = host
         self.report = Report(device=host.described)
+        self._strict = strict
         self.decisions: Decisions = dict(decisions or {})
         self._gather = gather or (lambda value: [value])
         self._is_sharded = is_sharded
@@ -71,13 +71,15 @@ class Engine:
             technique.agree = agree
         self._patches: dict[str, PatchSet] = {}
         self._stage: str | None = None  # of the step under way
-        self._budget = next((technique for technique in techniques if isinstance(technique, MemoryBudget)), None)
-        for name in TECHNIQUES:
+        self._optimizers: list[Optimizer] = []
+        self._looks_for_optimizers = any(type(t).optimizers is not Technique.optimizers for t in techniques)
+        for name in names or [technique.name for technique in techniques]:
             self.report.of(name).status = "off"
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
+        self._available = tuple(self._techniques)
         self._at_work: list[Technique] = []  # those that a step has to do with
         self._trial_step: int | None = 0 if self._techniques else None
-        self._retired: list[Technique] = []
+        self._open = list(self._techniques)  # those that are not closed, among them such as stand aside
         self._owes_verdicts = False
         try:
             for technique in self._techniques:
@@ -105,6 +107,12 @@ class Engine:
             if may_try is None:
                 may_try = stage == "train" and torch.is_grad_enabled()
             if may_try:
+                if self._looks_for_optimizers:
+                    self._looks_for_optimizers = False
+                    self.meet(living_optimizers(self.model))
+                    for technique in self._techniques:
+                        if technique.edits_optimizers:
+                            self._miss_sites(technique)
                 return self._trial(stage)
         if not self._at_work:
             return nullcontext()
@@ -133,12 +141,28 @@ class Engine:
             outputs = technique.predictions(outputs)
         return outputs
 
+    def meet(self, optimizers: Iterable[Optimizer]) -> None:
+        """Shows optimizers that train the model to the techniques. Those that they know already are passed over."""
+        known = {id(optimizer) for optimizer in self._optimizers}
+        new = [optimizer for optimizer in optimizers if id(optimizer) not in known]
+        if not new:
+            return
+        named = {f"optimizer {index}": one for index, one in enumerate(new, start=len(self._optimizers))}
+        self._optimizers += new
+        for technique in list(self._techniques):
+            for claim in technique.optimizers(named):
+                self._enter(technique, claim)
+                if isinstance(claim, Patch):
+                    self._apply(technique, claim, claim.change)
+                    self._settle(technique)
+            self._hear(technique)
+
     def undo(self) -> None:
         """Takes every edit back: the model is again the one that was passed in. The report stays."""
-        for technique in reversed(self._techniques or self._retired):
+        for technique in reversed(self._open):
             self._patches.get(technique.name, PatchSet()).undo()
             technique.close()
-        self._techniques, self._at_work, self._retired = [], [], []
+        self._techniques, self._at_work, self._open = [], [], []
         self._trial_step = None
 
     @property
@@ -159,12 +183,12 @@ class Engine:
                 if technique.remembers:
                     refusal = Verdict(keep=False, reason=reason)
                     self.decisions.setdefault(technique.name, {})[patch.site] = refusal
-            technique.objections, technique.revisions = {}, {}
+            technique.notes.take()
             technique.settled()
             record = self.report.of(technique.name)
             record.is_on, record.status = False, f"taken back: {reason}"
         # Not closed before the run ends: layouts that DistributedDataParallel counts on are held until then.
-        self._techniques, self._at_work, self._retired = [], [], self._techniques or self._retired
+        self._techniques, self._at_work = [], []
         self._trial_step = None
 
     def join_after_failure(self) -> None:
@@ -183,27 +207,14 @@ class Engine:
 
     def degrade(self, message: str) -> None:
         """Says that something asked for is not done: a warning, or an error when the plan is strict."""
-        if self.plan.strict:
+        if self._strict:
             raise AccelError(f"{message} (strict=True)")
         self.report.note(message)
         warnings.warn(message, AccelWarning, stacklevel=2)
 
-    @property
-    def memory_plan(self) -> MemoryPlan | None:
-        """With a memory budget, what each block does for it, once that is decided; else None. It outlives the run."""
-        return None if self._budget is None else self._budget.memory_plan
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler:
-        """The gradient scaler of a plain loop; it passes everything through unless the precision is ``"16-mixed"``."""
-        mixed = self.technique(MixedPrecision)
-        if mixed is None:
-            raise AttributeError("Only a handle from accelerate() has a scaler, and only until undo().")
-        return mixed.scaler
-
     def technique(self, kind: type[T]) -> T | None:
         """The technique of this class, if there is one in this run."""
-        return next((t for t in (*self._techniques, *self._retired) if isinstance(t, kind)), None)
+        return next((technique for technique in self._available if isinstance(technique, kind)), None)
 
     # -- its parts ---------------------------------------------------------------------------------------------
 
@@ -221,17 +232,26 @@ class Engine:
     def _claim(self, technique: Technique) -> None:
         patches = self._patches[technique.name] = PatchSet()
         for claim in technique.patches(self.model, self.host):
-            if isinstance(claim, Refusal):
-                self.report.record_refused(technique.name, claim.site, claim.reason)
-            else:
-                patches.add(claim)
+            self._enter(technique, claim)
         record = self.report.of(technique.name)
         record.is_on = technique.acts_without_sites or len(patches) > 0
-        if technique.explicit and not patches and not technique.acts_without_sites:
-            reason = "; ".join(record.refusals.values()) or "this model has nothing for it"
-            self.degrade(f"{technique.name} was asked for and found no site: {reason}")
-        record.status = technique.status or ("waiting for the first step" if len(patches) else "no site in this model")
+        if not technique.edits_optimizers:
+            self._miss_sites(technique)
+        record.status = technique.notes.status or (
+            "waiting for the first step" if len(patches) else "no site in this model"
+        )
         self._hear(technique)
+
+    def _miss_sites(self, technique: Technique) -> None:
+        if technique.explicit and not self._patches[technique.name] and not technique.acts_without_sites:
+            reason = "; ".join(self.report.refused(technique.name).values()) or "this model has nothing for it"
+            self.degrade(f"{technique.name} was asked for and found no site: {reason}")
+
+    def _enter(self, technique: Technique, claim: Patch | Refusal) -> None:
+        if isinstance(claim, Refusal):
+            self.report.record_refused(technique.name, claim.site, claim.reason)
+        else:
+            self._patches[technique.name].add(claim)
 
     def _apply_early(self, technique: Technique) -> None:
         for patch in list(self._patches[technique.name]):
@@ -261,10 +281,6 @@ class Engine:
 
     @contextmanager
     def _trial(self, stage: str) -> Iterator[None]:
-        with _UnderWay(self, stage, is_trial=True):
-            yield from self._step_with_trials(stage)
-
-    def _step_with_trials(self, stage: str) -> Iterator[None]:
         on_trial = [
             technique
             for technique in self._techniques
@@ -274,15 +290,22 @@ class Engine:
         ]
         found: Decisions = {}
         self._owes_verdicts = bool(on_trial)
-        with ExitStack() as stack:
-            for technique in self._techniques:
-                stack.enter_context(technique.step(stage))
-            if on_trial and self._trial_step == 0:  # the compiler would trace the trials, and fail on them
-                stack.enter_context(eager_where_compiled(self.model))
-            # The first technique's trial outermost: memory format times blocks that checkpointing tries as well.
-            for technique in reversed(on_trial):
-                found[technique.name] = stack.enter_context(technique.trial(self._patches[technique.name]))
-            yield
+        with _UnderWay(self, stage):
+            with ExitStack() as stack:
+                for technique in self._techniques:
+                    stack.enter_context(technique.step(stage))
+                if on_trial and self._trial_step == 0:  # the compiler would trace the trials, and fail on them
+                    stack.enter_context(eager_where_compiled(self.model))
+                # The first technique's trial outermost: memory format times blocks that checkpointing tries as well.
+                for technique in reversed(on_trial):
+                    found[technique.name] = stack.enter_context(technique.trial(self._patches[technique.name]))
+                yield
+            self._conclude(on_trial, found)
+        # A trial may find that there is nothing to do, and say so.
+        for technique in list(self._techniques):
+            self._hear(technique)
+
+    def _conclude(self, on_trial: Sequence[Technique], found: Decisions) -> None:
         if not self._techniques:
             return  # undone in the middle of the step
         self._owes_verdicts = False
@@ -310,21 +333,9 @@ class Engine:
         """
         records = self.report.techniques
         ranks = self._gather({n: (sites.get(n, set()), r.refusals, r.status) for n, r in records.items()})
-        for name in records:
-            decided = ranks[0][name][0]
-            for rank, techniques in enumerate(ranks):
-                done = techniques[name][0]
-                if done == decided:
-                    continue
-                site = min(done ^ decided)
-                without, having = (0, rank) if site in done else (rank, 0)
-                _, refusals, status = ranks[without][name]
-                reason = refusals.get(site, status or "it has no such site")
-                raise AccelError(
-                    f"The ranks do not do the same: rank {without} goes without {name} at {site or 'the model'!r}"
-                    f" ({reason}), rank {having} with it. All of them stop here. Set {name} to 'off', or make their"
-                    " machines alike."
-                )
+        differing = difference(ranks)
+        if differing is not None:
+            raise AccelError(differing)
 
     def _carry_out(self, technique: Technique, verdicts: Verdicts) -> None:
         technique.decided(verdicts)
@@ -338,37 +349,24 @@ class Engine:
         self._settle(technique)
 
     def _hear(self, technique: Technique) -> None:
-        """What a technique noticed during a step."""
-        if technique.objections:
-            self._take_back(technique)
-        if technique.revisions:
-            self._revise(technique)
-        record = self.report.techniques[technique.name]
-        record.status, record.details = technique.status or record.status, technique.details
-        if not technique.complaints:
+        """Acts on what a technique had to say."""
+        if not technique.notes.is_new:
             return
-        complaints, technique.complaints = technique.complaints, ()
-        for complaint in complaints:
-            self.degrade(complaint)
-
-    def _revise(self, technique: Technique) -> None:
-        verdicts, technique.revisions = technique.revisions, {}
-        for site, verdict in verdicts.items():
-            record = self.report.record_applied if verdict.keep else self.report.record_refused
-            record(technique.name, site, verdict.reason)
-        if technique.remembers:
-            self.decisions[technique.name] = self.decisions.get(technique.name, {}) | dict(verdicts)
-        self._settle(technique)
-
-    def _take_back(self, technique: Technique) -> None:
-        reasons, technique.objections = technique.objections, {}
-        for site, reason in reasons.items():
+        refused, revised, warned = technique.notes.take()
+        for site, reason in refused.items():
             self._refuse(technique, site, reason)
-        # A resumed run, too, must leave these sites alone.
-        refusals = {site: Verdict(keep=False, reason=reason) for site, reason in reasons.items()}
-        if technique.remembers:
-            self.decisions[technique.name] = self.decisions.get(technique.name, {}) | refusals
-        self._settle(technique)
+        for site, verdict in revised.items():
+            tell = self.report.record_applied if verdict.keep else self.report.record_refused
+            tell(technique.name, site, verdict.reason)
+        changed = {site: Verdict(keep=False, reason=reason) for site, reason in refused.items()} | revised
+        if changed:
+            if technique.remembers:  # a resumed run, too, must do so
+                self.decisions[technique.name] = self.decisions.get(technique.name, {}) | changed
+            self._settle(technique)
+        record = self.report.of(technique.name)
+        record.status, record.details = technique.notes.status or record.status, technique.notes.details
+        for message in warned:
+            self.degrade(message)
 
     def _find_at_work(self) -> None:
         self._at_work = [t for t in self._techniques if t.acts_without_sites or t.watches_on or self._patches[t.name]]
@@ -378,7 +376,7 @@ class Engine:
         self._find_at_work()
         record = self.report.of(technique.name)
         record.is_on = technique.acts_without_sites or bool(record.changes)
-        record.status = technique.status or _outcome(record)
+        record.status = technique.notes.status or record.outcome()
         if technique.explicit and not record.changes and not technique.acts_without_sites:
             self.degrade(f"{technique.name} was asked for and is not in force anywhere: {record.status}")
 
@@ -386,12 +384,11 @@ class Engine:
 class _UnderWay:
     """Around a step: what the engine itself has to know of it, and to do after it. No generator: every step pays."""
 
-    __slots__ = ("_engine", "_is_trial", "_stage")
+    __slots__ = ("_engine", "_stage")
 
-    def __init__(self, engine: Engine, stage: str, *, is_trial: bool = False) -> None:
+    def __init__(self, engine: Engine, stage: str) -> None:
         self._engine = engine
         self._stage = stage
-        self._is_trial = is_trial
 
     def __enter__(self) -> None:
         self._engine._stage = self._stage
@@ -399,13 +396,6 @@ class _UnderWay:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._engine._stage = None
         if kind is None:
-            # A trial may find that there is nothing to do, and say so.
-            for technique in self._engine._techniques if self._is_trial else self._engine._at_work:
-                self._engine._hear(technique)
-
-
-def _outcome(record: TechniqueReport) -> str:
-    if record.changes:
-        return "in force"
-    reasons = Counter(record.refusals.values()).most_common(1)
-    return f"left alone: {reasons[0][0] if reasons else 'nothing to do'}"
+            for technique in self._engine._at_work:
+                if technique.notes.is_new:
+                    self._engine._hear(technique)

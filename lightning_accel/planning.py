@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_accel.assembly import accelerate
 from lightning_accel.core.isolation import Snapshot, device_of, own_rng
+from lightning_accel.core.optimizers import living_optimizers
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.engine import AccelError
 from lightning_accel.memory.memory_plan import MemoryPlan
 from lightning_accel.memory.planner import MAX_STEPS
-from lightning_accel.settings import CheckpointingPlan, OffloadingPlan, OffloadingSetting, Plan
+from lightning_accel.settings import Plan
+from lightning_accel.techniques.activation_offloading import OffloadingPlan, OffloadingSetting
+from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
 
 
 def plan_memory(
@@ -69,9 +71,9 @@ def plan_memory(
     settings = Plan(
         precision="32-true",
         flash_attention="off",
-        memory_format="preserve",
-        inplace_activations=False,
-        gradient_checkpointing=CheckpointingPlan(budget=budget, blocks=tuple(blocks)),
+        memory_format="off",
+        inplace_activations="off",
+        memory_budget=MemoryBudgetPlan(budget=budget, blocks=tuple(blocks)),
         activation_offloading=offloading,
         strict=True,
     )
@@ -84,7 +86,7 @@ def plan_memory(
                 plan = handle.memory_plan
                 if plan is not None and plan.measured_ms is not None:
                     return plan
-            raise AccelError(handle.report.of("gradient_checkpointing").status)
+            raise AccelError(handle.report.of("memory_budget").status)
         except AccelError as error:
             raise RuntimeError(f"plan_memory: nothing was planned. {error}") from error
         finally:
@@ -98,26 +100,22 @@ def _leaving_no_trace(model: nn.Module) -> Iterator[None]:
         (p, _on_host(p), None if p.grad is None else _on_host(p.grad)) for p in model.parameters() if not is_lazy(p)
     ]
     rest = Snapshot(model)
-    states: dict[int, tuple[Optimizer, Any]] = {}
-
-    def keep_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in states:
-            state = map_tensors(_on_host, optimizer.state_dict())
-            states[id(optimizer)] = optimizer, copy.deepcopy(state)
-
-    hook = register_optimizer_step_pre_hook(keep_state)
+    states = [(optimizer, _state_of(optimizer)) for optimizer in living_optimizers(model)]
     try:
         with own_rng(device_of(model)):
             yield
     finally:
-        hook.remove()
         with torch.no_grad():
             for parameter, value, gradient in parameters:
                 parameter.copy_(value)
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
         rest.restore()
-        for optimizer, state in states.values():
+        for optimizer, state in states:
             optimizer.load_state_dict(state)
+
+
+def _state_of(optimizer: Optimizer) -> Any:
+    return copy.deepcopy(map_tensors(_on_host, optimizer.state_dict()))
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def _leaves_nothing_behind() -> Iterator[None]:
     variables = dict(os.environ)
     threads = set(threading.enumerate())
     yield
-    leaks = _left_threads(threads) + _restored_variables(variables) + _restored_modes()
+    leaks = _left_threads(threads) + _restored_variables(variables) + _restored_modes() + _restored_techniques()
     leaks += _restored_flags(flags) if flags else []
     if leaks:
         pytest.fail("this test leaks: " + "; ".join(leaks), pytrace=False)
@@ -106,6 +106,13 @@ def determinism_restored() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(before, warn_only=warn_only)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = cudnn
+
+
+@pytest.fixture
+def techniques_restored() -> Iterator[None]:
+    """For tests that declare a technique."""
+    yield
+    _restored_techniques()
 
 
 @pytest.fixture
@@ -178,6 +185,15 @@ def _restored_flags(before: dict[str, Any]) -> list[str]:
             leaks.append(f"torch's {name} was {before[name]}, is {now}")
             write(before[name])
     return leaks
+
+
+def _restored_techniques() -> list[str]:
+    registry = sys.modules.get("lightning_accel.techniques.registry")
+    declared = registry.declarations() if registry else {}
+    foreign = [name for name, one in declared.items() if not one.technique.__module__.startswith("lightning_accel.")]
+    for name in foreign:
+        registry.forget(name)
+    return [f"the technique {name!r}" for name in foreign]
 
 
 def _restored_modes() -> list[str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import runpy
-from dataclasses import fields
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
 from lightning_accel import Plan
+from lightning_accel.arguments import arguments
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,9 +29,12 @@ def blocks(language: str) -> list[object]:
     ]
 
 
+@pytest.mark.usefixtures("techniques_restored")
 @pytest.mark.parametrize("code", blocks("python"))
-def test_python_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+def test_python_blocks_run(code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)  # where dataclasses look up their annotations
+    exec(compile(code, "a block of the page", "exec"), vars(module))
     printed = capsys.readouterr().out
     assert printed
     assert "lightning-accel on" in printed or not re.search(r"AccelPlugin\(|accelerate\(|strategy=", code)
@@ -43,7 +48,7 @@ def test_yaml_blocks_are_plans(text: str) -> None:
 
 
 def test_every_setting_is_described() -> None:
-    missing = [field.name for field in fields(Plan) if f"`{field.name}`" not in README]
+    missing = [name for name in arguments() if f"`{name}`" not in README]
     assert missing == []
 
 

@@ -18,7 +18,8 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
 from lightning_accel.engine import AccelError, AccelWarning, Engine
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.techniques.base import Refusal, Technique
+from lightning_accel.techniques.notes import Verdict, Verdicts
 from support.models import TASKS, TinyCNN
 
 HOST = Host(kind="cpu", device_name="a CPU")
@@ -74,8 +75,7 @@ def model() -> nn.Sequential:
 
 
 def engine(net: nn.Module, *techniques: Technique, **options: Any) -> Engine:
-    plan = Plan(inplace_activations=False, strict=options.pop("strict", False))
-    return Engine(net, plan, HOST, techniques, **options)
+    return Engine(net, HOST, techniques, **options)
 
 
 def inplace(net: nn.Module) -> list[bool]:
@@ -196,13 +196,13 @@ def test_an_objection_after_the_trial_takes_a_site_back_for_good() -> None:
         with handle.step():
             pass
     with handle.step():
-        fake.objections = {"1": "line 7 does not like it"}
+        fake.notes.refuse("1", "line 7 does not like it")
     assert inplace(net) == [False, True]
     assert handle.report.refused("fake")["1"] == "line 7 does not like it"
     assert handle.report.applied("fake") == ["2"]
     assert handle.decisions["fake"]["1"] == Verdict(keep=False, reason="line 7 does not like it")
     assert handle.decisions["fake"]["2"].keep
-    assert not fake.objections
+    assert not fake.notes.is_new
 
 
 def test_decisions_of_an_earlier_run_hold_without_a_trial() -> None:
@@ -356,7 +356,7 @@ def test_it_serves_a_model_without_parameters() -> None:
 
 
 def test_the_report_names_device_and_every_technique() -> None:
-    handle = accelerate(TinyCNN(), Plan(precision="32-true", memory_format="preserve", inplace_activations=False))
+    handle = accelerate(TinyCNN(), Plan(precision="32-true", memory_format="off", inplace_activations=False))
     lines = handle.report.summary().splitlines()
     assert "(cpu)" in lines[0]
     assert [line.split()[1] for line in lines[1:]] == [
@@ -369,6 +369,7 @@ def test_the_report_names_device_and_every_technique() -> None:
             "sparse_activations:",
             "activation_offloading:",
             "gradient_checkpointing:",
+            "memory_budget:",
             "compile:",
         )
     ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import FrozenInstanceError, fields
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,21 +15,19 @@ pytest.importorskip("hypothesis")
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_accel.arguments import arguments
 from lightning_accel.core.checks import nearest
-from lightning_accel.settings import (
-    CheckpointingMode,
-    CheckpointingPlan,
-    CompileSetting,
-    FlashAttentionPlan,
-    MemoryFormatSetting,
-    Plan,
-    PrecisionSetting,
-)
+from lightning_accel.settings import Plan
+from lightning_accel.techniques.compilation import CompileSetting
+from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
+from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingMode, CheckpointingPlan
+from lightning_accel.techniques.memory_format import MemoryFormatSetting
+from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
 plans = st.builds(
     Plan,
     precision=st.sampled_from(get_args(PrecisionSetting)),
-    inplace_activations=st.booleans(),
+    inplace_activations=st.booleans() | st.sampled_from(["auto", "off"]),
     memory_format=st.sampled_from(get_args(MemoryFormatSetting)),
     gradient_checkpointing=st.one_of(
         st.sampled_from(get_args(CheckpointingMode)),
@@ -57,7 +56,7 @@ def test_a_plan_as_a_dict_holds_plain_values_only(plan: Plan) -> None:
         return all(map(plain, value)) if type(value) is list else type(value) in (str, bool)
 
     assert plain(plan.to_dict())
-    assert list(plan.to_dict()) == [field.name for field in fields(Plan)]
+    assert list(plan.to_dict()) == list(arguments())
 
 
 def test_yaml_goes_to_a_file_and_comes_back() -> None:
@@ -100,13 +99,14 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("precision", 16, "'16-mixed'"),
     ("precision", None, "'auto'"),
     ("precision", ["auto"], "'auto'"),
-    ("inplace_activations", "yes", "True, False"),
-    ("inplace_activations", 1, "True, False"),
+    ("inplace_activations", "yes", "'auto', 'off'"),
+    ("inplace_activations", 1, "'auto', 'off'"),
     ("memory_format", "channel_last", "did you mean 'channels_last'?"),
-    ("memory_format", False, "'preserve'"),
+    ("memory_format", True, "'auto', 'off'"),
+    ("memory_budget", "much", "'12GiB'"),
     ("gradient_checkpointing", "on", "'full', 'selective'"),
     ("gradient_checkpointing", True, "'full', 'selective'"),
-    ("gradient_checkpointing", 0.5, "a mapping of mode and blocks"),
+    ("gradient_checkpointing", 0.5, "a mapping of mode, blocks"),
     ("compile", "fast", "'on', 'auto'"),
     ("compile", 1, "'on', 'auto'"),
     ("flash_attention", "flash_attn", "did you mean 'flash-attn'?"),
@@ -140,10 +140,10 @@ def test_a_bad_value_is_named_with_its_argument_and_what_is_allowed(name: str, v
 
 def test_flash_attention_takes_sites_to_skip_and_to_force() -> None:
     plan = Plan(flash_attention={"backend": "auto", "skip": ["encoder.0"], "force": ["Attention"]})
-    assert plan.attention == FlashAttentionPlan(backend="auto", skip=("encoder.0",), force=("Attention",))
+    assert plan.of("flash_attention") == FlashAttentionPlan(skip=("encoder.0",), force=("Attention",))
     assert Plan.from_yaml(plan.to_yaml()) == Plan(flash_attention=plan.to_dict()["flash_attention"])
-    assert Plan(flash_attention=True).attention == FlashAttentionPlan()
-    assert Plan(flash_attention=False).attention.backend == "off"
+    assert Plan(flash_attention=True).of("flash_attention") == FlashAttentionPlan()
+    assert Plan(flash_attention=False).of("flash_attention").backend == "off"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_bad_part_of_flash_attention_is_named(value: Any, message: str) -> Non
 
 
 def test_every_setting_has_a_bad_value_in_the_table() -> None:
-    assert {name for name, _, _ in BAD_VALUES} == {field.name for field in fields(Plan)}
+    assert {name for name, _, _ in BAD_VALUES} == set(arguments())
 
 
 @pytest.mark.parametrize("blocks", ["Block", 5, None, [1], {"Block": 1}])
@@ -172,7 +172,7 @@ def test_blocks_of_a_wrong_type_are_an_error_that_shows_how_to_name_blocks(block
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"precison": "auto"}, r"no setting 'precison'; did you mean 'precision'\? Allowed: precision, "),
+        ({"precison": "auto"}, r"no setting 'precison'; did you mean 'precision'\? Allowed: preprocess, "),
         ({"memoryformat": "auto"}, "did you mean 'memory_format'"),
         ({"checkpointing": "full"}, "did you mean 'gradient_checkpointing'"),
         ({"zzz": 1}, r"no setting 'zzz'\. Allowed: "),
@@ -204,14 +204,18 @@ def test_a_plan_is_a_value() -> None:
     assert Plan(compile=True) == Plan(compile="on")
     assert hash(Plan()) == hash(Plan())
     with pytest.raises(FrozenInstanceError):
-        Plan().precision = "16-mixed"  # type: ignore[misc]
+        Plan().precision = "16-mixed"
+    assert Plan().replace(precision="16-mixed") == Plan(precision="16-mixed")
+    assert copy.deepcopy(Plan(flash_attention={"skip": ["a"]})) == Plan(flash_attention={"skip": ["a"]})
+    assert pickle.loads(pickle.dumps(Plan(compile="on"))) == Plan(compile="on")
 
 
 def test_checkpointing_is_always_available_in_its_long_form() -> None:
-    assert Plan(gradient_checkpointing="selective").checkpointing == CheckpointingPlan(mode="selective")
-    assert Plan().checkpointing.mode == "off"
+    selective = Plan(gradient_checkpointing="selective")
+    assert selective.of("gradient_checkpointing") == CheckpointingPlan(mode="selective")
+    assert Plan().of("gradient_checkpointing").mode == "off"
     named = Plan(gradient_checkpointing={"blocks": ["Block"]})
-    assert named.checkpointing == CheckpointingPlan(mode="full", blocks=("Block",))
+    assert named.of("gradient_checkpointing") == CheckpointingPlan(mode="full", blocks=("Block",))
 
 
 def test_nothing_is_suggested_where_nothing_is_near() -> None:
@@ -223,8 +227,8 @@ def test_nothing_is_suggested_where_nothing_is_near() -> None:
 
 @pytest.mark.parametrize("budget", ["12 GB", "12GiB", "512 mib", "0.6", "60%", 0.6, 1.0, 2**30])
 def test_a_budget_is_bytes_text_or_a_fraction(budget: Any) -> None:
-    plan = Plan(gradient_checkpointing={"budget": budget})
-    assert plan.checkpointing.budget == budget
+    plan = Plan(memory_budget=budget)
+    assert plan.memory_budget == budget
     assert Plan.from_yaml(plan.to_yaml()) == plan
 
 
@@ -248,26 +252,26 @@ def test_a_budget_is_bytes_text_or_a_fraction(budget: Any) -> None:
 )
 def test_another_budget_is_an_error_that_shows_how_to_write_one(budget: Any, said: str) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
-        Plan(gradient_checkpointing={"budget": budget})
-    assert "gradient_checkpointing.budget" in str(error.value)
+        Plan(memory_budget=budget)
+    assert "memory_budget" in str(error.value)
     assert repr(budget) in str(error.value)
     assert said in str(error.value)
     assert "'12GiB'" in str(error.value)
 
 
 def test_a_bare_budget_is_shown_its_place() -> None:
-    with pytest.raises(ValueError, match=re.escape("{'budget': '12GiB'}")):
+    with pytest.raises(ValueError, match="memory_budget='12GiB'"):
         Plan(gradient_checkpointing="8GiB")  # type: ignore[arg-type]
 
 
 def test_a_budget_and_a_mode_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="Give one of the two"):
-        Plan(gradient_checkpointing={"budget": "1GiB", "mode": "selective"})
+        Plan(memory_budget="1GiB", gradient_checkpointing="selective")
 
 
 def test_a_budget_is_not_for_compiled_blocks() -> None:
     with pytest.raises(ValueError, match=r"compile='on'.*as they run eagerly"):
-        Plan(gradient_checkpointing={"budget": "1GiB"}, compile="on")
+        Plan(memory_budget="1GiB", compile="on")
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
@@ -278,19 +282,55 @@ def test_what_records_cuda_graphs_cannot_offload(mode: Any) -> None:
 
 def test_offloading_in_detail_survives_yaml() -> None:
     plan = Plan(activation_offloading={"to": "disk", "min_bytes": "64KiB"})
-    assert plan.offloading.to == "disk"
+    assert plan.of("activation_offloading").to == "disk"
     assert Plan.from_yaml(plan.to_yaml()) == plan
 
 
 def test_to_say_nothing_of_offloading_is_not_to_forbid_it() -> None:
-    assert Plan().offloading.to == "auto"
-    assert Plan(activation_offloading=False).offloading.to == "off"
-    assert not Plan().offloading.always
+    assert Plan().of("activation_offloading").to == "auto"
+    assert Plan(activation_offloading=False).of("activation_offloading").to == "off"
+    assert not Plan().of("activation_offloading").always
 
 
 @pytest.mark.parametrize("setting", ["auto", "off", {"to": "off"}, {"to": "auto", "min_bytes": "2MiB"}])
 def test_offloading_stays_what_it_is_on_the_way_to_yaml_and_back(setting: Any) -> None:
-    plan = Plan(activation_offloading=setting, gradient_checkpointing={"budget": "1GiB"})
+    plan = Plan(activation_offloading=setting, memory_budget="1GiB")
     again = Plan.from_yaml(plan.to_yaml())
     assert again == plan
-    assert again.offloading == plan.offloading
+    assert again.of("activation_offloading") == plan.of("activation_offloading")
+
+
+# -- older spellings, until 0.3 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("older", "today"),
+    [
+        ({"memory_format": "preserve"}, {"memory_format": "off"}),
+        ({"gradient_checkpointing": {"budget": "8GiB"}}, {"memory_budget": "8GiB"}),
+        (
+            {"gradient_checkpointing": {"budget": 0.5, "blocks": ["Block"]}},
+            {"memory_budget": {"budget": 0.5, "blocks": ["Block"]}},
+        ),
+    ],
+)
+def test_an_older_spelling_means_what_it_meant_and_says_the_new_one(
+    older: dict[str, Any], today: dict[str, Any]
+) -> None:
+    with pytest.warns(FutureWarning, match=f"is now .*{next(iter(today))}|is now 'off'"):
+        plan = Plan(**older)
+    assert {name: plan.of(name) for name in today} == {name: Plan(**today).of(name) for name in today}
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+
+
+@pytest.mark.parametrize(
+    ("name", "today"),
+    [
+        ("attention", "flash_attention"),
+        ("checkpointing", "gradient_checkpointing"),
+        ("offloading", "activation_offloading"),
+    ],
+)
+def test_the_long_forms_are_found_by_their_older_names(name: str, today: str) -> None:
+    with pytest.warns(FutureWarning, match=r"plan\.of\("):
+        assert getattr(Plan(), name) == Plan().of(today)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
+from lightning_accel.assembly import Handle
 from lightning_accel.claims.claim import Claim, Figure, Missing, Target
 from lightning_accel.claims.measure import device, speedup, timed_ms
 from lightning_accel.core.host import Host
-from lightning_accel.engine import Engine
 
 CLAIM = Claim(
     row=1,
@@ -76,12 +76,12 @@ def measure() -> Iterator[Figure | Missing]:
     handle.undo()
 
 
-def compiled_by_plan(model: nn.Module, x: Tensor) -> Engine:
+def compiled_by_plan(model: nn.Module, x: Tensor) -> Handle:
     """Compiles the blocks of ``model`` as a plan does, by trial on its second training step."""
     plan = Plan(
         compile="on",
         precision="32-true",
-        memory_format="preserve",
+        memory_format="off",
         inplace_activations=False,
         flash_attention="off",
         strict=True,

@@ -11,8 +11,7 @@ from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, Target
 from lightning_accel.claims.measure import device, speedup, timed_ms
 from lightning_accel.core.host import Host
-from lightning_accel.settings import PrecisionSetting
-from lightning_accel.techniques.mixed_precision import DTYPES, resolve_precision
+from lightning_accel.techniques.mixed_precision import DTYPES, PrecisionSetting, resolve_precision
 
 CLAIM = Claim(
     row=2,
@@ -95,4 +94,4 @@ def training_step(precision: PrecisionSetting, inputs: int, outputs: int) -> Cal
 
 def amp_plan(precision: PrecisionSetting) -> Plan:
     """Mixed precision and nothing else."""
-    return Plan(precision=precision, memory_format="preserve", inplace_activations=False, flash_attention="off")
+    return Plan(precision=precision, memory_format="off", inplace_activations=False, flash_attention="off")

@@ -19,8 +19,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.claims._digits import digits
 from lightning_accel.claims.claim import Claim, Figure, Target
 from lightning_accel.claims.measure import device, median_interval
-from lightning_accel.settings import PrecisionSetting
-from lightning_accel.techniques.mixed_precision import DTYPES
+from lightning_accel.techniques.mixed_precision import DTYPES, PrecisionSetting
 
 CLAIM = Claim(
     row=3,
@@ -68,7 +67,7 @@ def trained_accuracy(precision: PrecisionSetting, seed: int, epochs: int = EPOCH
     torch.manual_seed(seed)
     order = torch.Generator().manual_seed(seed)
     model = DigitsNet()
-    plugin = AccelPlugin(precision=precision, memory_format="preserve", inplace_activations=False, log=False)
+    plugin = AccelPlugin(precision=precision, memory_format="off", inplace_activations=False, log=False)
     with quiet_lightning():
         trainer = Trainer(
             accelerator=device().type,

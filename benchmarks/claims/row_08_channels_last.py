@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from lightning_accel import Plan, accelerate
+from lightning_accel.assembly import Handle
 from lightning_accel.claims.claim import Claim, Figure, Target
 from lightning_accel.claims.measure import device, speedup, timed_ms
-from lightning_accel.engine import Engine
-from lightning_accel.settings import MemoryFormatSetting, PrecisionSetting
+from lightning_accel.techniques.memory_format import MemoryFormatSetting
+from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
 CLAIM = Claim(
     row=8,
@@ -28,7 +29,7 @@ CLAIM = Claim(
 
 def measure() -> Iterator[Figure]:
     precisions: tuple[PrecisionSetting, ...] = ("32-true", "bf16-mixed")
-    layouts: tuple[MemoryFormatSetting, ...] = ("preserve", "channels_last")
+    layouts: tuple[MemoryFormatSetting, ...] = ("off", "channels_last")
     for precision in precisions:
         sides: dict[str, Callable[[], None]] = {}
         with ExitStack() as stack:
@@ -36,10 +37,10 @@ def measure() -> Iterator[Figure]:
                 handle, sides[layout] = training_step(layout, precision)
                 stack.callback(handle.undo)
             times = timed_ms(sides, seconds=4)
-        yield speedup(f"training in {precision}", times["preserve"], times["channels_last"], Target("more than", 1))
+        yield speedup(f"training in {precision}", times["off"], times["channels_last"], Target("more than", 1))
 
 
-def training_step(memory_format: MemoryFormatSetting, precision: PrecisionSetting) -> tuple[Engine, Callable[[], None]]:
+def training_step(memory_format: MemoryFormatSetting, precision: PrecisionSetting) -> tuple[Handle, Callable[[], None]]:
     """A step of a small convolutional network on images of 64x64, accelerated by the memory format alone.
 
     16 images on a CPU, 256 on a GPU, which fewer leave idle.
@@ -70,7 +71,7 @@ def training_step(memory_format: MemoryFormatSetting, precision: PrecisionSettin
 
     step()
     applied = handle.report.applied("memory_format")
-    if len(applied) != (0 if memory_format == "preserve" else 4):
+    if len(applied) != (0 if memory_format == "off" else 4):
         handle.undo()
         raise AssertionError(handle.report.to_text())
     return handle, step

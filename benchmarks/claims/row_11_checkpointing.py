@@ -57,7 +57,7 @@ class Training:
         plan = Plan(
             gradient_checkpointing=mode,
             precision="32-true",
-            memory_format="preserve",
+            memory_format="off",
             flash_attention="off",
             inplace_activations=False,
         )

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, NotHereError, Target, counted
 from lightning_accel.cli.decisions import ExampleModel
-from lightning_accel.settings import PrecisionSetting
+from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
 CLAIM = Claim(
     row=18,

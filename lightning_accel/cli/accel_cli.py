@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
@@ -14,6 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_utilities.core.imports import RequirementCache
 from typing_extensions import override
 
+from lightning_accel.arguments import arguments
 from lightning_accel.core.checks import nearest
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.settings import Plan
@@ -139,7 +139,7 @@ def _hint(message: str, names: list[str]) -> str:
         return nearest(unknown["key"], [name.removeprefix(group) for name in names if name.startswith(group)])
     if unknown := _UNKNOWN_INIT_ARG.search(message):
         # Far up in a message of fifty lines: named again where the eye falls.
-        settings = [field.name for field in fields(Plan)]
+        settings = list(arguments())
         return f"\nAccelPlugin has no argument {unknown['key']!r}{nearest(unknown['key'], settings)}"
     if unknown := _UNKNOWN_PATH.search(message) or _UNKNOWN_FLAG.search(message):
         return nearest(unknown["key"], names)
@@ -148,7 +148,7 @@ def _hint(message: str, names: list[str]) -> str:
 
 def _setting_names(parser: Any) -> list[str]:
     """Every key that ``parser`` and the parsers of its subcommands know, dotted."""
-    names = {f"accel.{field.name}" for field in fields(Plan)}
+    names = {f"accel.{name}" for name in arguments()}
     for action in parser._actions:
         names.add(action.dest)
         if isinstance(action.choices, Mapping):

@@ -7,49 +7,29 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.assembly import module_techniques
+from lightning_accel.assembly import surroundings_for
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
-from lightning_accel.settings import Plan, PrecisionSetting
-from lightning_accel.techniques.base import Technique
-from lightning_accel.techniques.flash_attention import FlashAttention
-from lightning_accel.techniques.flash_attention.backends import BACKENDS
-from lightning_accel.techniques.mixed_precision import resolve_precision
-
-_PRECISIONS: tuple[PrecisionSetting, ...] = ("16-mixed", "bf16-mixed")
-_NOTHING: dict[str, Any] = {"flash_attention": "off", "inplace_activations": False, "memory_format": "preserve"}
-# What a plan leaves off unless it is asked for.
-_ASKED_FOR: tuple[tuple[str, Any], ...] = (
-    ("gradient_checkpointing", "full"),
-    ("gradient_checkpointing", "selective"),
-    ("gradient_checkpointing", {"budget": "12GiB"}),
-    ("activation_offloading", "host"),
-    ("activation_offloading", "disk"),
-    ("sparse_activations", "auto"),
-    ("compile", "on"),
-)
+from lightning_accel.settings import Plan
+from lightning_accel.techniques.base import Forecast, Technique
+from lightning_accel.techniques.registry import declarations
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Decision:
     """What becomes of one setting on one host.
 
     Attributes:
         setting: The setting with its value: ``'memory_format="auto"'``.
-        is_had: Whether it acts there, or is tried.
-        brief: In a word or two: the precision, the attention kernels that are tried, ``"tried"``, ``"yes"``, ``"no"``.
-        words: What is done, or why not, with the mend.
+        forecast: What the technique says of it.
     """
 
     setting: str
-    is_had: bool
-    brief: str
-    words: str
+    forecast: Forecast
 
 
 class ExampleModel(nn.Module):
@@ -113,16 +93,7 @@ def by_default(host: Host, model: nn.Module) -> list[Decision]:
         host: The machine.
         model: What is looked at for sites; it is left as it is, and need not be on the host's device.
     """
-    plan = Plan()
-    precision, reason = resolve_precision("auto", host)
-    words = f"{precision}: {reason}"
-    decisions = [
-        Decision(setting='precision="auto"', is_had=precision != "32-true", brief=f"`{precision}`", words=words)
-    ]
-    for technique in module_techniques(plan, model, device=torch.device(host.device_type)):
-        setting = _written(technique.name, getattr(plan, technique.name))
-        decisions.append(_decision(setting, technique, host, model))
-    return decisions
+    return _decisions(Plan(), host, model)
 
 
 def when_asked(host: Host, model: nn.Module) -> list[Decision]:
@@ -132,62 +103,42 @@ def when_asked(host: Host, model: nn.Module) -> list[Decision]:
         host: The machine.
         model: As in :func:`by_default`.
     """
-    decisions = [_precision(setting, host) for setting in _PRECISIONS]
-    decisions += [_attention(backend, host) for backend in BACKENDS]
-    for name, value in _ASKED_FOR:
-        plan = Plan(**_NOTHING, **{name: value})
-        (technique,) = module_techniques(plan, model, device=torch.device(host.device_type))
-        decisions.append(_decision(_written(name, value), technique, host, model))
-    return decisions
+    nothing = {name: one.off for name, one in declarations().items()}
+    asked = ({**nothing, name: value} for name, one in declarations().items() for value in one.shown)
+    return [decision for settings in asked for decision in _decisions(Plan(**settings), host, model)]
 
 
-def _precision(setting: PrecisionSetting, host: Host) -> Decision:
-    precision, reason = resolve_precision(setting, host)
-    is_had = precision == setting
-    return Decision(
-        setting=_written("precision", setting),
-        is_had=is_had,
-        brief="yes" if is_had else "no",
-        words=reason if is_had else f"{precision}: {reason}",
-    )
+def _decisions(plan: Plan, host: Host, model: nn.Module) -> list[Decision]:
+    around = surroundings_for(plan, model, host, device=torch.device(host.device_type), in_plain_loop=True)
+    return [
+        Decision(f'{technique.name}="{getattr(plan, technique.name)}"', _forecast(technique, host, model))
+        for technique in around.techniques
+    ]
 
 
-def _attention(backend: str, host: Host) -> Decision:
-    whole = FlashAttention(Plan().attention).unavailable(host)
-    reason = whole or BACKENDS[backend].unavailable(host)
-    return Decision(
-        setting=_written("flash_attention", backend),
-        is_had=reason is None,
-        brief="yes" if reason is None else "no",
-        words=reason or "used wherever the numbers agree",
-    )
-
-
-def _decision(setting: str, technique: Technique, host: Host, model: nn.Module) -> Decision:
+def _forecast(technique: Technique, host: Host, model: nn.Module) -> Forecast:
+    told = technique.forecast(host)
+    if told is not None:
+        return told
     reason = technique.unavailable(host)
     if reason is not None:
-        return Decision(setting=setting, is_had=False, brief="no", words=reason)
+        return Forecast(acts=False, brief="no", words=reason)
     try:
         claims = list(technique.patches(model, host))
     finally:
         technique.close()
     if technique.acts_without_sites:
-        words = technique.status or "decides by what the first steps measure"
-        return Decision(setting=setting, is_had=True, brief="yes", words=words)
+        words = technique.notes.status or "decides by what the first steps measure"
+        return Forecast(acts=True, brief="yes", words=words)
     sites = sum(isinstance(claim, Patch) for claim in claims)
-    kernels = technique.candidates(host) if isinstance(technique, FlashAttention) else []
+    alternatives = technique.alternatives(host)
     when = "asked at every call" if technique.trial_step is None else "tried on the first batch"
     found = f"{sites} site{'' if sites == 1 else 's'}, {when}"
-    found += f" with {', '.join(kernels)}" if kernels else ""
+    found += f" with {', '.join(alternatives)}" if alternatives else ""
     refusals = Counter(claim.reason for claim in claims if not isinstance(claim, Patch))
     alone = [f"{count} left alone: {reason}" for reason, count in refusals.items()]
-    return Decision(
-        setting=setting,
-        is_had=sites > 0,
-        brief=", ".join(kernels) or (("yes" if technique.trial_step is None else "tried") if sites else "no"),
+    return Forecast(
+        acts=sites > 0,
+        brief=", ".join(alternatives) or (("yes" if technique.trial_step is None else "tried") if sites else "no"),
         words="; ".join([found, *alone] if sites else alone) or "no site in this model",
     )
-
-
-def _written(name: str, value: Any) -> str:
-    return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"

@@ -117,8 +117,8 @@ def _not_had(host: Host) -> Iterator[str]:
             " lightning_accel.accelerate(model) is for a loop without Lightning"
         )
     for decision in by_default(host, ExampleModel()):
-        if not decision.is_had and not decision.setting.startswith("precision"):  # which is a fact above
-            yield f"{decision.setting}: {decision.words}"
+        if not decision.forecast.acts and not decision.setting.startswith("precision"):  # which is a fact above
+            yield f"{decision.setting}: {decision.forecast.words}"
     reason = Compilation("on").unavailable(host)
     if reason is not None:
         yield f"compile: {reason}"

@@ -39,6 +39,11 @@ def check_bool(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} is of type {type(value).__name__}. Allowed: True, False.")
 
 
+def switch(value: Any, *, on: str) -> Any:
+    """``value``, or what a bool in its place means: YAML 1.1 reads a bare ``off`` or ``on`` as one."""
+    return {True: on, False: "off"}[value] if isinstance(value, bool) else value
+
+
 def names_given(setting: str, value: Any) -> tuple[str, ...]:
     """``value`` as a tuple of names; a ``TypeError`` unless it is a list of them."""
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):

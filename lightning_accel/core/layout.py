@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -134,38 +133,33 @@ class OptimizerLayouts:
 
     Fused optimizers walk parameter and state by their addresses: where the strides differ they update the wrong
     elements, without an error (``AdamW(fused=True)`` on CPU, torch 2.13). They differ after a checkpoint of a
-    contiguous run is loaded, and after weights change their layout in mid-run; every optimizer that steps on one of
-    ``parameters`` is brought in step before its first step, and again by :meth:`match`.
+    contiguous run is loaded, and after weights change their layout in mid-run; the states of watched optimizers are
+    matched then, and by :meth:`match`.
 
     Args:
         parameters: Those whose layout may change.
-        before_first_step: Called with every optimizer that holds one of them, before its first step.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], before_first_step: Callable[[Optimizer], None]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = set(parameters)
-        self._before_first_step = before_first_step
-        self._matched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer not in self._matched:
-            self._matched.add(optimizer)
-            if any(parameter in self._parameters for group in optimizer.param_groups for parameter in group["params"]):
-                self._before_first_step(optimizer)
-            self._match_one(optimizer)
-            if optimizer not in self._hooks:
-                # A state loaded in mid-run has the layouts of the run that saved it.
-                self._hooks[optimizer] = optimizer.register_load_state_dict_post_hook(self._matched.discard)
+    def watch(self, optimizer: Optimizer) -> bool:
+        """Watches over an optimizer, and says whether it is a new one that holds some of the parameters."""
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if optimizer in self._hooks or not any(parameter in self._parameters for parameter in held):
+            return False
+        self._match_one(optimizer)
+        # A state that is loaded has the layouts of the run that saved it.
+        self._hooks[optimizer] = optimizer.register_load_state_dict_post_hook(self._match_one)
+        return True
 
     def match(self) -> None:
-        """Brings the states of every optimizer seen so far in step with its parameters."""
-        for optimizer in list(self._matched):
+        """Brings the states of every watched optimizer in step with its parameters."""
+        for optimizer in list(self._hooks):
             self._match_one(optimizer)
 
     def close(self) -> None:
-        self._hook.remove()
         for hook in self._hooks.values():
             hook.remove()
 

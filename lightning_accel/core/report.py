@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-TECHNIQUES = (
-    "preprocess",
-    "precision",
-    "flash_attention",
-    "inplace_activations",
-    "memory_format",
-    "sparse_activations",
-    "activation_offloading",
-    "gradient_checkpointing",
-    "compile",
-)
-"""In the order of the report, which is that in which they are applied."""
 
 
 @dataclass
@@ -38,6 +26,13 @@ class TechniqueReport:
     changes: dict[str, str] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     is_on: bool = False
+
+    def outcome(self) -> str:
+        """What came of the sites, in a line."""
+        if self.changes:
+            return "in force"
+        reasons = Counter(self.refusals.values()).most_common(1)
+        return f"left alone: {reasons[0][0] if reasons else 'nothing to do'}"
 
 
 class Report:
@@ -123,6 +118,28 @@ class Report:
 
     def __str__(self) -> str:
         return self.to_text()
+
+
+def difference(ranks: Sequence[Mapping[str, tuple[set[str], Mapping[str, str], str]]]) -> str | None:
+    """Where one rank cannot do what rank 0 does, and why; None where all do the same.
+
+    Args:
+        ranks: Of each rank, technique by technique: the sites it has, its refusals, its status.
+    """
+    for name, (decided, _, _) in ranks[0].items():
+        for rank, techniques in enumerate(ranks):
+            done = techniques[name][0]
+            if done != decided:
+                site = min(done ^ decided)
+                without, having = (0, rank) if site in done else (rank, 0)
+                _, refusals, status = ranks[without][name]
+                reason = refusals.get(site, status or "it has no such site")
+                return (
+                    f"The ranks do not do the same: rank {without} goes without {name} at {site or 'the model'!r}"
+                    f" ({reason}), rank {having} with it. All of them stop here. Set {name} to 'off', or make their"
+                    " machines alike."
+                )
+    return None
 
 
 def _grouped(remarks: dict[str, str], shown: int = 6) -> list[str]:

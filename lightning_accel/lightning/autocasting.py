@@ -1,8 +1,8 @@
-"""A precision plugin that autocasts, or does not, as the device of the run turns out to want it.
+"""Clever, for want of a plain form: a precision plugin that changes its class when it begins or ends to autocast.
 
-Clever on purpose: the plugin *becomes* a ``MixedPrecision`` when autocast is on, by changing its class. Lightning's
-helpers read the compute dtype off ``isinstance(plugin, MixedPrecision)``, and know the device only after the plugin was
-made; one that always is a ``MixedPrecision`` looks like float16 to them when it runs in float32.
+Lightning's helpers (:class:`~lightning.pytorch.callbacks.ThroughputMonitor`) read the compute dtype off
+``isinstance(plugin, MixedPrecision)``, and the device is known only after the plugin was made. One that always is a
+``MixedPrecision`` looks like float16 to them when it runs in float32, one that never is like float32 when it does not.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ class AutocastingPrecision(Precision):
         self._set_precision(precision)
 
     def _set_precision(self, precision: ResolvedPrecision) -> None:
-        """Becomes a ``MixedPrecision`` exactly when autocast is on.
-
-        Lightning's helpers take the compute dtype from ``isinstance(plugin, MixedPrecision)``; a plugin that always
-        is one looks like float16 to them when it runs in float32.
-        """
+        """Becomes a ``MixedPrecision`` exactly when autocast is on."""
         self.precision = precision
         kind: Any = self._plain_class or type(self)
         self.__class__ = kind if precision == "32-true" else _autocasting(kind)

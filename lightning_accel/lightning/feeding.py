@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel.core.patch import MethodPatch, Patch
-from lightning_accel.data import DevicePipeline, Position, Preprocess
+from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
 from lightning_accel.engine import Engine
 
 _DEPTH = 2  # batches prepared ahead
@@ -160,19 +160,26 @@ class Feeding:
         )
 
 
-def feeding_for(trainer: Trainer, engine: Engine, dtype: torch.dtype, channels_last: Callable[[], bool]) -> Feeding:
-    """The feeding that the plan of ``engine`` asks for, noted in its report.
+def feeding_for(
+    trainer: Trainer,
+    engine: Engine,
+    transforms: Sequence[Transform],
+    dtype: torch.dtype,
+    channels_last: Callable[[], bool],
+) -> Feeding:
+    """How batches get to the device, noted in the report of ``engine``.
 
     Args:
         trainer: About to run.
         engine: At work on its module.
+        transforms: What the plan has batches go through.
         dtype: What images come out in.
         channels_last: Asked for each batch: whether images are laid out so.
     """
     preprocess: Preprocess | None = None
-    if engine.plan.transforms:
+    if transforms:
         preprocess = Preprocess(
-            engine.plan.transforms,
+            transforms,
             device=trainer.strategy.root_device,
             dtype=dtype,
             channels_last=channels_last,

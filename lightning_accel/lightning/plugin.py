@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accel.assembly import module_techniques
+from lightning_accel.arguments import Arguments
+from lightning_accel.assembly import surroundings_for
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.report import Report
 from lightning_accel.core.trial import one_line
-from lightning_accel.data import Transform
 from lightning_accel.engine import Decisions, Engine
 from lightning_accel.lightning.agreement import check_devices, gather
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
@@ -33,84 +33,45 @@ from lightning_accel.lightning.feeding import Feeding, feeding_for
 from lightning_accel.lightning.hooks import strategy_hooks
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.memory.memory_plan import MemoryPlan
-from lightning_accel.settings import (
-    CheckpointingMode,
-    CheckpointingPlan,
-    CompileSetting,
-    FlashAttentionPlan,
-    FlashAttentionSetting,
-    MemoryFormatSetting,
-    OffloadingPlan,
-    OffloadingSetting,
-    Plan,
-    PrecisionSetting,
-    SparseSetting,
-)
-from lightning_accel.techniques.base import Verdict
-from lightning_accel.techniques.memory_format import MemoryFormat, wants_channels_last
+from lightning_accel.settings import Plan
+from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
+from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import (
     DTYPES,
     check_optimizer,
     resolve_precision,
 )
+from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.registry import declarations
 
 _NAMES_DTYPE = re.compile(r"dtype|scalar type|[Hh]alf|[Bb]?[Ff]loat(16|32)")
 
 
-class AccelPlugin(AutocastingPrecision):
+class AccelPlugin(Arguments, AutocastingPrecision):
     """Makes a Lightning run faster and smaller: ``Trainer(plugins=[AccelPlugin()])``.
 
-    Every argument is a setting of :class:`~lightning_accel.Plan`, where each is described, and can be set from YAML.
-    The module is edited when a run starts and restored when it ends, also after an exception; checkpoints are those
-    of a plain Trainer.
+    It takes the settings of a :class:`~lightning_accel.Plan`, which can be set from YAML, too. The module is edited
+    when a run starts and restored when it ends, also after an exception; checkpoints are those of a plain Trainer.
 
     Attributes:
         plan: The settings.
         precision: What the precision came to on the run's device; ``"32-true"`` until that is known.
         scaler: The gradient scaler with ``"16-mixed"``, else None.
-        feeding: How the batches of the current run get to the device, where that is the plugin's doing; else None.
 
     Raises:
         ValueError: A value is not among those allowed, or two settings contradict each other.
     """
 
-    def __init__(
-        self,
-        *,
-        precision: PrecisionSetting = "auto",
-        inplace_activations: bool = True,
-        memory_format: MemoryFormatSetting = "auto",
-        gradient_checkpointing: CheckpointingMode | CheckpointingPlan | dict[str, Any] | bool = "off",
-        compile: CompileSetting | bool = "off",
-        flash_attention: FlashAttentionSetting | FlashAttentionPlan | dict[str, Any] | bool = "auto",
-        activation_offloading: OffloadingSetting | OffloadingPlan | dict[str, Any] | bool = "auto",
-        sparse_activations: SparseSetting | bool = "off",
-        preprocess: Sequence[Transform | dict[str, Any]] | None = None,
-        log: bool = True,
-        strict: bool = False,
-        verify: bool = True,
-    ) -> None:
-        self.plan = Plan(
-            precision=precision,
-            inplace_activations=inplace_activations,
-            memory_format=memory_format,
-            gradient_checkpointing=gradient_checkpointing,
-            compile=compile,
-            flash_attention=flash_attention,
-            activation_offloading=activation_offloading,
-            sparse_activations=sparse_activations,
-            preprocess=preprocess or (),
-            log=log,
-            strict=strict,
-            verify=verify,
-        )
-        super().__init__("32-true" if precision == "auto" else precision)
+    @override
+    def _configure(self, settings: dict[str, Any]) -> None:
+        self.plan = Plan(**settings)
+        AutocastingPrecision.__init__(self, "32-true" if self.plan.precision == "auto" else self.plan.precision)
         self._engine: Engine | None = None
         self._net: SafetyNet | None = None
         self._report = Report()
         self._memory_plan: MemoryPlan | None = None
         self._hooks = PatchSet()
-        self.feeding: Feeding | None = None
+        self._feeding: Feeding | None = None
         self._decided_for: weakref.ref[nn.Module] | None = None
         self._decisions: Decisions = {}
         self._decisions_without_gradients: Decisions = {}
@@ -119,7 +80,7 @@ class AccelPlugin(AutocastingPrecision):
     @classmethod
     def from_plan(cls, plan: Plan) -> AccelPlugin:
         """The plugin for a plan made elsewhere."""
-        return cls(**{setting.name: getattr(plan, setting.name) for setting in fields(plan)})
+        return cls(**vars(plan))
 
     @property
     def report(self) -> Report:
@@ -129,8 +90,8 @@ class AccelPlugin(AutocastingPrecision):
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """With a memory budget, what each block does for it in the current or the last run, once that is decided."""
-        running = None if self._engine is None else self._engine.memory_plan
-        return running or self._memory_plan
+        budget = None if self._engine is None else self._engine.technique(MemoryBudget)
+        return (budget and budget.memory_plan) or self._memory_plan
 
     # -- a run starts ------------------------------------------------------------------------------------------
 
@@ -154,12 +115,13 @@ class AccelPlugin(AutocastingPrecision):
         if self._decided_for is None or self._decided_for() is not module:
             self._decisions, self._decisions_without_gradients = {}, {}
             self._decided_for = weakref.ref(module)
-        techniques = module_techniques(self.plan, module, device=trainer.strategy.root_device)
+        around = surroundings_for(self.plan, module, host, device=trainer.strategy.root_device)
         self._engine = Engine(
             module,
-            self.plan,
             host,
-            techniques,
+            around.techniques,
+            names=list(declarations()),
+            strict=self.plan.strict,
             agree=trainer.strategy.broadcast if steps_with_others else None,
             gather=gather if steps_with_others else None,
             is_sharded=is_sharded,
@@ -180,8 +142,8 @@ class AccelPlugin(AutocastingPrecision):
                 self._net = SafetyNet(module, self._engine, self._is_in_force, self._without_precision)
                 self._hook(self._net.patches(trainer.strategy))
             self._hook(strategy_hooks(trainer.strategy, self._engine, self._restore_layouts))
-        if self.plan.transforms or getattr(trainer.strategy, "feeds_itself", False):
-            self._feed(trainer, wants_channels_last(techniques))
+        if self.plan.preprocess or getattr(trainer.strategy, "feeds_itself", False):
+            self._feed(trainer, around.wants_channels_last)
         if self._is_fitting:
             if self.plan.log:
                 from lightning_accel.callbacks.joining import add_speed_memory_logger
@@ -198,6 +160,8 @@ class AccelPlugin(AutocastingPrecision):
             check_optimizer(optimizer, self.precision)
         if self.scaler is not None:
             self.scaler.watch(optimizers)
+        if self._engine is not None:
+            self._engine.meet(optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
     # -- a step ------------------------------------------------------------------------------------------------
@@ -292,15 +256,15 @@ class AccelPlugin(AutocastingPrecision):
     def teardown(self) -> None:
         self._hooks.undo()
         self._hooks = PatchSet()
-        if self.feeding is not None:
-            self.feeding.close()
-            self.feeding = None
+        if self._feeding is not None:
+            self._feeding.close()
+            self._feeding = None
         if self.scaler is not None:
             self.scaler.forget()
         if self._engine is not None:
             self._engine.undo()
             self._net = None
-            self._memory_plan = self._engine.memory_plan or self._memory_plan
+            self._memory_plan = self.memory_plan
             self._engine = None
 
     # -- parts -------------------------------------------------------------------------------------------------
@@ -325,8 +289,14 @@ class AccelPlugin(AutocastingPrecision):
 
     def _feed(self, trainer: Trainer, channels_last: Callable[[], bool]) -> None:
         assert self._engine is not None
-        self.feeding = feeding_for(trainer, self._engine, DTYPES.get(self.precision, torch.float32), channels_last)
-        self._hook(self.feeding.patches())
+        self._feeding = feeding_for(
+            trainer,
+            self._engine,
+            self.plan.of("preprocess").transforms,
+            DTYPES.get(self.precision, torch.float32),
+            channels_last,
+        )
+        self._hook(self._feeding.patches())
 
     def _hook(self, patches: Iterable[Patch]) -> None:
         for patch in patches:
@@ -341,10 +311,9 @@ class AccelPlugin(AutocastingPrecision):
 
     @override
     def _left_behind(self) -> dict[str, Any]:
-        return {"_engine": None, "_net": None, "_hooks": PatchSet(), "feeding": None, "_decided_for": None}
+        return {"_engine": None, "_net": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
 
     def __repr__(self) -> str:
-        defaults = Plan()
-        given = {f.name: getattr(self.plan, f.name) for f in fields(self.plan)}
-        shown = {k: v for k, v in given.items() if k == "precision" or v != getattr(defaults, k)}
-        return f"AccelPlugin({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        defaults = vars(Plan())
+        given = {n: value for n, value in vars(self.plan).items() if n == "precision" or value != defaults[n]}
+        return f"AccelPlugin({', '.join(f'{name}={value!r}' for name, value in given.items())})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +14,9 @@ from lightning_accel.memory.memory_plan import BlockPlan, FixedMemory, MemoryPla
 from lightning_accel.memory.rounds import leanest
 from lightning_accel.memory.solve import Problem, Stage
 from lightning_accel.memory.timeline import Call
-from lightning_accel.settings import OffloadingPlan
+
+if TYPE_CHECKING:
+    from lightning_accel.techniques.activation_offloading import OffloadingPlan
 
 
 def own_costs(ways: Mapping[Way, Cost], shared_bytes: int) -> dict[Way, Cost]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,9 @@ from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.costs import OFFLOADING, Way, run_block
 from lightning_accel.memory.offload import Offloader, offloader_for
 from lightning_accel.memory.saved import saving, unique_bytes
-from lightning_accel.settings import OffloadingPlan
+
+if TYPE_CHECKING:
+    from lightning_accel.techniques.activation_offloading import OffloadingPlan
 
 _OTHER = "other activations, transients"
 

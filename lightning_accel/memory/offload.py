@@ -11,7 +11,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from lightning_accel.core.byte_size import parse_bytes
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region, SpillFile
 from lightning_accel.memory.movers import Flight, Mover, StreamMover, ThreadMover
 from lightning_accel.memory.saved import ByStorage, Packed, counter_of, shares_counter
-from lightning_accel.settings import OffloadingPlan
+
+if TYPE_CHECKING:
+    from lightning_accel.techniques.activation_offloading import OffloadingPlan
 
 # Addresses that agree modulo this, agree in whatever a kernel asks about alignment.
 _ALIGNMENT = 512

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,9 @@ from lightning_accel.memory.optimizers import OptimizerWatch
 from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Rounds, Ways, by_call, leanest, solve
 from lightning_accel.memory.solve import Problem
 from lightning_accel.memory.timeline import Call, SharedArguments, StepRecorder, Timeline
-from lightning_accel.settings import OffloadingPlan
+
+if TYPE_CHECKING:
+    from lightning_accel.techniques.activation_offloading import OffloadingPlan
 
 CONFIRMING_STEPS = 3
 # A step without an optimizer step is the middle of an accumulation; the one that ends it holds all gradients.

@@ -23,8 +23,8 @@ from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO
 from lightning_accel.resilience.lost_ranks import Roster, name_lost_ranks
 from lightning_accel.resilience.requeue import DeferredSignals, defer_signals
-from lightning_accel.settings import PrecisionSetting
 from lightning_accel.strategies.sync_batch_norm import AnyDeviceSyncBatchNorm
+from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
 _PRECISIONS = get_args(PrecisionSetting)
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
+from lightning_accel.core.checks import check_choice, switch
 from lightning_accel.core.host import Host
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.saved import saving
-from lightning_accel.settings import OffloadingPlan
-from lightning_accel.techniques.base import Technique
+from lightning_accel.techniques.base import Surroundings, Technique
+from lightning_accel.techniques.registry import register
+
+OffloadingSetting = Literal["auto", "off", "host", "disk"]
 
 DEPTHS = (1, 2, 4, 8)
 WARM_UP_STEPS = 3  # the trials of other techniques, and buffers that are made
@@ -25,6 +30,46 @@ ROUNDS = 5
 NOT_SLOWER = 1.02
 
 
+@dataclass(frozen=True, kw_only=True)
+class OffloadingPlan:
+    """Activation offloading in detail: what ``activation_offloading`` takes when a place is not enough.
+
+    Attributes:
+        to: ``"host"`` moves what is saved for the backward pass to pinned memory of the host and back, ``"disk"`` to a
+            memory-mapped file. With a memory budget the planner decides which blocks do so: none with ``"off"``; with
+            ``"auto"`` it may take the host's memory on a GPU, and without a budget nothing is moved.
+        min_bytes: Saved tensors smaller than this stay on the device: bytes, or text such as ``"256KiB"``.
+        folder: Where the file is made; None: the folder for temporary files.
+    """
+
+    to: OffloadingSetting = "host"
+    min_bytes: int | str = 1 << 20
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "to", switch(self.to, on="host"))
+        check_choice("activation_offloading.to", self.to, get_args(OffloadingSetting))
+        parse_bytes("activation_offloading.min_bytes", self.min_bytes)
+        if self.folder is not None and not Path(self.folder).is_dir():
+            raise ValueError(
+                f"activation_offloading.folder={self.folder!r} is no folder. Allowed: one that exists, or None."
+            )
+
+    @property
+    def always(self) -> bool:
+        """Whether it is asked for, memory budget or not."""
+        return self.to in ("host", "disk")
+
+
+@register(
+    "activation_offloading",
+    settings=OffloadingPlan,
+    default="auto",
+    on="host",
+    after="sparse_activations",
+    exactness="exact",
+    shown=("host", "disk"),
+)
 class ActivationOffloading(Technique):
     """Offloads the saved tensors of every training step.
 
@@ -34,9 +79,7 @@ class ActivationOffloading(Technique):
         device: Where it computes.
     """
 
-    name: ClassVar[str] = "activation_offloading"
     acts_without_sites: ClassVar[bool] = True
-    explicit = True
 
     def __init__(self, plan: OffloadingPlan, model: nn.Module, device: torch.device) -> None:
         assert plan.to in ("host", "disk")
@@ -50,7 +93,25 @@ class ActivationOffloading(Technique):
         self._model = model
         self._search = DepthSearch(device)
         self._gains_nothing = plan.to == "host" and device.type == "cpu"
-        self.status = self._describe(None)
+        self.notes.status = self._describe(None)
+
+    @classmethod
+    @override
+    def planned(cls, settings: OffloadingPlan, surroundings: Surroundings) -> Self | None:
+        if not settings.always or surroundings.settings["memory_budget"].budget != "off":
+            return None  # the planner of the budget decides what is offloaded
+        return cls(settings, surroundings.model, surroundings.device)
+
+    @classmethod
+    @override
+    def check(cls, settings: OffloadingPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
+        compiled = all_settings["compile"].mode
+        if settings.always and compiled in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"activation_offloading={settings.to!r} with compile={compiled!r}, which records CUDA"
+                " graphs: their activations have fixed places in memory and cannot be moved."
+                " Give compile='on' or 'max-autotune-no-cudagraphs', or activation_offloading='off'."
+            )
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -82,9 +143,10 @@ class ActivationOffloading(Technique):
             with saving(self.offloader, self._model):
                 yield
         finally:
-            self.complaints += tuple(self.offloader.complaints)
+            for complaint in self.offloader.complaints:
+                self.notes.warn(complaint)
             self.offloader.complaints.clear()
-            self.status = self._describe(self.offloader.stats.bytes_out - before)
+            self.notes.status = self._describe(self.offloader.stats.bytes_out - before)
 
     @override
     def close(self) -> None:

@@ -1,54 +1,101 @@
-"""The protocol of a technique: what it may fill in, and when each part is called."""
+"""The protocol of a technique: what the engine calls, and what a technique answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import Self
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A site that a technique looked at and leaves alone, with the reason in words a user can act on."""
+    """A site that a technique looked at and left alone.
+
+    Attributes:
+        site: The qualified name of the module; ``""`` for the model itself.
+        reason: Why.
+    """
 
     site: str
     reason: str
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a trial found at one site. Plain values: it travels from rank 0 to the others, and into a checkpoint.
+class Forecast:
+    """What a technique will do on a host, as far as it can be told before a run.
 
     Attributes:
-        keep: Whether the change stays.
-        reason: Why not (or, for a kept change, what was measured: ``"1.31x faster here"``).
-        choices: What was chosen, where there is more to choose than to keep or not: by the kind of call.
+        acts: Whether it acts there, or is tried.
+        brief: In a word or two: ``"tried"``, ``"yes"``, ``"no"``, the names of kernels that are tried.
+        words: What is done, or why not, with the mend.
     """
 
-    keep: bool
-    reason: str = ""
-    choices: Mapping[str, str] = field(default_factory=dict)
+    acts: bool
+    brief: str
+    words: str
 
 
-Verdicts = dict[str, Verdict]
+@dataclass
+class Surroundings:
+    """What a technique is made for, and what the others of the same run have for it.
+
+    Attributes:
+        model: What the techniques will be applied to.
+        host: The machine.
+        device: Where the model will compute, though it may not be there yet.
+        verify: Whether changes are tried.
+        settings: The settings of every technique, by its name; also of those that are off.
+        techniques: Those of the run, in their order; complete once all are made.
+    """
+
+    model: nn.Module
+    host: Host
+    device: torch.device
+    verify: bool
+    settings: Mapping[str, Any]
+    techniques: list[Technique] = field(default_factory=list)
+
+    def protected(self) -> dict[str, str]:
+        """Where activations must not be changed, for the sake of any technique: prefixes of sites → why."""
+        return {prefix: why for technique in self.techniques for prefix, why in technique.protects(self.model).items()}
+
+    def edit_captured(self, graph: GraphModule) -> None:
+        """Has every technique edit a graph that was captured for a compiler."""
+        for technique in self.techniques:
+            technique.edit_captured(graph)
+
+    def wants_channels_last(self) -> bool:
+        """Whether batches of images are wanted in channels_last just then."""
+        return any(technique.wants_channels_last() for technique in self.techniques)
+
+    def dtype(self) -> torch.dtype:
+        """In which a step computes."""
+        return next((found for technique in self.techniques if (found := technique.dtype) is not None), torch.float32)
 
 
 class Technique:
     """One way to go faster or smaller. The defaults do nothing; an implementation overrides what it needs.
 
-    The engine calls, in this order: :meth:`unavailable`, :meth:`patches`, then at every step :meth:`step` and
-    :meth:`batch`. During the technique's trial step, :meth:`trial` is entered around the user's own forward pass;
-    what it yields decides, site by site, which patches stay.
+    The engine calls, in this order: :meth:`unavailable`, :meth:`patches`, :meth:`optimizers`, then at every step
+    :meth:`step` and :meth:`batch`. During the technique's trial step, :meth:`trial` is entered around the user's own
+    forward pass; what it yields decides, site by site, which patches stay.
 
     Attributes:
-        name: As in the plan and the report.
+        name: As it is registered.
         applied_before_trial: Whether patches act from the start (and are undone if the trial refuses them), or
             wait for the trial's verdict.
         trial_step: Which step tries this technique: 0, or 1 for what must see the model as the others leave it; None:
@@ -57,15 +104,12 @@ class Technique:
             find again and a changed program would make them wrong.
         acts_without_sites: Whether it acts though it edits no module (mixed precision does).
         watches_on: Whether it goes on watching the model where all its edits were refused, to try others later.
+        edits_optimizers: Whether optimizers are sites of its, which come only after the model's.
         why_not_sharded: Why it cannot act on a module whose parameters are sharded over processes; empty: it can.
+        dtype: In which it has steps compute; None: it has no say in that.
         on_by_default: Whether plans have it without being asked for it: on a host that it is not for, the report says
             so and nobody is warned.
         explicit: Whether the user asked for it by name, so that finding nothing to do is worth a warning.
-        status: One line for the report; empty: the engine counts the sites.
-        objections: Site → why its patch must be taken back, for what a technique notices after its trial.
-        revisions: Site → what now holds there by the technique's own doing, for the report and for later runs.
-        complaints: What it was asked for and cannot do after all, each said once.
-        details: What the full report says below its status, several lines perhaps.
         agree: Maps a value of this process to that of rank 0, called on every rank alike; None with one process.
     """
 
@@ -75,15 +119,26 @@ class Technique:
     remembers: ClassVar[bool] = True
     acts_without_sites: ClassVar[bool] = False
     watches_on: bool = False
+    edits_optimizers: ClassVar[bool] = False
     why_not_sharded: ClassVar[str] = ""
+    dtype: torch.dtype | None = None
     on_by_default: bool = False
     explicit: bool = False
-    status: str = ""
-    objections: Mapping[str, str] = MappingProxyType({})
-    revisions: Mapping[str, Verdict] = MappingProxyType({})
-    complaints: tuple[str, ...] = ()
-    details: str = ""
     agree: Callable[[Any], Any] | None = None
+
+    @classmethod
+    def planned(cls, settings: Any, surroundings: Surroundings) -> Self | None:
+        """The technique as a plan asks for it, and never for what is off; None: another one does its work."""
+        return cls()
+
+    @classmethod
+    def check(cls, settings: Any, all_settings: Mapping[str, Any], verify: bool) -> None:
+        """Raises a ``ValueError`` where settings contradict those of another technique; not called where it is off."""
+
+    @cached_property
+    def notes(self) -> Notes:
+        """What this technique has to say."""
+        return Notes()
 
     def unavailable(self, host: Host) -> str | None:
         """Why this cannot work on ``host`` at all, with the mend; None when it can."""
@@ -94,6 +149,17 @@ class Technique:
 
         Raises:
             ValueError: The settings name something that the model does not have.
+        """
+        return ()
+
+    def optimizers(self, optimizers: Mapping[str, Optimizer]) -> Iterable[Patch | Refusal]:
+        """The edits it proposes to optimizers that train the model, or why none; they are in force at once.
+
+        Called before the first step: with those that the run was given, and once more with others that are then found
+        to hold the model's parameters.
+
+        Args:
+            optimizers: By the site of each: ``"optimizer 0"``, ``"optimizer 1"``, in the order of their coming.
         """
         return ()
 
@@ -124,6 +190,27 @@ class Technique:
 
     def close(self) -> None:
         """Releases what is neither a patch nor a context."""
+
+    def forecast(self, host: Host) -> Forecast | None:
+        """What it will do on ``host``, whatever the model; None: that is for its sites to say."""
+        return None
+
+    def alternatives(self, host: Host) -> Sequence[str]:
+        """Between what its trial chooses on ``host``, by name; empty: to keep an edit or not."""
+        return ()
+
+    # -- for other techniques of the run -----------------------------------------------------------------------
+
+    def protects(self, model: nn.Module) -> Mapping[str, str]:
+        """Where activations must not be changed, for the sake of this technique: prefixes of sites → why."""
+        return {}
+
+    def edit_captured(self, graph: GraphModule) -> None:
+        """Edits, in place, a graph that was captured for a compiler."""
+
+    def wants_channels_last(self) -> bool:
+        """Whether batches of images are wanted in channels_last just then."""
+        return False
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,7 +12,7 @@ import torch._dynamo.config
 import torch._inductor
 from torch import nn
 from torch.fx import GraphModule
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.compiled import compile_call, is_compiled, is_gathered_by_hooks, undo_compile
@@ -19,10 +20,27 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
 from lightning_accel.core.trial import NOT_SLOWER, Contender, Trial
-from lightning_accel.settings import CompileSetting
-from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.techniques.registry import register
+
+CompileSetting = Literal[
+    "off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+]
 
 Prepare = Callable[[GraphModule], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilePlan:
+    """How blocks are compiled.
+
+    Attributes:
+        mode: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where a trial is faster; or a mode of
+            :func:`torch.compile`.
+    """
+
+    mode: CompileSetting = "on"
 
 
 class CompilePatch(Patch):
@@ -48,6 +66,15 @@ class CompilePatch(Patch):
         undo_compile(self.block)
 
 
+@register(
+    "compile",
+    settings=CompilePlan,
+    default="off",
+    on="on",
+    after="gradient_checkpointing",
+    exactness="rounding",
+    shown=("on",),
+)
 class Compilation(Technique):
     """Compiles every repeated block; each is tried, forward and backward, on its first input after the other trials.
 
@@ -60,18 +87,29 @@ class Compilation(Technique):
         prepare: Edits a captured graph, in place, before the compiler gets it.
     """
 
-    name: ClassVar[str] = "compile"
     trial_step: ClassVar[Literal[0, 1]] = 1
 
-    def __init__(
-        self, setting: CompileSetting | bool, *, verify: bool = True, prepare: Prepare = lambda graph: None
-    ) -> None:
+    def __init__(self, setting: CompileSetting, *, verify: bool = True, prepare: Prepare = lambda graph: None) -> None:
         self._prepare = prepare
         self._must_be_faster = setting == "auto"
-        self.explicit = not self._must_be_faster
         self._mode = "default" if setting in ("on", "auto") else str(setting)
         self._verify = verify
         self._recompile_limit: int | None = None
+
+    @classmethod
+    @override
+    def planned(cls, settings: CompilePlan, surroundings: Surroundings) -> Self:
+        # What is compiled is captured anew, past the places where attention is sent to its kernels.
+        return cls(settings.mode, verify=surroundings.verify, prepare=surroundings.edit_captured)
+
+    @classmethod
+    @override
+    def check(cls, settings: CompilePlan, all_settings: Mapping[str, Any], verify: bool) -> None:
+        if settings.mode == "auto" and not verify:
+            raise ValueError(
+                "compile='auto' keeps what a trial showed to be faster, and verify=False forbids trials:"
+                " give compile='on' or 'off', or verify=True."
+            )
 
     @override
     def unavailable(self, host: Host) -> str | None:

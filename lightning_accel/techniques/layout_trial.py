@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_accel.core.layout import FORMATS, in_format
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.core.trial import Contender, Trial
-from lightning_accel.techniques.base import Verdict
+from lightning_accel.techniques.notes import Verdict
 
 # A 1x1 convolution with a stride, in channels_last and bfloat16, on two threads: its backward pass leaves a kernel in
 # oneDNN's cache whose destruction crashes the interpreter as it ends (torch 2.13, and nothing of ours in between).

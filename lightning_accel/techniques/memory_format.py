@@ -5,9 +5,10 @@ https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,17 +16,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import LBFGS, Optimizer
-from typing_extensions import override
+from typing_extensions import Self, override
 
+from lightning_accel.core.checks import check_choice
 from lightning_accel.core.compiled import eager_where_compiled, is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import FORMAT_NAMES, OptimizerLayouts, WeightLayout, reads_by_layout, to_channels_last
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.tree import map_tensors
-from lightning_accel.settings import MemoryFormatSetting
-from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.layout_rescue import LayoutRescue
 from lightning_accel.techniques.layout_trial import BREAKS_THE_HEAP, LayoutTrial, breaks_the_heap
+from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.techniques.registry import register
+
+MemoryFormatSetting = Literal["auto", "off", "channels_last", "channels_last_3d"]
 
 _CONVOLUTIONS = {
     4: (nn.Conv2d, nn.ConvTranspose2d),
@@ -88,6 +93,29 @@ def _has_buckets() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryFormatPlan:
+    """The layout of convolutions.
+
+    Attributes:
+        layout: ``"auto"`` moves models with convolutions to channels_last where that is not slower; a named format is
+            used wherever the numbers agree; ``"off"`` leaves every layout alone.
+    """
+
+    layout: MemoryFormatSetting = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("memory_format", self.layout, get_args(MemoryFormatSetting))
+
+
+@register(
+    "memory_format",
+    settings=MemoryFormatPlan,
+    default="auto",
+    renamed={"preserve": "off"},
+    after="inplace_activations",
+    exactness="rounding",
+)
 class MemoryFormat(Technique):
     """Channels_last for models with convolutions, and for their batches.
 
@@ -96,12 +124,10 @@ class MemoryFormat(Technique):
     user's code calls ``.view()`` where the new layout does not allow it, or looks at layouts itself.
 
     Args:
-        setting: As in the plan; not ``"preserve"``.
+        setting: As in the plan; not ``"off"``.
         verify: Whether to try.
     """
 
-    name: ClassVar[str] = "memory_format"
-    on_by_default = True
     why_not_sharded: ClassVar[str] = "FSDP keeps weights row by row, in their ordinary layout"
 
     def __init__(
@@ -112,20 +138,25 @@ class MemoryFormat(Technique):
     ) -> None:
         self._dims = {"channels_last": (4,), "channels_last_3d": (5,)}.get(setting, (4, 5))
         self._is_auto = setting == "auto"
-        self.explicit = not self._is_auto
         self._verify = verify
         self._weights: list[WeightLayout] = []
         self._optimizers: OptimizerLayouts | None = None
         self._model = nn.Module()
         self._rescued_stages: set[str] = set()
         self._is_decided = not verify
+        self._refused_before_trial = ""
         # DistributedDataParallel lays its buckets out by what it finds: see WeightLayout.hold.
         self.applied_before_trial = _has_buckets() or not verify
+
+    @classmethod
+    @override
+    def planned(cls, settings: MemoryFormatPlan, surroundings: Surroundings) -> Self:
+        return cls(settings.layout, verify=surroundings.verify)
 
     @override
     def unavailable(self, host: Host) -> str | None:
         if host.kind == "xla":
-            return "XLA lays tensors out itself, whatever their strides say. Use memory_format='preserve'"
+            return "XLA lays tensors out itself, whatever their strides say. Use memory_format='off'"
         return None
 
     @override
@@ -135,8 +166,16 @@ class MemoryFormat(Technique):
         self._weights = [claim for claim in claims if isinstance(claim, WeightLayout)]
         if self._weights:
             parameters = (p for p in model.parameters() if p.dim() in self._dims)
-            self._optimizers = OptimizerLayouts(parameters, self._before_first_step)
+            self._optimizers = OptimizerLayouts(parameters)
         return claims
+
+    @override
+    def optimizers(self, optimizers: Mapping[str, Optimizer]) -> Iterable[Patch | Refusal]:
+        if self._optimizers is not None:
+            for optimizer in optimizers.values():
+                if self._optimizers.watch(optimizer):
+                    self._consider(optimizer)
+        return ()
 
     @override
     def batch(self, batch: Any, stage: str) -> Any:
@@ -163,24 +202,27 @@ class MemoryFormat(Technique):
             self._object(rescue.place)
 
     def _object(self, reason: str) -> None:
-        self.objections = {weight.site: reason for weight in self._weights}
+        for weight in self._weights:
+            self.notes.refuse(weight.site, reason)
 
-    def _before_first_step(self, optimizer: Optimizer) -> None:
+    def _consider(self, optimizer: Optimizer) -> None:
+        """Takes the layout back before the first step of an optimizer that may not be right on it."""
         reason = reads_by_layout(optimizer)
         if reason is None or (self._is_decided and not self._is_in_force()):
             return
         if _has_buckets():
             # Too late to give the layout back: DDP has laid its buckets out by it.
             if isinstance(optimizer, LBFGS):
-                raise ValueError(f"{reason}: on several ranks give memory_format='preserve'.")
+                raise ValueError(f"{reason}: on several ranks give memory_format='off'.")
             return
-        if isinstance(optimizer, LBFGS):
-            self._object(reason)
-        elif self._is_auto:
-            self._object(f"{reason}; memory_format='channels_last' trusts it not to")
-        if self.objections:
-            for weight in reversed(self._weights):
-                weight.undo()
+        if not isinstance(optimizer, LBFGS):
+            if not self._is_auto:
+                return
+            reason = f"{reason}; memory_format='channels_last' trusts it not to"
+        self._refused_before_trial = reason
+        self._object(reason)
+        for weight in reversed(self._weights):
+            weight.undo()
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
@@ -188,8 +230,8 @@ class MemoryFormat(Technique):
 
     @contextmanager
     def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
-        if self.objections:  # an optimizer that steps with a closure was met before its first forward pass
-            yield {site: Verdict(keep=False, reason=reason) for site, reason in self.objections.items()}
+        if self._refused_before_trial:
+            yield {patch.site: Verdict(keep=False, reason=self._refused_before_trial) for patch in patches}
             return
         verdicts: Verdicts = {}
         # A deterministic run decides nothing by the clock.
@@ -217,9 +259,9 @@ class MemoryFormat(Technique):
         # The step of the trial runs in the user's layout, whatever the weights' is.
         return self._is_decided and self._is_in_force()
 
-    def wants(self, dim: int) -> bool:
-        """Whether batches of tensors of ``dim`` dimensions are to be in channels_last."""
-        return dim in self._dims and self._acts()
+    @override
+    def wants_channels_last(self) -> bool:
+        return 4 in self._dims and self._acts()
 
     def strides(self) -> dict[nn.Parameter, tuple[int, ...]]:
         """For every weight in another layout than the user's: the strides that the user's has."""
@@ -243,9 +285,3 @@ class MemoryFormat(Technique):
 
 def _contiguous(data: Any) -> Any:
     return map_tensors(lambda t: t.contiguous() if t.layout == torch.strided else t, data)
-
-
-def wants_channels_last(techniques: Sequence[Technique]) -> Callable[[], bool]:
-    """Tells, whenever it is asked, whether the model is in channels_last just then."""
-    memory_format = next((technique for technique in techniques if isinstance(technique, MemoryFormat)), None)
-    return lambda: memory_format is not None and memory_format.wants(4)

@@ -8,18 +8,37 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
-from typing_extensions import override
+from typing_extensions import Self, override
 
+from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
-from lightning_accel.settings import PrecisionSetting
-from lightning_accel.techniques.base import Technique
+from lightning_accel.techniques.base import Forecast, Surroundings, Technique
+from lightning_accel.techniques.registry import register
 
+PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionPlan:
+    """The number format of a step.
+
+    Attributes:
+        mode: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler on older
+            CUDA cards, else float32.
+    """
+
+    mode: PrecisionSetting = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("precision", self.mode, get_args(PrecisionSetting))
 
 
 def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[str, str]:
@@ -182,6 +201,16 @@ def check_optimizer(optimizer: Optimizer, precision: str) -> None:
         )
 
 
+@register(
+    "precision",
+    settings=PrecisionPlan,
+    default="auto",
+    off="32-true",
+    after="preprocess",
+    exactness="precision",
+    shown=("16-mixed", "bf16-mixed"),
+    in_plain_loops_only=True,
+)
 class MixedPrecision(Technique):
     """Autocast around every step of a plain PyTorch loop (under Lightning its own ``MixedPrecision`` does this).
 
@@ -190,21 +219,37 @@ class MixedPrecision(Technique):
         scaler: The loop's gradient scaler, which does nothing unless the precision is ``"16-mixed"``.
     """
 
-    name: ClassVar[str] = "precision"
     acts_without_sites: ClassVar[bool] = True
 
     def __init__(self, setting: PrecisionSetting, host: Host) -> None:
         self.precision, reason = resolve_precision(setting, host)
-        self.status = f"{self.precision}: {reason}"
+        self._setting, self._reason = setting, reason
+        self.dtype = DTYPES.get(self.precision)
+        self.notes.status = f"{self.precision}: {reason}"
         if setting not in ("auto", self.precision):
-            self.complaints = (f"precision={setting!r}: {reason}",)
+            self.notes.warn(f"precision={setting!r}: {reason}")
         self._device_type = host.device_type
-        self.scaler = torch.amp.GradScaler(self._device_type, enabled=self.precision == "16-mixed")
+
+    @cached_property
+    def scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self._device_type, enabled=self.precision == "16-mixed")
+
+    @classmethod
+    @override
+    def planned(cls, settings: PrecisionPlan, surroundings: Surroundings) -> Self:
+        return cls(settings.mode, surroundings.host)
+
+    @override
+    def forecast(self, host: Host) -> Forecast:
+        words = f"{self.precision}: {self._reason}"
+        if self._setting == "auto":
+            return Forecast(self.precision != "32-true", f"`{self.precision}`", words)
+        as_asked = self.precision == self._setting
+        return Forecast(as_asked, "yes" if as_asked else "no", self._reason if as_asked else words)
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
-        dtype = DTYPES.get(self.precision)
-        return nullcontext() if dtype is None else self._autocast(dtype)
+        return nullcontext() if self.dtype is None else self._autocast(self.dtype)
 
     @contextmanager
     def _autocast(self, dtype: torch.dtype) -> Iterator[None]:

@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
+from torch import nn
+from typing_extensions import Self, override
 
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.data import Position, Preprocess, Transform
-from lightning_accel.techniques.base import Technique
+from lightning_accel.data.settings import read_transforms, written
+from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.registry import register
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreprocessPlan:
+    """What batches go through.
+
+    Attributes:
+        transforms: Transforms of :mod:`lightning_accel.data` that batches go through on the device, each prepared while
+            the one before it is trained on (in YAML mappings of ``class_path`` and ``init_args``).
+    """
+
+    transforms: Sequence[Transform | dict[str, Any]] | None = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", read_transforms(self.transforms))
+
+
+@register(
+    "preprocess",
+    settings=PreprocessPlan,
+    default=(),
+    off=(),
+    exactness="changes training",
+    in_plain_loops_only=True,
+    write=lambda transforms: [written(transform) for transform in transforms],
+)
 class Preprocessing(Technique):
     """Transforms of :mod:`lightning_accel.data`, on every batch that the handle is given.
 
@@ -23,30 +53,46 @@ class Preprocessing(Technique):
     Args:
         transforms: In their order.
         device: Of the model.
-        dtype: That the step computes in.
+        dtype: That steps compute in, asked before the first.
         channels_last: Whether image batches are wanted in that layout, asked at each.
     """
 
-    name: ClassVar[str] = "preprocess"
     acts_without_sites: ClassVar[bool] = True
 
     def __init__(
         self,
         transforms: Sequence[Transform],
         device: torch.device,
-        dtype: torch.dtype,
+        dtype: Callable[[], torch.dtype],
         channels_last: Callable[[], bool],
     ) -> None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._preprocess = Preprocess(transforms, device=device, dtype=dtype, channels_last=channels_last, rank=rank)
+        self._transforms = transforms
         self._device = device
+        self._dtype = dtype
+        self._channels_last = channels_last
+        self._preprocess: Preprocess | None = None
         self._batches = 0
-        self.status = self._preprocess.describe()
+
+    @classmethod
+    @override
+    def planned(cls, settings: PreprocessPlan, surroundings: Surroundings) -> Self:
+        transforms = cast(tuple[Transform, ...], settings.transforms)
+        return cls(transforms, surroundings.device, surroundings.dtype, surroundings.wants_channels_last)
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._preprocess = Preprocess(
+            self._transforms, device=self._device, dtype=self._dtype(), channels_last=self._channels_last, rank=rank
+        )
+        self.notes.status = self._preprocess.describe()
         if self._preprocess.complaint:
-            self.complaints = (f"preprocess: {self._preprocess.complaint}. Until then NumPy does it on the host.",)
+            self.notes.warn(f"preprocess: {self._preprocess.complaint}. Until then NumPy does it on the host.")
+        return ()
 
     @override
     def batch(self, batch: Any, stage: str) -> Any:
+        assert self._preprocess is not None
         position = Position(training=stage == "train", batch_idx=self._batches)
         self._batches += stage == "train"
         batch = self._preprocess(batch, position)

@@ -8,22 +8,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_accel.core.host import Host
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.saved import saving
-from lightning_accel.techniques.base import Technique
+from lightning_accel.techniques.base import Surroundings, Technique
+from lightning_accel.techniques.registry import register
+
+SparseSetting = Literal["off", "auto"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SparseActivationsPlan:
+    """Whether saved activations are packed.
+
+    Attributes:
+        mode: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where that is worth its time;
+            ``"off"``.
+    """
+
+    mode: SparseSetting = "auto"
+
+
+@register(
+    "sparse_activations",
+    settings=SparseActivationsPlan,
+    default="off",
+    on="auto",
+    after="memory_format",
+    exactness="exact",
+    shown=("auto",),
+)
 class SparseActivations(Technique):
     """Packs the saved tensors of training steps where that frees memory and is worth its time.
 
-    ``status`` says what it found, and changes in the course of the first steps. Decisions are local to a process and
+    Its status says what it found, and changes in the course of the first steps. Decisions are local to a process and
     change no number, so ranks need not agree.
 
     Args:
@@ -31,14 +56,17 @@ class SparseActivations(Technique):
         packer: What decides; by default with its own defaults.
     """
 
-    name: ClassVar[str] = "sparse_activations"
     acts_without_sites: ClassVar[bool] = True
-    explicit = True
 
     def __init__(self, model: nn.Module, *, packer: Packer | None = None) -> None:
         self.packer = packer or Packer()
-        self.status = "waiting for the first step"
+        self.notes.status = "waiting for the first step"
         self._model = model
+
+    @classmethod
+    @override
+    def planned(cls, settings: SparseActivationsPlan, surroundings: Surroundings) -> Self:
+        return cls(surroundings.model)
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -67,4 +95,4 @@ class SparseActivations(Technique):
             self.packer.abandon_step()
             raise
         self.packer.end_step()
-        self.status = str(self.packer.report())
+        self.notes.status = str(self.packer.report())

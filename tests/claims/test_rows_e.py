@@ -259,7 +259,7 @@ def test_a_layout_that_is_not_in_force_is_not_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         row_08_channels_last,
         "accelerate",
-        lambda model, plan: accelerate(model, replace(plan, memory_format="preserve")),
+        lambda model, plan: accelerate(model, replace(plan, memory_format="off")),
     )
     with pytest.raises(AssertionError):
         row_08_channels_last.training_step("channels_last", "32-true")

@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_accel import AccelCLI, AccelPlugin, Plan
+from lightning_accel import AccelCLI, AccelPlugin, CheckpointingPlan, Plan
 from lightning_accel.cli import accel_cli as cli
 from lightning_accel.data import Map, Normalize, RandomCrop
 from lightning_accel.strategies import AccelFSDPStrategy
@@ -74,7 +74,7 @@ def test_the_section_reaches_the_plugin_and_flags_win_over_it() -> None:
     section = """
 accel:
   precision: 32-true
-  memory_format: preserve
+  memory_format: "off"
   compile: off
   gradient_checkpointing: {mode: selective, blocks: [Linear]}
 """
@@ -82,7 +82,7 @@ accel:
     assert plan.precision == "32-true"
     assert plan.memory_format == "channels_last"
     assert plan.compile == "off"
-    assert (plan.checkpointing.mode, plan.checkpointing.blocks) == ("selective", ("Linear",))
+    assert plan.gradient_checkpointing == CheckpointingPlan(mode="selective", blocks=("Linear",))
 
 
 def test_a_plan_written_as_yaml_is_a_section() -> None:
@@ -140,7 +140,7 @@ trainer:
     plan = plan_of(LightningCLI(BoringModel, args=[*QUIET, write(text)], run=False))
     assert plan.precision == "32-true"
     assert plan.compile == "off"
-    assert plan.checkpointing.blocks == ("Linear",)
+    assert plan.gradient_checkpointing.blocks == ("Linear",)
 
 
 def test_a_plan_written_as_yaml_is_valid_as_init_args() -> None:

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_accel.assembly import accelerate
+from lightning_accel.assembly import Handle, accelerate
 from lightning_accel.cli.decisions import ExampleModel, when_asked
 from lightning_accel.core import trial
 from lightning_accel.core.host import Host
 from lightning_accel.core.simulated_hosts import SIMULATED_HOSTS
-from lightning_accel.engine import AccelError, AccelWarning, Engine
+from lightning_accel.engine import AccelError, AccelWarning
 from lightning_accel.settings import Plan
 
 pytestmark = pytest.mark.numbers
@@ -33,7 +33,7 @@ NOTHING: dict[str, Any] = {
     "precision": "32-true",  # a simulated card has no autocast region to enter
     "flash_attention": "off",
     "inplace_activations": False,
-    "memory_format": "preserve",
+    "memory_format": "off",
 }
 
 every_host = pytest.mark.parametrize("host", SIMULATED_HOSTS.values(), ids=SIMULATED_HOSTS)
@@ -48,7 +48,7 @@ def _timed_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def trained(model: nn.Module, handle: Engine | None, steps: int = 3) -> list[float]:
+def trained(model: nn.Module, handle: Handle | None, steps: int = 3) -> list[float]:
     """The losses of some steps on the same batch."""
     torch.manual_seed(0)
     images, labels = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
@@ -87,7 +87,7 @@ def test_all_that_is_asked_for_trains_but_for_what_is_not_to_be_had_each_a_warni
     host = SIMULATED_HOSTS[name]
     plain = ExampleModel()
     model = copy.deepcopy(plain)
-    had = {decision.setting: decision.is_had for decision in when_asked(host, model)}
+    had = {decision.setting: decision.forecast.acts for decision in when_asked(host, model)}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", AccelWarning)
         handle = accelerate(model, Plan(**NOTHING, **ASKED_FOR), host=host)
@@ -104,7 +104,7 @@ def test_all_that_is_asked_for_trains_but_for_what_is_not_to_be_had_each_a_warni
 def test_strict_makes_an_error_of_what_is_not_to_be_had(host: Host, name: str) -> None:
     setting = {**ASKED_FOR, "compile": "on"}[name]
     (decision,) = (d for d in when_asked(host, ExampleModel()) if d.setting == f'{name}="{setting}"')
-    with nullcontext() if decision.is_had else pytest.raises(AccelError, match=rf"{name}: .*\(strict=True\)"):
+    with nullcontext() if decision.forecast.acts else pytest.raises(AccelError, match=rf"{name}: .*\(strict=True\)"):
         accelerate(ExampleModel(), Plan(**NOTHING, **{name: setting}, strict=True), host=host).undo()
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.numbers
 PLAIN: dict[str, Any] = {
     "precision": "32-true",
     "flash_attention": "off",
-    "memory_format": "preserve",
+    "memory_format": "off",
     "inplace_activations": False,
 }
 

@@ -20,7 +20,7 @@ MakeTrainer = Callable[..., Any]
 
 
 def fp16(**settings: Any) -> AccelPlugin:
-    return AccelPlugin(precision="16-mixed", memory_format="preserve", log=False, **settings)
+    return AccelPlugin(precision="16-mixed", memory_format="off", log=False, **settings)
 
 
 def module(optimizer: Any = sgd, kind: type[Supervised] = Supervised) -> Supervised:

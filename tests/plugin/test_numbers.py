@@ -20,7 +20,7 @@ MakeTrainer = Callable[..., Any]
 
 OFF: dict[str, Any] = {
     "flash_attention": "off",
-    "memory_format": "preserve",
+    "memory_format": "off",
     "inplace_activations": False,
     "log": False,
 }

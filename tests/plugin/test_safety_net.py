@@ -187,7 +187,7 @@ def test_without_edits_nothing_is_repeated() -> None:
             return super().training_step(batch, batch_idx)
 
     plugin = AccelPlugin(
-        memory_format="preserve", precision="32-true", flash_attention="off", inplace_activations=False, log=False
+        memory_format="off", precision="32-true", flash_attention="off", inplace_activations=False, log=False
     )
     with pytest.raises(ValueError, match="not a number"):
         fit(Counted, plugin)

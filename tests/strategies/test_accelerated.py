@@ -117,7 +117,7 @@ def test_numbers_are_those_of_lightning_s_own_strategy() -> None:
     for strategy in ("auto", "accel"):
         torch.manual_seed(0)
         module = Supervised(cnn())
-        plugin = AccelPlugin(precision="32-true", memory_format="preserve", log=False)
+        plugin = AccelPlugin(precision="32-true", memory_format="off", log=False)
         Trainer(**QUIET, strategy=strategy, plugins=[plugin], max_epochs=2).fit(module, images())
         losses.append(module.losses)
     assert losses[0] == losses[1]

@@ -37,7 +37,7 @@ def loader(**options: Any) -> DataLoader[Any]:
 
 
 def plugin(chain: list[Transform] = CHAIN, **settings: Any) -> AccelPlugin:
-    return AccelPlugin(**{"precision": "32-true", "memory_format": "preserve", "preprocess": chain, **settings})
+    return AccelPlugin(**{"precision": "32-true", "memory_format": "off", "preprocess": chain, **settings})
 
 
 class Sees(LightningModule):

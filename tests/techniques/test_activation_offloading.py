@@ -17,8 +17,7 @@ from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.host import Host, HostKind
 from lightning_accel.engine import AccelWarning, Engine
 from lightning_accel.memory.buffers import OffloadingError
-from lightning_accel.settings import OffloadingPlan, Plan
-from lightning_accel.techniques.activation_offloading import DEPTHS, ActivationOffloading, DepthSearch
+from lightning_accel.techniques.activation_offloading import DEPTHS, ActivationOffloading, DepthSearch, OffloadingPlan
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing
 from support.models import TASKS, Task
@@ -52,7 +51,7 @@ def offloading(model: nn.Module, to: str = "host", **settings: Any) -> Activatio
 
 
 def engine(model: nn.Module, *techniques: Technique) -> Engine:
-    return Engine(model, Plan(precision="32-true"), HOST, techniques)
+    return Engine(model, HOST, techniques)
 
 
 def trained(model: nn.Module, task: Task, handle: Engine | None, steps: int = 3) -> dict[str, Tensor]:
@@ -86,9 +85,7 @@ def test_with_checkpointing_only_what_enters_the_blocks_moves(task: Task) -> Non
     moved = {}
     for checkpointed in (False, True):
         technique = offloading(model)
-        checkpointing = (
-            [GradientCheckpointing(Plan(gradient_checkpointing="full").checkpointing)] if checkpointed else []
-        )
+        checkpointing = [GradientCheckpointing("full")] if checkpointed else []
         handle = engine(model, technique, *checkpointing)
         model.load_state_dict(task.model().state_dict())
         actual = trained(model, task, handle)
@@ -130,24 +127,24 @@ def test_sizes_are_read_as_the_plan_allows_them() -> None:
 def test_the_status_says_how_much_moves_and_how_far_ahead() -> None:
     model = TASKS["transformer"].model()
     technique = offloading(model, "disk")
-    assert technique.status == "disk: waiting for the first step"
+    assert technique.notes.status == "disk: waiting for the first step"
     trained(model, TASKS["transformer"], engine(model, technique), steps=1)
     technique.close()
     step_bytes = format_bytes(technique.offloader.stats.bytes_out)
-    assert technique.status == f"disk: {step_bytes} a step out and back, prefetch depth 2 (being measured)"
+    assert technique.notes.status == f"disk: {step_bytes} a step out and back, prefetch depth 2 (being measured)"
 
 
 def test_the_status_on_a_cpu_says_that_its_memory_is_the_hosts() -> None:
     model = TASKS["transformer"].model()
     technique = offloading(model)
-    assert "none is saved: activation_offloading='disk' saves it" in technique.status
+    assert "none is saved: activation_offloading='disk' saves it" in technique.notes.status
 
 
 def test_the_status_says_where_every_tensor_is_too_small() -> None:
     model = TASKS["transformer"].model()
     technique = offloading(model, min_bytes="64MiB")
     trained(model, TASKS["transformer"], engine(model, technique), steps=1)
-    assert "no saved tensor has 64MiB" in technique.status
+    assert "no saved tensor has 64MiB" in technique.notes.status
 
 
 @pytest.mark.parametrize(("kind", "mend"), [("mps", "gradient_checkpointing"), ("xla", "torch_xla.utils.checkpoint")])
@@ -205,7 +202,7 @@ def test_the_prefetch_depth_is_settled_by_measurement() -> None:
         loss.backward()
     assert set(tried) == set(DEPTHS)
     assert len(set(tried[-10:])) == 1
-    assert f"prefetch depth {tried[-1]} (measured)" in technique.status
+    assert f"prefetch depth {tried[-1]} (measured)" in technique.notes.status
     technique.close()
 
 
@@ -255,5 +252,5 @@ def test_measuring_never_waits_for_the_gpu() -> None:
     torch.cuda.synchronize()
     with technique.step("train"):
         pass
-    assert "(measured)" in technique.status
+    assert "(measured)" in technique.notes.status
     technique.close()

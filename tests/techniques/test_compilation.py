@@ -15,12 +15,13 @@ import torch
 import torch._inductor.config
 from torch import Tensor, nn
 
-from lightning_accel.assembly import accelerate
+from lightning_accel.assembly import Handle, accelerate
 from lightning_accel.core import compiled
 from lightning_accel.core.host import Host
-from lightning_accel.engine import AccelError, AccelWarning, Engine
-from lightning_accel.settings import CompileSetting, Plan
+from lightning_accel.engine import AccelError, AccelWarning
+from lightning_accel.settings import Plan
 from lightning_accel.techniques import compilation
+from lightning_accel.techniques.compilation import CompileSetting
 from support.models import TASKS, TinyCNN, TinyTransformer, TransformerBlock
 
 # The compiler's own, which it hides from all but those who make warnings errors.
@@ -36,14 +37,14 @@ CPU = Host(kind="cpu", device_name="a CPU", compiler="g++")
 MODES: list[CompileSetting] = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
-def compiling(model: nn.Module, setting: CompileSetting | bool = "on", **more: Any) -> Engine:
+def compiling(model: nn.Module, setting: CompileSetting | bool = "on", **more: Any) -> Handle:
     host = more.pop("host", CPU)
-    settings = {"precision": "32-true", "memory_format": "preserve", "inplace_activations": False, **more}
+    settings = {"precision": "32-true", "memory_format": "off", "inplace_activations": False, **more}
     settings.setdefault("flash_attention", "off")  # whose trial goes by the clock
     return accelerate(model, Plan(compile=setting, **settings), host=host)
 
 
-def run(model: nn.Module, handle: Engine | None, steps: int = 3) -> list[float]:
+def run(model: nn.Module, handle: Handle | None, steps: int = 3) -> list[float]:
     task = TASKS["transformer"]
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

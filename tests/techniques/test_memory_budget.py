@@ -235,7 +235,7 @@ def test_on_a_gpu_the_allocators_own_peak_keeps_to_the_budget(share: float) -> N
     peak, fixed = plain.peak_bytes(), FixedMemory.of(plain.model).total
     del plain
     asked = round(fixed + share * (peak - fixed))
-    loop = GpuLoop(gradient_checkpointing={"budget": asked})
+    loop = GpuLoop(memory_budget=asked)
     assert [loop.step() for _ in range(SETTLED)] == pytest.approx(losses, rel=1e-5)
     assert loop.peak_bytes() <= asked
     loop.handle.undo()
@@ -243,7 +243,7 @@ def test_on_a_gpu_the_allocators_own_peak_keeps_to_the_budget(share: float) -> N
 
 @pytest.mark.gpu
 def test_on_a_gpu_blocks_may_offload_without_being_asked() -> None:
-    loop = GpuLoop(gradient_checkpointing={"budget": 0.9})
+    loop = GpuLoop(memory_budget=0.9)
     for _ in range(SETTLED):
         loop.step()
     planner = loop.handle.memory_plan
@@ -261,7 +261,7 @@ def test_on_a_gpu_no_block_offloads_where_that_is_off() -> None:
     peak, fixed = plain.peak_bytes(), FixedMemory.of(plain.model).total
     del plain
     asked = round(fixed + 0.4 * (peak - fixed))
-    loop = GpuLoop(gradient_checkpointing={"budget": asked}, activation_offloading="off")
+    loop = GpuLoop(memory_budget=asked, activation_offloading="off")
     for _ in range(SETTLED):
         loop.step()
     assert loop.handle.memory_plan is not None

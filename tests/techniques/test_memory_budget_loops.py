@@ -87,7 +87,7 @@ def test_two_backward_passes_a_step_share_the_budget() -> None:
     model = Stack()
     twin = copy.deepcopy(model)
     losses: list[list[float]] = []
-    for network, settings in ((model, {"gradient_checkpointing": {"budget": "700KiB"}}), (twin, {})):
+    for network, settings in ((model, {"memory_budget": "700KiB"}), (twin, {})):
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
         handle = accelerate(network, Plan(**{**PLAIN, **settings}))
         losses.append([])
@@ -151,7 +151,7 @@ def test_models_with_dropout_and_running_statistics_train_the_same(name: str) ->
     fixed = FixedMemory.of(probe.model).total
     asked = round(fixed + 0.85 * (peak_of(probe.step, probe.model, probe.optimizer) - fixed))
     plain = TaskLoop(task.model(), task)
-    loop = TaskLoop(task.model(), task, gradient_checkpointing={"budget": asked})
+    loop = TaskLoop(task.model(), task, memory_budget=asked)
     assert [loop.step(i) for i in range(SETTLED)] == [plain.step(i) for i in range(SETTLED)]
     assert loop.handle.report.applied("gradient_checkpointing")
     state = plain.model.state_dict()

@@ -15,7 +15,7 @@ from lightning_accel import OffloadingPlan, Plan, plan_memory
 from lightning_accel.memory.memory_plan import state_of
 from lightning_accel.memory.meter import meter_for
 from lightning_accel.memory.offload import offloader_for
-from lightning_accel.settings import OffloadingSetting
+from lightning_accel.techniques.activation_offloading import OffloadingSetting
 from support.models import TinyTransformer
 from support.techniques.memory_budget_cases import (
     SETTLED,
@@ -166,8 +166,8 @@ def test_blocks_offload_unless_it_is_forbidden_or_would_free_nothing(
     setting: OffloadingSetting, device: str, offloads: bool
 ) -> None:
     """Nothing is on the device yet: what the planner may choose from is known before."""
-    plan = Plan(activation_offloading=setting, gradient_checkpointing={"budget": "1GiB"})
-    offloader = offloader_for(plan.offloading, torch.device(device))
+    plan = Plan(activation_offloading=setting, memory_budget="1GiB")
+    offloader = offloader_for(plan.of("activation_offloading"), torch.device(device))
     assert (offloader is not None) == offloads
     if offloader is not None:
         offloader.close()

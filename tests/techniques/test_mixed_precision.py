@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lightning_accel.assembly import accelerate
 from lightning_accel.core.host import Host
 from lightning_accel.engine import AccelError, AccelWarning
-from lightning_accel.settings import Plan, PrecisionSetting
+from lightning_accel.settings import Plan
 from lightning_accel.techniques.mixed_precision import (
     CountingGradScaler,
+    PrecisionSetting,
     check_optimizer,
     resolve_precision,
     without_mha_fast_path,

@@ -145,10 +145,10 @@ def test_validation_between_steps_is_left_alone() -> None:
     for stage, context in (("train", nullcontext()), ("validate", torch.no_grad()), ("train", torch.no_grad())):
         with context, technique.step(stage):
             loss = F.cross_entropy(model(inputs), targets)
-        before = technique.status
+        before = technique.notes.status
         if loss.requires_grad:
             loss.backward()
-    assert technique.status == before
+    assert technique.notes.status == before
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -178,11 +178,11 @@ def test_the_memory_between_forward_and_backward_shrinks_by_what_the_report_says
 def test_the_status_gives_bytes_before_and_after_and_what_was_left_alone() -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.Tanh())
     technique = packing(model, min_bytes=64 << 10)
-    assert technique.status == "waiting for the first step"
+    assert technique.notes.status == "waiting for the first step"
     x = torch.randn(256, 256)
     with technique.step("train"):
         model(x).sum()
-    assert technique.status == "0.2 MiB of saved tensors kept in 0.1 MiB: 1 tensor packed, 2 left alone (2 dense)"
+    assert technique.notes.status == "0.2 MiB of saved tensors kept in 0.1 MiB: 1 tensor packed, 2 left alone (2 dense)"
 
 
 def test_a_model_with_nothing_sparse_is_told_so() -> None:
@@ -190,11 +190,11 @@ def test_a_model_with_nothing_sparse_is_told_so() -> None:
     technique = packing(model, min_bytes=64 << 10)
     with technique.step("train"):
         model(torch.randn(256, 256)).sum()
-    assert technique.status == "nothing to pack: 2 left alone (2 dense)"
+    assert technique.notes.status == "nothing to pack: 2 left alone (2 dense)"
     technique = packing(model, min_bytes=1 << 30)
     with technique.step("train"):
         model(torch.randn(256, 256)).sum()
-    assert technique.status == "nothing to pack: no large tensor is saved"
+    assert technique.notes.status == "nothing to pack: no large tensor is saved"
 
 
 def test_an_error_in_the_step_leaves_nothing_behind() -> None:
@@ -202,13 +202,13 @@ def test_an_error_in_the_step_leaves_nothing_behind() -> None:
     technique = packing(model)
     with pytest.raises(IndexError), technique.step("train"):
         F.cross_entropy(model(cnn_batch(0)[0]), torch.full((8,), 99))
-    assert technique.status == "waiting for the first step"
+    assert technique.notes.status == "waiting for the first step"
     x = torch.randn(4, requires_grad=True)
     assert type(x.exp().grad_fn._saved_result) is Tensor
     with technique.step("train"):
         loss = model(cnn_batch(0)[0]).sum()
     loss.backward()
-    assert "tensors packed" in technique.status
+    assert "tensors packed" in technique.notes.status
 
 
 @pytest.mark.gpu

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch._dynamo.config
 import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.trial import TIMED_S, one_line
-from lightning_accel.settings import FlashAttentionPlan
-from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
 from lightning_accel.techniques.flash_attention.call import sdpa
 from lightning_accel.techniques.flash_attention.dispatch import (
@@ -36,13 +35,25 @@ from lightning_accel.techniques.flash_attention.rehearsal import (
     WatchedBackend,
 )
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
+from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.techniques.registry import register
 
 _LATER_TIMED_S = 0.25  # for a class of shapes that turns up in mid-run
 _CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes
 _LATE = "not called on the first step, or only by a compiler, to which the original is left: tried when it is called"
 
 
+@register(
+    "flash_attention",
+    settings=FlashAttentionPlan,
+    default="auto",
+    on="auto",
+    after="precision",
+    exactness="rounding",
+    shown=tuple(BACKENDS),
+)
 class FlashAttention(Technique):
     """Attention by fused kernels, wherever and however a model computes it.
 
@@ -53,14 +64,11 @@ class FlashAttention(Technique):
         verify: Whether to try; otherwise every site that is found is fused by the first backend there is.
     """
 
-    name: ClassVar[str] = "flash_attention"
     applied_before_trial = True
 
     def __init__(self, plan: FlashAttentionPlan, *, verify: bool = True) -> None:
         self._plan = plan
         self._verify = verify
-        self.explicit = plan.backend != "auto"
-        self.on_by_default = plan == FlashAttentionPlan()
         self._dispatches: dict[str, Dispatch] = {}
         self._backends: dict[str, WatchedBackend] = {}
         self._timed: dict[tuple[Any, ...], Judgement] = {}  # shared by sites of one kind
@@ -69,9 +77,13 @@ class FlashAttention(Technique):
         self._pending: dict[tuple[str, str], str] = {}  # site and class of shapes → what was chosen in this step
         self._is_trial_step = False
         self._recompile_limit: int | None = None
-        self._said: list[str] = []
         self._model = nn.Module()
         self._switches = PatchSet()
+
+    @classmethod
+    @override
+    def planned(cls, settings: FlashAttentionPlan, surroundings: Surroundings) -> Self:
+        return cls(settings, verify=surroundings.verify)
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -91,7 +103,7 @@ class FlashAttention(Technique):
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
         self._model = model
-        self._backends = {name: WatchedBackend(BACKENDS[name]) for name in self.candidates(host)}
+        self._backends = {name: WatchedBackend(BACKENDS[name]) for name in self.alternatives(host)}
         self._check_names(model)
         for claim in find_sites(model):
             if hasattr(vars(model.get_submodule(claim.site)).get("forward"), "is_fused"):
@@ -108,8 +120,9 @@ class FlashAttention(Technique):
             self._recompile_limit = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(self._recompile_limit, _CAPTURES)
 
-    def fuse_captured(self, graph: GraphModule) -> None:
-        """Fuses the attention in a graph that was captured for a compiler, if attention is fused elsewhere too."""
+    @override
+    def edit_captured(self, graph: GraphModule) -> None:
+        # Only where attention is fused elsewhere too.
         if any(dispatch.is_fusing for dispatch in self._dispatches.values()):
             fuse_attention(graph, sdpa)
 
@@ -138,6 +151,10 @@ class FlashAttention(Technique):
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
+        return self._carrying_out_choices() if self._pending or self._agreed else nullcontext()
+
+    @contextmanager
+    def _carrying_out_choices(self) -> Iterator[None]:
         if self._pending:
             # Not within the step that tried them: its backward pass may recompute its forward.
             pending, self._pending = self._pending, {}
@@ -153,7 +170,7 @@ class FlashAttention(Technique):
         if self._agreed:
             self._agreed = {}
             self._switch_models()
-        return nullcontext()
+        yield
 
     @override
     def settled(self) -> None:
@@ -207,14 +224,14 @@ class FlashAttention(Technique):
 
     def _refuse(self, dispatch: Dispatch, reason: str) -> None:
         dispatch.is_refused = True
-        self.revisions = {**self.revisions, dispatch.attention.site: Verdict(keep=False, reason=reason)}
+        self.notes.revise(dispatch.attention.site, Verdict(keep=False, reason=reason))
 
     def _complain(self) -> None:
         """Says, once, what a backend that was asked for by name could not do."""
-        if self.explicit:
-            lacks = [lack for backend in self._backends.values() for lack in backend.lacking if lack not in self._said]
-            self._said += lacks
-            self.complaints += tuple(f"flash_attention: {lack}: torch's own choice computes it" for lack in lacks)
+        if self._plan.backend != "auto":
+            for backend in self._backends.values():
+                for lack in backend.lacking:
+                    self.notes.warn(f"flash_attention: {lack}: torch's own choice computes it")
 
     def _meet(
         self, dispatch: Dispatch, key: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -261,7 +278,7 @@ class FlashAttention(Technique):
             keep = judgement.choice != ORIGINAL
             reason = f"{dispatch.change}: {judgement.reason}" if keep else judgement.reason
             verdict = Verdict(keep=keep, reason=reason, choices={**dispatch.choices, key: judgement.choice})
-            self.revisions = {**self.revisions, dispatch.attention.site: verdict}
+            self.notes.revise(dispatch.attention.site, verdict)
         return outputs
 
     def _judge(
@@ -304,8 +321,17 @@ class FlashAttention(Technique):
         is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
         return not torch.are_deterministic_algorithms_enabled() and (is_alone or self._is_trial_step)
 
-    def candidates(self, host: Host) -> list[str]:
-        """The names of the backends that are tried on ``host``, in order of preference."""
+    @override
+    def forecast(self, host: Host) -> Forecast | None:
+        if self._plan.backend == "auto" or host.kind == "xla":
+            return None
+        reason = BACKENDS[self._plan.backend].unavailable(host)
+        if reason is not None:
+            return Forecast(acts=False, brief="no", words=reason)
+        return Forecast(acts=True, brief="yes", words="used wherever the numbers agree")
+
+    @override
+    def alternatives(self, host: Host) -> list[str]:
         if self._plan.backend != "auto":
             return [self._plan.backend]
         if host.kind == "cpu":  # where torch's own choice is the flash kernel whenever that can

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
 from lightning_accel.core.host import Host
@@ -20,9 +20,11 @@ from lightning_accel.memory.meter import device_memory_bytes
 from lightning_accel.memory.offload import Offloader, offloader_for
 from lightning_accel.memory.planner import Planner, State
 from lightning_accel.memory.saved import saving
-from lightning_accel.settings import CheckpointingPlan, OffloadingPlan
-from lightning_accel.techniques.base import Refusal, Verdict
+from lightning_accel.techniques.base import Refusal, Surroundings
+from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
 from lightning_accel.techniques.gradient_checkpointing.technique import GradientCheckpointing
+from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.registry import register
 
 _DOES: dict[Way, str] = {
     "keep": "keeps its activations: they fit",
@@ -33,12 +35,22 @@ _DOES: dict[Way, str] = {
 }
 
 
+@register(
+    "memory_budget",
+    settings=MemoryBudgetPlan,
+    default="off",
+    after="gradient_checkpointing",
+    before="compile",
+    exactness="exact",
+    shown=("12GiB",),
+)
 class MemoryBudget(GradientCheckpointing):
-    """Fits a training step into a budget: ``gradient_checkpointing={"budget": "12GiB"}``.
+    """Fits a training step into a budget: ``memory_budget="12GiB"``.
 
     Args:
         plan: The budget, and the blocks where they are named.
-        offloading: Where blocks may offload to; ``"auto"``: on a GPU to the host's memory, elsewhere not at all.
+        offloading: The settings of ``activation_offloading``: where blocks may offload to; ``"auto"``: on a GPU to the
+            host's memory, elsewhere not at all.
         device: Where the model computes, though it may not be there yet.
         verify: Whether each block's recomputation is compared with the original.
     """
@@ -50,10 +62,9 @@ class MemoryBudget(GradientCheckpointing):
     )
     acts_without_sites: ClassVar[bool] = True  # in a roomy budget every block stays as it is
 
-    def __init__(
-        self, plan: CheckpointingPlan, offloading: OffloadingPlan, device: torch.device, *, verify: bool = True
-    ) -> None:
-        super().__init__(plan, verify=verify)
+    def __init__(self, plan: MemoryBudgetPlan, offloading: Any, device: torch.device, *, verify: bool = True) -> None:
+        super().__init__("selective", plan.blocks, verify=verify)
+        self._plan = plan
         self._offloading = offloading
         self._device = device
         self._offloader: Offloader | None = None
@@ -62,6 +73,28 @@ class MemoryBudget(GradientCheckpointing):
         self._told: State | None = None
         self._is_closed = False
         self._refusals: Counter[str] = Counter()
+
+    @classmethod
+    @override
+    def planned(cls, settings: MemoryBudgetPlan, surroundings: Surroundings) -> Self:
+        offloading = surroundings.settings["activation_offloading"]
+        return cls(settings, offloading, surroundings.device, verify=surroundings.verify)
+
+    @classmethod
+    @override
+    def check(cls, settings: MemoryBudgetPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
+        checkpointing, compiled = all_settings["gradient_checkpointing"].mode, all_settings["compile"].mode
+        if checkpointing != "off":
+            raise ValueError(
+                f"memory_budget={settings.budget!r} with gradient_checkpointing={checkpointing!r}: a budget plans what"
+                " each block does itself. Give one of the two."
+            )
+        if compiled != "off":
+            raise ValueError(
+                f"memory_budget={settings.budget!r} with compile={compiled!r}: the planner measures blocks as they run"
+                " eagerly, and changes what they do. Give compile='off', or gradient_checkpointing='selective' or"
+                " 'full' in place of the budget."
+            )
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
@@ -83,7 +116,7 @@ class MemoryBudget(GradientCheckpointing):
         fixed = FixedMemory.of(model)
         if fixed.total > budget:
             raise ValueError(
-                f"gradient_checkpointing={{'budget': {self._plan.budget!r}}}: {format_bytes(budget)} do not hold the"
+                f"memory_budget={self._plan.budget!r}: {format_bytes(budget)} do not hold the"
                 f" model itself. Parameters, gradients and buffers are {format_bytes(fixed.total)} ({fixed.total}"
                 " bytes), and the optimizer's state and activations come on top. Give a larger budget."
             )
@@ -92,6 +125,15 @@ class MemoryBudget(GradientCheckpointing):
         self._offloader = offloader_for(self._offloading, self._device)
         self._planner = Planner(model, self._blocks, budget, self._device, self._offloading, self._offloader)
         return claims
+
+    @override
+    def _asked(self, *, long: bool = False) -> Any:
+        return f"'budget': {self._plan.budget!r}" if long else self._plan.budget
+
+    @override
+    def protects(self, model: nn.Module) -> Mapping[str, str]:
+        # What a block has packed away is no longer counted as held, and still must not be changed.
+        return {"": "with a memory budget: what its plan packs away must stay as it is"}
 
     @override
     def _edit(self, site: str, block: nn.Module) -> MethodPatch:
@@ -156,19 +198,20 @@ class MemoryBudget(GradientCheckpointing):
         assert self._planner is not None
         state = self._planner.state
         if self._offloader is not None:
-            self.complaints += tuple(self._offloader.complaints)
+            for complaint in self._offloader.complaints:
+                self.notes.warn(complaint)
             self._offloader.complaints.clear()
         if state is self._told:
             return
         self._told = state
         if state.remark:
-            self.complaints += (state.remark,)
+            self.notes.warn(state.remark)
         if state.gave_up:
             why = next((f": {reason}" for reason, _ in self._refusals.most_common(1)), "")
-            self.status = f"{state.gave_up}{why}"
-            self.complaints += (f"gradient_checkpointing: {self.status}",)
+            self.notes.status = f"{state.gave_up}{why}"
+            self.notes.warn(f"memory_budget: {self.notes.status}")
         elif state.plan is None:
-            self.status = "planning: the first training steps recompute every block"
+            self.notes.status = "planning: the first training steps recompute every block"
         else:
             self._report(state.plan)
 
@@ -177,12 +220,13 @@ class MemoryBudget(GradientCheckpointing):
         peak, word = plan.measured_peak_bytes, "measured"
         if peak is None:
             peak, word = plan.predicted_peak_bytes, "predicted"
-        self.status = f"peak {format_bytes(peak)} ({word}) of {format_bytes(plan.budget_bytes)}: {ways}"
-        self.details = plan.table()
-        self.revisions = {site: Verdict(keep=way != "keep", reason=_DOES[way]) for site, way in plan.ways.items()}
+        self.notes.status = f"peak {format_bytes(peak)} ({word}) of {format_bytes(plan.budget_bytes)}: {ways}"
+        self.notes.details = plan.table()
+        for site, way in plan.ways.items():
+            self.notes.revise(site, Verdict(keep=way != "keep", reason=_DOES[way]))
 
 
-def budget_bytes(plan: CheckpointingPlan, device: torch.device) -> int:
+def budget_bytes(plan: MemoryBudgetPlan, device: torch.device) -> int:
     """The budget of ``plan`` in bytes of ``device``."""
-    amount = parse_bytes("gradient_checkpointing.budget", plan.budget, fractions=True)
+    amount = parse_bytes("memory_budget", plan.budget, fractions=True)
     return amount if isinstance(amount, int) else int(amount * device_memory_bytes(device))

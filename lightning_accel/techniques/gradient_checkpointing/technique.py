@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_accel.core.blocks import find_blocks, units
 from lightning_accel.core.compiled import is_inside_compiled
@@ -21,8 +21,10 @@ from lightning_accel.core.tree import changeable_argument
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.memory.pieces import recomputed_block
 from lightning_accel.memory.recompute import Recomputation, keeps_statistics
-from lightning_accel.settings import CheckpointingPlan
-from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
+from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan, budget_moved
+from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.techniques.registry import register
 
 
 def checkpoint_block(site: str, block: nn.Module, mode: Recomputation) -> MethodPatch:
@@ -41,17 +43,16 @@ def checkpoint_block(site: str, block: nn.Module, mode: Recomputation) -> Method
     return MethodPatch(site, f"forward → checkpointed ({mode})", block, "forward", wrap)
 
 
-def blocks_for(plan: CheckpointingPlan, model: nn.Module) -> dict[str, nn.Module]:
-    """What ``plan`` checkpoints of ``model``: site → module.
-
-    Recomputing all of a part that occurs once costs its time and, as it is recomputed in one go, may save nothing;
-    what is selective (and a planner, which measures it) takes such parts too.
-    """
-    if plan.blocks or (plan.mode == "full" and plan.budget is None):
-        return find_blocks(model, plan.blocks)
-    return units(model)
-
-
+@register(
+    "gradient_checkpointing",
+    settings=CheckpointingPlan,
+    default="off",
+    after="activation_offloading",
+    exactness="exact",
+    shown=("full", "selective"),
+    moved=budget_moved,
+    elsewhere=("memory_budget='12GiB' for an amount of memory",),
+)
 class GradientCheckpointing(Technique):
     """Checkpoints the repeated blocks of a model, or those that are named.
 
@@ -59,15 +60,19 @@ class GradientCheckpointing(Technique):
     must leave nothing behind that a second run of its forward would leave twice.
     """
 
-    name: ClassVar[str] = "gradient_checkpointing"
     applied_before_trial = True
-    explicit = True
 
-    def __init__(self, plan: CheckpointingPlan, *, verify: bool = True) -> None:
-        self._plan = plan
+    def __init__(self, mode: Recomputation, names: Sequence[str] = (), *, verify: bool = True) -> None:
+        self._mode = mode
+        self._names = names
         self._verify = verify
         self._blocks: dict[str, nn.Module] = {}
         self._untried: dict[str, MethodPatch] = {}
+
+    @classmethod
+    @override
+    def planned(cls, settings: Any, surroundings: Surroundings) -> Self:
+        return cls(settings.mode, settings.blocks, verify=surroundings.verify)
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -81,12 +86,11 @@ class GradientCheckpointing(Technique):
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
-        self._blocks = blocks_for(self._plan, model)
+        self._blocks = self._find_blocks(model)
         if not self._blocks:
-            asked = self._plan.mode if self._plan.budget is None else {"budget": self._plan.budget}
             raise ValueError(
-                f"gradient_checkpointing={asked!r}: {type(model).__name__} has no repeated blocks to"
-                " checkpoint. Name some: gradient_checkpointing={'mode': 'full', 'blocks': ['MyBlock', 'encoder.mid']}."
+                f"{self.name}={self._asked()!r}: {type(model).__name__} has no repeated blocks to checkpoint. Name"
+                f" some: {self.name}={{{self._asked(long=True)}, 'blocks': ['MyBlock', 'encoder.mid']}}."
             )
         for site, block in self._blocks.items():
             if isinstance(block, torch.jit.ScriptModule):
@@ -104,9 +108,21 @@ class GradientCheckpointing(Technique):
             else:
                 yield self._edit(site, block)
 
+    @override
+    def protects(self, model: nn.Module) -> Mapping[str, str]:
+        why = "inside a checkpointed block, whose activations do not last anyway"
+        return dict.fromkeys(self._find_blocks(model), why)
+
+    def _asked(self, *, long: bool = False) -> Any:
+        return f"'mode': {self._mode!r}" if long else self._mode
+
+    def _find_blocks(self, model: nn.Module) -> dict[str, nn.Module]:
+        # Recomputing all of a part that occurs once costs its time and, as it is recomputed in one go, may save
+        # nothing: only what is selective takes such parts too.
+        return find_blocks(model, self._names) if self._names or self._mode == "full" else units(model)
+
     def _edit(self, site: str, block: nn.Module) -> MethodPatch:
-        assert self._plan.mode != "off"
-        return checkpoint_block(site, block, self._plan.mode)
+        return checkpoint_block(site, block, self._mode)
 
     def _judge(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
         block = self._blocks[patch.site]
@@ -134,8 +150,9 @@ class GradientCheckpointing(Technique):
         verdicts: Verdicts = {}
         with self._tried_when_called(verdicts):
             yield
-        refused = {site: verdict.reason for site, verdict in verdicts.items() if not verdict.keep}
-        self.objections = {**self.objections, **refused}
+        for site, verdict in verdicts.items():
+            if not verdict.keep:
+                self.notes.refuse(site, verdict.reason)
 
     @contextmanager
     def _tried_when_called(self, verdicts: Verdicts) -> Iterator[None]:

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch
-from lightning_accel.techniques.base import Refusal, Technique
+from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.inplace_activations.kinds import Kind, kind_of, unfit
 from lightning_accel.techniques.inplace_activations.ownership import SMALLEST, Site, calibration
+from lightning_accel.techniques.registry import register
 
 
+@dataclass(frozen=True, kw_only=True)
+class InplacePlan:
+    """Whether activations work in place.
+
+    Attributes:
+        mode: ``"auto"`` lets activation and dropout modules overwrite their input at every call where nobody else can
+            read it, as counts of who holds it show; ``"off"``.
+    """
+
+    mode: Literal["auto", "off"] = "auto"
+
+
+@register(
+    "inplace_activations",
+    settings=InplacePlan,
+    default="auto",
+    on="auto",
+    after="flash_attention",
+    exactness="exact",
+)
 class InplaceActivations(Technique):
     """Lets activation and dropout modules overwrite their input where nobody else can ever read it.
 
@@ -24,20 +46,23 @@ class InplaceActivations(Technique):
     site that cannot work in place at any of its first calls goes back to what it was, with the reason.
 
     Args:
-        skip: Prefixes of site names that are left alone, each with the reason.
+        skip: Gives the prefixes of site names that are left alone, each with the reason.
         smallest: Elements of an input below which asking would cost more than it saves.
     """
 
-    name: ClassVar[str] = "inplace_activations"
     applied_before_trial = True
     trial_step: ClassVar[None] = None
     remembers: ClassVar[bool] = False
-    on_by_default = True
 
-    def __init__(self, *, skip: Mapping[str, str] | None = None, smallest: int = SMALLEST) -> None:
-        self._skip = dict(skip or {})
+    def __init__(self, *, skip: Callable[[], Mapping[str, str]] = dict, smallest: int = SMALLEST) -> None:
+        self._skip = skip
         self._smallest = smallest
         self.sites: dict[str, Site] = {}
+
+    @classmethod
+    @override
+    def planned(cls, settings: InplacePlan, surroundings: Surroundings) -> Self:
+        return cls(skip=surroundings.protected)
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -50,31 +75,40 @@ class InplaceActivations(Technique):
         names: dict[nn.Module, set[str]] = defaultdict(set)
         for site, module in model.named_modules(remove_duplicate=False):
             names[module].add(site.rpartition(".")[2])
+        skip = self._skip()
         for site, module in model.named_modules():
             kind = kind_of(module)
             if kind is not None:
-                yield self._claim(model, site, module, kind, frozenset(names[module]), host)
+                yield self._claim(model, site, module, kind, frozenset(names[module]), host, skip)
 
     def _claim(
-        self, model: nn.Module, site: str, module: nn.Module, kind: Kind, names: frozenset[str], host: Host
+        self,
+        model: nn.Module,
+        site: str,
+        module: nn.Module,
+        kind: Kind,
+        names: frozenset[str],
+        host: Host,
+        skip: Mapping[str, str],
     ) -> Patch | Refusal:
         counts = calibration(anew=not self.sites)
-        reason = self._skipped(site) or unfit(module, host) or (counts if isinstance(counts, str) else None)
+        reason = _skipped(site, skip) or unfit(module, host) or (counts if isinstance(counts, str) else None)
         if reason is None and is_inside_compiled(model, site):
             reason = "inside a compiled module: the compiler plans memory itself"
         if reason is not None:
             return Refusal(site, reason)
 
         def step_aside(reason: str) -> None:
-            self.objections = {**self.objections, site: reason}
+            self.notes.refuse(site, reason)
 
         self.sites[site] = owner = Site(kind, names, self._smallest, step_aside)
         change = "overwrites its input where nobody else can read it"
         change += f", without gradients only ({kind.not_in_training})" if kind.not_in_training else ""
         return MethodPatch(site, change, module, "forward", owner.rebound)
 
-    def _skipped(self, site: str) -> str | None:
-        for prefix, reason in self._skip.items():
-            if not prefix or site == prefix or site.startswith(f"{prefix}."):
-                return reason
-        return None
+
+def _skipped(site: str, skip: Mapping[str, str]) -> str | None:
+    for prefix, reason in skip.items():
+        if not prefix or site == prefix or site.startswith(f"{prefix}."):
+            return reason
+    return None

@@ -105,7 +105,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "checkpointing": {"precision": "32-true", "gradient_checkpointing": "full", "net": "transformer"},
     "unused": {"precision": "32-true", "gradient_checkpointing": "full", "net": "unused"},
     "selective": {"precision": "32-true", "gradient_checkpointing": "selective", "net": "transformer"},
-    "budget": {"precision": "32-true", "gradient_checkpointing": {"budget": "120KiB"}, "net": "transformer"},
+    "budget": {"precision": "32-true", "memory_budget": "120KiB", "net": "transformer"},
     "offloading": {"precision": "32-true", "activation_offloading": {"to": "host", "min_bytes": 64}},
     "preprocess": {"precision": "32-true", "preprocess": [Normalize(0.2, 0.7)]},
     "packing": {"precision": "32-true", "sparse_activations": "auto"},

@@ -131,7 +131,7 @@ def checkpointed_and_compiled() -> Any:
 def techniques_that_cannot_be() -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        said = sharded(transformer(), plugin={"gradient_checkpointing": {"budget": "1MiB"}, "memory_format": "auto"})
+        said = sharded(transformer(), plugin={"memory_budget": "1MiB", "memory_format": "auto"})
     return said | {"warnings": [str(warning.message) for warning in caught]}
 
 

@@ -205,7 +205,7 @@ def trainer_for(row: Row, **options: Any) -> Trainer:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     if row.strategy != "plain":
         # Techniques that are kept or not by the clock would compute other last bits from run to run.
-        settings = {"precision": "32-true", "flash_attention": "off", "memory_format": "preserve", "log": False}
+        settings = {"precision": "32-true", "flash_attention": "off", "memory_format": "off", "log": False}
         options |= {"strategy": strategy(row), "plugins": [AccelPlugin(**settings, **VARIANTS[row.variant][1])]}
     saves = any(isinstance(callback, ModelCheckpoint) for callback in options["callbacks"])
     return Trainer(accelerator="cpu", devices=row.world_size, enable_checkpointing=saves, **quiet, **options)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accel import MemoryPlan, Plan, accelerate
-from lightning_accel.engine import Engine
+from lightning_accel.assembly import Handle
 from lightning_accel.memory.memory_plan import FixedMemory, state_of
 from lightning_accel.memory.meter import meter_for
 
@@ -20,7 +20,7 @@ SETTLED = 10  # steps after which a plan is found, measured and timed
 PLAIN: dict[str, Any] = {
     "precision": "32-true",
     "flash_attention": "off",
-    "memory_format": "preserve",
+    "memory_format": "off",
     "inplace_activations": False,
 }
 
@@ -47,7 +47,7 @@ class Stack(nn.Module):
         return x
 
 
-_handles: list[Engine] = []
+_handles: list[Handle] = []
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +64,8 @@ class Loop:
     def __init__(self, model: nn.Module, budget: Any = None, *, rows: int = 256, **settings: Any) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        checkpointing = {"gradient_checkpointing": {"budget": budget}} if budget else {}
-        self.handle: Engine = accelerate(model, Plan(**{**PLAIN, **checkpointing, **settings}))
+        checkpointing = {"memory_budget": budget} if budget else {}
+        self.handle: Handle = accelerate(model, Plan(**{**PLAIN, **checkpointing, **settings}))
         _handles.append(self.handle)
         self.rows = rows
         self.data = torch.randn(2048, 32, generator=torch.Generator().manual_seed(0))

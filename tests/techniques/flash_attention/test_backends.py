@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 
 from lightning_accel import AccelError, AccelWarning, Host
-from lightning_accel.settings import FlashAttentionSetting
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
+from lightning_accel.techniques.flash_attention.settings import FlashAttentionSetting
 from support.attention_zoo import FOUND
 from support.techniques.flash_attention.technique_runs import Stack, start
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
+from lightning_accel.assembly import Handle
 from lightning_accel.core.host import Host
 from lightning_accel.core.spread import relative_error
-from lightning_accel.engine import Engine
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from support.attention_zoo import FOUND
@@ -173,9 +173,9 @@ def batch(size: int, length: int) -> Tensor:
     return x
 
 
-def fused(module: nn.Module, x: Tensor, backend: str = "sdpa") -> Engine:
+def fused(module: nn.Module, x: Tensor, backend: str = "sdpa") -> Handle:
     """Flash attention and nothing else, in force."""
-    plan = Plan(flash_attention=backend, precision="32-true", memory_format="preserve", inplace_activations=False)
+    plan = Plan(flash_attention=backend, precision="32-true", memory_format="off", inplace_activations=False)
     handle = accelerate(module, plan)
     for _ in range(2):
         with handle.step():

@@ -42,7 +42,7 @@ def convert(
     model: nn.Module, *, host: Host = CPU, skip: Mapping[str, str] | None = None, smallest: int = 0
 ) -> Converted:
     """Puts the technique to work, on tensors of all sizes."""
-    technique = InplaceActivations(skip=skip, smallest=smallest)
+    technique = InplaceActivations(skip=lambda: skip or {}, smallest=smallest)
     found = list(technique.patches(model, host))
     patches = PatchSet(item for item in found if not isinstance(item, Refusal))
     patches.apply()

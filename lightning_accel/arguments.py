@@ -1,0 +1,66 @@
+"""What `Plan` and `AccelPlugin` take: the settings of every technique that there is, and those of a run.
+
+The techniques declare them (`techniques/registry.py`). Editors and type checkers, which run nothing, read them in
+`arguments.pyi`, which `make stub` writes and a test compares with the declarations.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from lightning_accel.techniques.registry import declarations, documented, on_change
+
+
+class RunSettings:
+    """The settings that belong to no technique.
+
+    Attributes:
+        log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
+        strict: Raise where the default is to warn and go on.
+        verify: Try every change on the first batch and keep only those that agree with the original. Switched off,
+            changes are applied untried.
+    """
+
+    log: bool = True
+    strict: bool = False
+    verify: bool = True
+
+
+class Arguments:
+    """Takes the settings as keyword arguments; a class on top of it says in ``_configure`` what becomes of them."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._configure(settings)
+
+    def _configure(self, settings: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Values:
+    """The settings as attributes."""
+
+
+def arguments() -> dict[str, tuple[Any, Any, str]]:
+    """Every argument in its order: name → type, default, description."""
+    found = {name: (one.annotation, one.default, one.doc) for name, one in declarations().items()}
+    types, docs = inspect.get_annotations(RunSettings, eval_str=True), documented(RunSettings)
+    return found | {name: (kind, getattr(RunSettings, name), docs[name]) for name, kind in types.items()}
+
+
+def described() -> str:
+    """The descriptions of all arguments, as a docstring has them."""
+    return "Args:\n" + "".join(f"    {name}: {doc}\n" for name, (_, _, doc) in arguments().items())
+
+
+def _show() -> None:
+    """Lets :func:`inspect.signature` and :func:`help`, and with them Lightning's command line, see the arguments."""
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for name, (kind, default, _) in arguments().items():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    Arguments.__init__.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+    Arguments.__init__.__doc__ = described()
+
+
+_show()
+on_change(_show)

@@ -1,0 +1,84 @@
+"""What a technique has to say in the course of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial decided about one site.
+
+    Attributes:
+        keep: Whether the patch stays.
+        reason: What was measured, or why not.
+        choices: What a technique decided in more detail than to keep or not: by the kind of call.
+    """
+
+    keep: bool
+    reason: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+
+Verdicts = dict[str, Verdict]
+
+
+class Notes:
+    """One technique's word to the run. It is acted on as soon as the step under way is over.
+
+    Attributes:
+        status: One line for the report; empty: the sites are counted.
+        details: What the full report says below the status, several lines perhaps.
+        is_new: Whether something was said that nobody has acted on.
+    """
+
+    def __init__(self) -> None:
+        self.is_new = False
+        self._status = ""
+        self._details = ""
+        self._refused: dict[str, str] = {}
+        self._revised: Verdicts = {}
+        self._warnings: list[str] = []
+        self._warned: set[str] = set()
+
+    @property
+    def status(self) -> str:
+        return self._status
+
+    @status.setter
+    def status(self, line: str) -> None:
+        if line != self._status:
+            self._status, self.is_new = line, True
+
+    @property
+    def details(self) -> str:
+        return self._details
+
+    @details.setter
+    def details(self, text: str) -> None:
+        if text != self._details:
+            self._details, self.is_new = text, True
+
+    def refuse(self, site: str, why: str) -> None:
+        """The patch at ``site`` must be taken back, here and in resumed runs."""
+        self._refused[site] = why
+        self.is_new = True
+
+    def revise(self, site: str, verdict: Verdict) -> None:
+        """The technique itself has changed what it does at ``site``; ``verdict`` is what now holds there."""
+        self._revised[site] = verdict
+        self.is_new = True
+
+    def warn(self, message: str) -> None:
+        """Something that was asked for is not done. Said once, however often it is called; an error if ``strict``."""
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warnings.append(message)
+            self.is_new = True
+
+    def take(self) -> tuple[dict[str, str], Verdicts, list[str]]:
+        """What was refused, revised and warned of since the last call."""
+        taken = self._refused, self._revised, self._warnings
+        self._refused, self._revised, self._warnings, self.is_new = {}, {}, [], False
+        return taken

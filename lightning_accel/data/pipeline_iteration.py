@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from lightning_accel.data.pipeline_lanes import Lane, Prepared
 from lightning_accel.data.position import Position
-from lightning_accel.data.staging import Mark
 
 THREAD_NAME = "lightning-accel-pipeline"
 # How long closing waits for a batch that a loader's worker is still busy with. The thread ends with that batch.
@@ -30,25 +29,17 @@ class Progress:
 
     Attributes:
         state: The loader's state as of the last batch handed out, or as of the beginning.
-        is_known: Whether ``state`` says so; otherwise nothing was fetched ahead, and the loader knows.
+        has_state: Whether ``state`` says so; otherwise nothing was fetched ahead, and the loader knows.
         position: Of the last batch handed out.
         fetch_s: What fetching took so far.
         prepare_s: What moving and preprocessing took so far, on the host.
     """
 
     state: Any = None
-    is_known: bool = False
+    has_state: bool = False
     position: Position | None = None
     fetch_s: float = 0.0
     prepare_s: float = 0.0
-
-    def reach(self, state: Any) -> None:
-        """Notes what the loader's state was when it had given the batch that is handed out now."""
-        self.state, self.is_known = state, True
-
-    def forget(self) -> None:
-        """From here on the loader's own state holds."""
-        self.state, self.is_known = None, False
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +48,7 @@ class _Job:
 
     position: Position
     fetched: Any = None
-    after: list[Mark] = field(default_factory=list)
+    after: list[torch.cuda.Event] = field(default_factory=list)
     prepared: Prepared | None = None
     state: Any = None
     is_end: bool = False
@@ -130,7 +121,7 @@ class Run:
             raise
         self.progress.position = job.position
         if self._snapshot is not None:
-            self.progress.reach(job.state)
+            self.progress.state, self.progress.has_state = job.state, True
         return batch
 
     def settle(self) -> None:
@@ -140,13 +131,9 @@ class Run:
         if self._is_stopped and self._thread is not None:
             self._thread.join()
 
-    def stop(self, patience_s: float | None = PATIENCE_S) -> None:
-        """Ends the thread and lets go of everything; batches that were not handed out are dropped.
-
-        Args:
-            patience_s: How long to wait for a batch that the thread is fetching, in seconds; None: until it is there.
-        """
-        if self._is_stopped and patience_s is not None:
+    def stop(self) -> None:
+        """Ends the thread and lets go of everything; batches that were not handed out are dropped."""
+        if self._is_stopped:
             return
         self._is_stopped = True
         if self._thread is not None:
@@ -154,7 +141,7 @@ class Run:
             self._inbox.put(None)
             # The garbage collector may run, and drop an iteration, on any thread.
             if self._thread is not threading.current_thread():
-                self._thread.join(patience_s)
+                self._thread.join(PATIENCE_S)
         for job in self._jobs:
             job.error = None  # the traceback has the job
         self._jobs.clear()
@@ -195,12 +182,8 @@ class Run:
         self.progress.fetch_s += time.perf_counter() - began
 
     def _work(self) -> None:
-        is_begun = False
         while (job := self._inbox.get()) is not None:
             try:
-                if not is_begun:
-                    self._lane.begin()
-                    is_begun = True
                 with self._lane.working(), torch.no_grad():
                     self._prepare(job)
             except BaseException as error:
@@ -208,8 +191,7 @@ class Run:
             done = job.done
             del job  # a batch that was handed out is the consumer's to free, not held until the next one comes
             done.set()
-        with self._lane.working():
-            self._lane.close()
+        self._lane.close()
 
     def _prepare(self, job: _Job) -> None:
         if self._in_background and not self._is_stopped:
@@ -227,7 +209,7 @@ class Run:
         """Stops, and raises what stands in place of the batch."""
         error, job.error = job.error, None
         if job.is_end:
-            self.progress.forget()
+            self.progress.state, self.progress.has_state = None, False
         self.stop()
         try:
             if error is None:
@@ -256,11 +238,6 @@ class Iteration(Iterator[Any]):
         """A copy is at its end: Lightning copies loaders under way, and leaves out iterators of DataLoaders only."""
         return iter, ((),)
 
-    def close(self, patience_s: float | None = PATIENCE_S) -> None:
-        """Stops here. Batches prepared ahead are dropped, and ``next`` raises StopIteration.
-
-        Args:
-            patience_s: As :meth:`Run.stop`.
-        """
-        self._finalizer.detach()
-        self._run.stop(patience_s)
+    def close(self) -> None:
+        """Stops here. Batches prepared ahead are dropped, and ``next`` raises StopIteration."""
+        self._finalizer()

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_accel.data import parts
-from lightning_accel.data.arrays import CupyArrays, NumpyArrays, why_no_cupy
+from lightning_accel.data import kernels, parts
+from lightning_accel.data.arrays import CupyArrays, NumpyArrays, why_no_cupy, writable
 from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.color import ColorJitter, Normalize
 from lightning_accel.data.geometry import RandomCrop
 from lightning_accel.data.map import Map
 from lightning_accel.data.parts import Path
 from lightning_accel.data.position import Position
-from lightning_accel.data.single_pass import Kind, PassBuilder, run_on_host
+from lightning_accel.data.single_pass import Kind, SinglePass, run_on_host
 from lightning_accel.data.transform import FusibleTransform, Shape, Transform
 
 
@@ -62,12 +62,13 @@ class Preprocess:
         rank: int = 0,
         fuse: bool = True,
     ) -> None:
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"Preprocess(dtype={dtype}): allowed: torch.float32, torch.float16, torch.bfloat16.")
         self.transforms = checked(transforms)
         self.device = torch.device(device)
         self.complaint = (why_no_cupy(self.device) or "") if self.device.type == "cuda" else ""
-        self.on_host = self.device.type != "cpu" and (self.device.type != "cuda" or bool(self.complaint))
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"Preprocess(dtype={dtype}): allowed: torch.float32, torch.float16, torch.bfloat16.")
+        self._uses_cupy = self.device.type == "cuda" and not self.complaint
+        self.on_host = self.device.type != "cpu" and not self._uses_cupy
         self._dtype = dtype
         self._channels_last = channels_last if callable(channels_last) else lambda: channels_last
         self._seed = torch.initial_seed() if seed is None else seed
@@ -88,7 +89,7 @@ class Preprocess:
         """
         position = position or Position()
         rng = position.generator(self._seed, self._rank) if position.training else None
-        arrays = NumpyArrays() if self.on_host or self.device.type == "cpu" else CupyArrays(self.device)
+        arrays = CupyArrays(self.device) if self._uses_cupy else NumpyArrays()
         with torch.no_grad(), arrays.running():
             work = ArrayBatch(batch, arrays, rng, self._channels_of(batch))
             normalized: dict[Path, _Finish] = {}
@@ -106,7 +107,7 @@ class Preprocess:
         """In a line: the transforms, those in brackets in one pass, and who computes them."""
         names = [" + ".join(type(transform).__name__ for transform in step) for step in self._steps]
         shown = [f"[{name}]" if len(step) > 1 else name for step, name in zip(self._steps, names, strict=True)]
-        library = "NumPy" if self.on_host or self.device.type == "cpu" else "CuPy"
+        library = "CuPy" if self._uses_cupy else "NumPy"
         place = "on the host, before the transfer" if self.on_host else f"on {self.device}"
         return f"{', '.join(shown)} with {library} {place}"
 
@@ -125,10 +126,11 @@ class Preprocess:
             step[0](work)
             return
         path = normalize.find(work.structure)
+        is_nhwc = normalize.images(work, path)[1]
         finish = _Finish(
             dtype=torch.float32 if normalize.dtype == "float32" else self._dtype,
-            channels_last=self._channels_last(),
-            is_nhwc=normalize.images(work, path)[1],
+            memory_format=torch.channels_last if is_nhwc or self._channels_last() else torch.contiguous_format,
+            is_nhwc=is_nhwc,
         )
         if self._fuse:
             # What is to come works in float32.
@@ -145,13 +147,8 @@ class _Finish:
     """How normalised images leave the chain."""
 
     dtype: torch.dtype
-    channels_last: bool
+    memory_format: torch.memory_format  # of the images as (N, C, H, W)
     is_nhwc: bool
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        """Of the images as ``(N, C, H, W)``."""
-        return torch.channels_last if self.channels_last or self.is_nhwc else torch.contiguous_format
 
     def of(self, images: Tensor) -> Tensor:
         if images.ndim != 4:  # a Map has made something else of them, or they were cut into windows
@@ -229,10 +226,9 @@ def _can_join(run: Sequence[Transform], transform: Transform) -> bool:
     first = run[0]
     if not isinstance(first, FusibleTransform) or not isinstance(transform, FusibleTransform):
         return False
-    if transform.key != first.key:
-        return False
     # One pass has one kind of padding, and one scale and bias.
-    return not isinstance(transform, Normalize | RandomCrop) or all(type(transform) is not type(one) for one in run)
+    is_taken = isinstance(transform, Normalize | RandomCrop) and type(transform) in map(type, run)
+    return transform.key == first.key and not is_taken
 
 
 def _in_one_pass(step: Sequence[Transform], work: ArrayBatch, path: Path, finish: _Finish) -> None:
@@ -241,19 +237,16 @@ def _in_one_pass(step: Sequence[Transform], work: ArrayBatch, path: Path, finish
     if images.dtype not in (np.uint8, np.float32):
         images = images.astype(np.float32)
     samples, channels, *_ = images.shape
-    onto = PassBuilder(*images.shape, is_uint8=images.dtype == np.uint8)
+    onto = SinglePass.copying(*images.shape, is_uint8=images.dtype == np.uint8)
     for transform in transforms:
         drawn = transform.draw(Shape(samples, channels, onto.height, onto.width), work.rng)
         if drawn is not None:
             transform.compose(onto, drawn)
-    single_pass = onto.build()
     out = work.arrays.empty((samples, channels, onto.height, onto.width), finish.dtype, finish.memory_format)
     kind = cast(Kind, parts.kind_of(out))
     if isinstance(work.arrays, NumpyArrays):
-        run_on_host(images, single_pass, work.arrays.writable(out), kind=kind)
+        run_on_host(images, onto, writable(work.arrays, out), kind=kind)
     elif samples:
-        from lightning_accel.data import kernels
-
-        channels_last = finish.memory_format == torch.channels_last
-        kernels.run(images, single_pass, work.arrays.writable(out), kind=kind, channels_last=channels_last)
+        is_last = finish.memory_format == torch.channels_last
+        kernels.run(images, onto, writable(work.arrays, out), kind=kind, channels_last=is_last)
     work.write(path, out.permute(0, 2, 3, 1) if is_nhwc else out, in_float32=True)

@@ -10,13 +10,14 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_accel.data.arrays import Array, Arrays
-from lightning_accel.data.single_pass import NumpyArray, PassBuilder
+from lightning_accel.data.single_pass import NumpyArray, SinglePass
 from lightning_accel.data.transform import (
     FusibleTransform,
     ImageTransform,
     Shape,
     check_probability,
     check_range,
+    is_count,
     per_sample,
     uniform,
 )
@@ -59,7 +60,7 @@ class RandomCrop(FusibleTransform):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "size", _size("RandomCrop", self.size))
-        if isinstance(self.padding, bool) or not isinstance(self.padding, int) or self.padding < 0:
+        if not is_count(self.padding, least=0):
             raise ValueError(f"RandomCrop(padding={self.padding!r}): give a number of pixels, 0 or more.")
 
     @override
@@ -87,16 +88,13 @@ class RandomCrop(FusibleTransform):
         samples, channels, rows, columns = images.shape
         n, c, y, x = images.strides
         # Every place where the window could be, as a view; of which one for each sample is copied.
-        windows = xp.lib.stride_tricks.as_strided(
-            images,
-            (samples, rows - height + 1, columns - width + 1, channels, height, width),
-            (n, y, x, c, y, x),
-        )
+        shape = samples, rows - height + 1, columns - width + 1, channels, height, width
+        windows = xp.lib.stride_tricks.as_strided(images, shape, (n, y, x, c, y, x))
         top, left = arrays.upload(drawn.top + pad), arrays.upload(drawn.left + pad)
         return windows[xp.arange(samples), top, left]
 
     @override
-    def compose(self, onto: PassBuilder, drawn: Corners) -> None:
+    def compose(self, onto: SinglePass, drawn: Corners) -> None:
         onto.crop(drawn.top, drawn.left, *_height_and_width(self.size))
 
 
@@ -124,7 +122,7 @@ class RandomHorizontalFlip(FusibleTransform):
         return flipped
 
     @override
-    def compose(self, onto: PassBuilder, drawn: NumpyArray) -> None:
+    def compose(self, onto: SinglePass, drawn: NumpyArray) -> None:
         onto.flip(drawn)
 
 
@@ -166,16 +164,12 @@ class RandomResizedCrop(ImageTransform):
         heights, widths = np.sqrt(area / ratio).round(), np.sqrt(area * ratio).round()
         fits = (heights >= 1) & (heights <= shape.height) & (widths >= 1) & (widths <= shape.width)
         first = fits.argmax(axis=0), np.arange(shape.samples)
-        narrowest, widest = self.ratio
-        fallback = self._central(shape, np.full(shape.samples, shape.width / shape.height).clip(narrowest, widest))
+        least, most = self.ratio
+        fallback = self._central(shape, np.full(shape.samples, shape.width / shape.height).clip(least, most))
         heights = np.where(fits.any(axis=0), heights[first], fallback.height).astype(int)
         widths = np.where(fits.any(axis=0), widths[first], fallback.width).astype(int)
-        return Boxes(
-            top=rng.integers(0, shape.height - heights + 1),
-            left=rng.integers(0, shape.width - widths + 1),
-            height=heights,
-            width=widths,
-        )
+        top, left = rng.integers(0, shape.height - heights + 1), rng.integers(0, shape.width - widths + 1)
+        return Boxes(top, left, heights, widths)
 
     @override
     def apply(self, images: Array, drawn: Boxes, arrays: Arrays) -> Array:
@@ -184,9 +178,8 @@ class RandomResizedCrop(ImageTransform):
         height, width = _height_and_width(self.size)
         top, left, box_height, box_width = (arrays.upload(values) for values in drawn)
         resized = xp.empty((samples, channels, height, width), images.dtype)
-        at_a_time = max(
-            1, _CHUNK_BYTES // (4 * (channels * columns * (rows + height) + height * rows + width * columns))
-        )
+        sample_bytes = 4 * (channels * columns * (rows + height) + height * rows + width * columns)
+        at_a_time = max(1, _CHUNK_BYTES // sample_bytes)
         for begin in range(0, samples, at_a_time):
             some = slice(begin, begin + at_a_time)
             down = _interpolation(xp, top[some], box_height[some], height, rows)
@@ -215,7 +208,7 @@ def _interpolation(xp: Any, start: Array, extent: Array, count: int, size: int) 
 
 def _size(owner: str, size: Any) -> tuple[int, int]:
     sizes = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, list | tuple) else ()
-    if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
+    if len(sizes) != 2 or not all(is_count(pixels, least=1) for pixels in sizes):
         raise ValueError(f"{owner}(size={size!r}): give a number of pixels, or (height, width), each above 0.")
     return sizes
 

@@ -98,7 +98,9 @@ def plan_launch(
     count, channels, in_height, in_width = shape
     height, width = single_pass.height, single_pass.width
     assert min(*shape, height, width) > 0, "nothing to make, or nothing to make it of"
-    _check_lengths(single_pass, count, channels)
+    lengths = {len(single_pass.top), len(single_pass.left), len(single_pass.step)}
+    levels = {len(single_pass.scale), len(single_pass.bias), len(single_pass.fill)}
+    assert (lengths, levels) == ({count}, {channels}), "not of one sample each, or not of one channel each"
     if source not in INPUTS:
         raise TypeError(f"the fused kernel takes images of {' or '.join(INPUTS)}, these are {source}")
     if max(height * width, in_height, in_width) > MAX_PIXELS:
@@ -140,9 +142,17 @@ def pack(single_pass: SinglePass) -> NumpyArray:
 def prepare(
     images: Array, single_pass: SinglePass, out: Array, *, kind: Kind, channels_last: bool
 ) -> Callable[[], None]:
-    """Sends the parameters to the device; what is returned launches the kernel, as often as it is called.
+    """Sends the parameters to the device; what is returned makes ``out``, as often as it is called.
 
-    Arguments are as for ``run``.
+    On CuPy's current stream, which has to be torch's. Waits for nothing: the host goes on at once.
+
+    Args:
+        images: ``(N, C, H, W)`` of CuPy, uint8 or float32, with any strides.
+        single_pass: What to make of them.
+        out: ``(N, C, height, width)`` of CuPy, float32, float16, or uint16 for the bits of bfloat16. Contiguous
+            with the channels last or not, as ``channels_last`` says.
+        kind: Of the output.
+        channels_last: Whether the channels of a pixel lie together in ``out``.
     """
     import cupy
 
@@ -177,25 +187,9 @@ def prepare(
 
 
 def run(images: Array, single_pass: SinglePass, out: Array, *, kind: Kind, channels_last: bool) -> None:
-    """Makes ``single_pass`` of ``images`` into ``out``, on CuPy's current stream, which has to be torch's.
-
-    Waits for nothing: the host goes on at once.
-
-    Args:
-        images: ``(N, C, H, W)`` of CuPy, uint8 or float32, with any strides.
-        single_pass: What to make.
-        out: ``(N, C, height, width)`` of CuPy, float32, float16, or uint16 for the bits of bfloat16. Contiguous
-            with the channels last or not, as ``channels_last`` says.
-        kind: Of the output.
-        channels_last: Whether the channels of a pixel lie together in ``out``.
-    """
+    """Makes ``single_pass`` of ``images`` into ``out``; arguments as for :func:`prepare`."""
     if out.size:
         prepare(images, single_pass, out, kind=kind, channels_last=channels_last)()
-
-
-@functools.cache
-def _source() -> str:
-    return SOURCE.read_text(encoding="utf-8")
 
 
 @functools.cache
@@ -203,14 +197,7 @@ def _kernel(specialisation: Specialisation) -> Any:
     """CuPy compiles it at its first launch on a device, and keeps the binary on disk."""
     import cupy
 
-    return cupy.RawKernel(_source(), "single_pass", options=specialisation.options)
-
-
-def _check_lengths(single_pass: SinglePass, samples: int, channels: int) -> None:
-    for name, length in [("top", samples), ("left", samples), ("step", samples)]:
-        assert getattr(single_pass, name).shape == (length,), f"{name} is not of one sample each"
-    for name, length in [("scale", channels), ("bias", channels), ("fill", channels)]:
-        assert getattr(single_pass, name).shape == (length,), f"{name} is not of one channel each"
+    return cupy.RawKernel(SOURCE.read_text(encoding="utf-8"), "single_pass", options=specialisation.options)
 
 
 def _check_out(out: Array, shape: Sequence[int], kind: Kind, channels_last: bool) -> None:

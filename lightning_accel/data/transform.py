@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +14,7 @@ from lightning_accel.data import parts
 from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.parts import Key, Path
-from lightning_accel.data.single_pass import NumpyArray, PassBuilder
+from lightning_accel.data.single_pass import NumpyArray, SinglePass
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,15 @@ class Transform(ABC):
     def __call__(self, batch: ArrayBatch) -> None:
         """Changes ``batch``. Without random numbers, only what is deterministic happens."""
 
+    def given(self) -> dict[str, Any]:
+        """The settings that are not as they are by default."""
+        values = {setting.name: (getattr(self, setting.name), setting.default) for setting in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
     def __repr__(self) -> str:
-        given = {
-            setting.name: getattr(self, setting.name)
-            for setting in fields(self)
-            if setting.repr and getattr(self, setting.name) != setting.default
-        }
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        hidden = {setting.name for setting in fields(self) if not setting.repr}
+        shown = [f"{name}={value!r}" for name, value in self.given().items() if name not in hidden]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class Shape(NamedTuple):
@@ -126,7 +127,7 @@ class FusibleTransform(ImageTransform):
     """A transform of images that can be part of a single pass."""
 
     @abstractmethod
-    def compose(self, onto: PassBuilder, drawn: Any) -> None:
+    def compose(self, onto: SinglePass, drawn: Any) -> None:
         """As :meth:`apply`, in a single pass."""
 
 
@@ -141,49 +142,26 @@ def per_sample(values: NumpyArray, arrays: Arrays, dims: int = 4) -> Array:
     return arrays.upload(values).reshape(-1, *[1] * (dims - 1))
 
 
-def per_channel(values: NumpyArray, arrays: Arrays) -> Array:
-    """A value per channel, ``(C,)`` or one for all, uploaded to broadcast against ``(N, C, H, W)``."""
-    return arrays.upload(values.astype(np.float32)).reshape(1, -1, 1, 1)
-
-
-def in_float32(owner: str, images: Array, change: Callable[[Array], Array]) -> Array:
-    """Changes images as float32 in [0, 1], and gives them back in the dtype that they came in, clipped to its range.
-
-    Uint8 is taken as 0…255 and rounded, as it is everywhere in torchvision.
-
-    Raises:
-        ValueError: Images of floating point go beyond that range (looked at on the host alone).
-    """
-    is_uint8 = images.dtype == np.uint8
-    values = images.astype(np.float32)
-    if is_uint8:
-        values *= np.float32(1 / 255)
-    # On a GPU, looking at them would wait for it.
-    elif isinstance(values, np.ndarray) and values.size and not 0 <= values.min() <= values.max() <= 1:
-        raise ValueError(
-            f"{owner}: the images reach from {values.min():.3g} to {values.max():.3g}; it takes uint8, or floating"
-            " point from 0 to 1. Put it before Normalize, and give images of 0 to 255 as uint8."
-        )
-    values = change(values).clip(0, 1)
-    if is_uint8:
-        values = (values * np.float32(255)).round()
-    return values.astype(images.dtype)
-
-
 def uniform(rng: np.random.Generator, limits: Any, size: int | tuple[int, int]) -> NumpyArray:
     """Numbers between two ``limits``, equally likely."""
     smallest, largest = limits
     return rng.uniform(smallest, largest, size)
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and no bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    """Whether it is a finite number from ``least`` to ``most``, and no bool."""
+    is_one = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_one and least <= value <= most
+
+
+def is_count(value: Any, least: int) -> bool:
+    """Whether it is an integer of ``least`` or more, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_probability(owner: str, name: str, value: Any) -> None:
     """Raises a ``ValueError`` unless ``value`` is a number from 0 to 1."""
-    if not is_number(value) or not 0 <= value <= 1:
+    if not is_number(value, 0, 1):
         raise ValueError(f"{owner}({name}={value!r}): a probability is a number from 0 to 1.")
 
 

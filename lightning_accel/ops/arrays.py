@@ -87,6 +87,11 @@ class _Unlocked:
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """Without what array libraries do not know: gradients, and conjugations that torch has put off."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
 def _refusal(asker: str, arrays: Mapping[str, object]) -> TypeError:
     """What is wrong with arrays that are not all of one library; of each library, the first is named."""
     first: dict[str, str] = {}
@@ -131,7 +136,7 @@ def _to_cupy(tensor: Tensor) -> Any:
     import cupy
 
     with torch.cuda.device(tensor.device):  # torch gives away what is on its current device alone
-        return cupy.from_dlpack(tensor.detach().resolve_conj().resolve_neg())
+        return cupy.from_dlpack(plain(tensor))
 
 
 _READ: dict[str, Callable[[str, str, Any], Tensor]] = {

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_accel.ops.arrays import as_tensors, common_library
+from lightning_accel.ops.arrays import as_tensors, common_library, plain
 from lightning_accel.ops.nonzeros import Entries, Kept, collect, count
 
 Layout = Literal["csr", "coo"]
@@ -106,7 +106,7 @@ def density(x: Any) -> float:
     """
     (tensor,), _ = as_tensors("density", x=x)
     _check_dense("density", tensor)
-    return count(tensor.detach().resolve_conj().resolve_neg(), "nonzero") / max(tensor.numel(), 1)
+    return count(plain(tensor), "nonzero") / max(tensor.numel(), 1)
 
 
 def _convert(asker: str, x: Any, layout: Layout, kept: Kept) -> Any:
@@ -161,8 +161,7 @@ class _Sparse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, kept: Kept) -> Tensor:
         # Conjugated and negated views have no memory of their own that says so; these alone are copied.
-        dense = x.detach().resolve_conj().resolve_neg()
-        entries = collect(dense, kept, compress_rows=layout == "csr", narrow=False)
+        entries = collect(plain(x), kept, compress_rows=layout == "csr", narrow=False)
         ctx.shape, ctx.is_relu = x.shape, kept == "relu"
         if ctx.is_relu:
             ctx.save_for_backward(entries.indices, entries.row_starts)

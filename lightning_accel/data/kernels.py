@@ -33,21 +33,13 @@ MAX_PIXELS = 2**30  # of a sample's output: row and column are found in 32 bits
 
 @dataclass(frozen=True, kw_only=True)
 class Specialisation:
-    """What a kernel is compiled for.
+    """What a kernel is compiled for."""
 
-    Attributes:
-        channels: 0 for any number.
-        source: Dtype of the images.
-        kind: Dtype of the output.
-        channels_last: Whether the channels of a pixel lie together in the output.
-        wide: Whether offsets within a sample need 64 bits or may be negative.
-    """
-
-    channels: int
-    source: str
-    kind: Kind
-    channels_last: bool
-    wide: bool
+    channels: int  # 0 for any number
+    source: str  # dtype of the images
+    kind: Kind  # dtype of the output
+    channels_last: bool  # whether the channels of a pixel lie together in the output
+    wide: bool  # whether offsets within a sample need 64 bits or may be negative
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -63,25 +55,15 @@ class Specialisation:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a kernel is launched.
-
-    Attributes:
-        specialisation: Which kernel.
-        tiles: Blocks that make a sample, the grid's first dimension.
-        threads: Of a block.
-        shared_bytes: Of a block.
-        strides: Of the images, in elements: the kernel's arguments after the pointers.
-        numbers: The kernel's arguments after the first sample's number.
-        samples: First sample and number of samples of every launch; more than one where the grid cannot hold all.
-    """
+    """How a kernel is launched."""
 
     specialisation: Specialisation
-    tiles: int
-    threads: int
-    shared_bytes: int
-    strides: tuple[int, int, int, int]
-    numbers: tuple[int, ...]
-    samples: tuple[tuple[int, int], ...]
+    tiles: int  # blocks that make a sample, the grid's first dimension
+    threads: int  # of a block
+    shared_bytes: int  # of a block
+    strides: tuple[int, ...]  # of the images, in elements: the kernel's arguments after the pointers
+    numbers: tuple[int, ...]  # the kernel's arguments after the first sample's number
+    samples: tuple[tuple[int, int], ...]  # first and number of every launch; several where the grid cannot hold all
 
 
 def plan_launch(
@@ -117,16 +99,14 @@ def plan_launch(
     pixels = height * width
     quads = -(-pixels // (PIXELS * TURNS))
     threads = min(MAX_THREADS, -(-quads // WARP) * WARP)  # small images are not to leave most of a block idle
-    staged = specialisation.channels if specialisation.channels_last else 0
     turn = threads * PIXELS
-    itemsize = 4 if kind == "float32" else 2
-    n, c, h, w = strides
+    staged = specialisation.channels if specialisation.channels_last else 0
     return Launch(
         specialisation=specialisation,
         tiles=-(-pixels // (turn * TURNS)),
         threads=threads,
-        shared_bytes=turn * TURNS * staged * itemsize,
-        strides=(n, c, h, w),
+        shared_bytes=turn * TURNS * staged * (4 if kind == "float32" else 2),
+        strides=tuple(strides),
         numbers=(channels, in_height, in_width, height, width, turn // width, turn % width),
         samples=tuple((first, min(max_grid_y, count - first)) for first in range(0, count, max_grid_y)),
     )

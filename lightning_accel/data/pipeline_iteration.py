@@ -25,21 +25,13 @@ PATIENCE_S = 5.0
 
 @dataclass(eq=False, slots=True)
 class Progress:
-    """How far the consumer of one iteration has come.
+    """How far the consumer of one iteration has come."""
 
-    Attributes:
-        state: The loader's state as of the last batch handed out, or as of the beginning.
-        has_state: Whether ``state`` says so; otherwise nothing was fetched ahead, and the loader knows.
-        position: Of the last batch handed out.
-        fetch_s: What fetching took so far.
-        prepare_s: What moving and preprocessing took so far, on the host.
-    """
-
-    state: Any = None
-    has_state: bool = False
-    position: Position | None = None
-    fetch_s: float = 0.0
-    prepare_s: float = 0.0
+    state: Any = None  # the loader's, as of the last batch handed out, or as of the beginning
+    has_state: bool = False  # otherwise nothing was fetched ahead, and the loader knows
+    position: Position | None = None  # of the last batch handed out
+    fetch_s: float = 0.0  # what fetching took so far
+    prepare_s: float = 0.0  # what moving and preprocessing took so far, on the host
 
 
 @dataclass(eq=False, slots=True)

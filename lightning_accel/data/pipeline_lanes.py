@@ -22,28 +22,18 @@ class BatchTransform(Protocol):
         """Whether it takes the batch before the transfer."""
 
     def __call__(self, batch: Any, position: Position, /) -> Any:
-        """The batch for the model.
-
-        Args:
-            batch: As the loader gives it; on the device, unless ``on_host``.
-            position: Its place in the run.
-        """
+        """The batch for the model, made of the loader's: on the device, unless ``on_host``."""
 
 
 @dataclass(eq=False, slots=True)
 class Prepared:
-    """A batch that may be handed out.
-
-    Attributes:
-        batch: What the consumer gets.
-        arrived: Tensors that were copied to the device for it. What was made of them may be views whose memory torch
-            does not know to be theirs, as those that went through DLPack.
-        over: When the device is done with preparing it; None: it is.
-    """
+    """A batch that may be handed out."""
 
     batch: Any
+    # What was copied to the device for it. What was made of that may be views whose memory torch does not know to be
+    # theirs, as those that went through DLPack.
     arrived: list[Tensor] = field(default_factory=list)
-    over: torch.cuda.Event | None = None
+    over: torch.cuda.Event | None = None  # when the device is done with preparing it; None: it is
 
 
 class Lane:
@@ -87,12 +77,7 @@ class Lane:
 
 
 class StreamLane(Lane):
-    """For CUDA: copies and preprocessing on a side stream, for which the consumer's stream waits and no thread.
-
-    Args:
-        side: The stream, of the device where batches go.
-        preprocess: What runs there after the copies.
-    """
+    """For CUDA: copies and preprocessing on a side stream, for which the consumer's stream waits and no thread."""
 
     def __init__(self, side: torch.cuda.Stream, preprocess: BatchTransform | None) -> None:
         super().__init__(side.device, preprocess)

@@ -19,28 +19,17 @@ class SinglePass:
     The source is ``images[n, c, top[n] + i, left[n] + step[n] * j]``; where that lies outside of the image,
     ``out[n, c, i, j] = fill[c]``. All arrays are NumPy's: they are small, and drawn on the host. Transforms are put
     together by :meth:`crop`, :meth:`flip` and :meth:`normalize`, in the order in which these are called.
-
-    Attributes:
-        height: Of the output.
-        width: Of the output.
-        top: Row in the image of the output's first row, ``(N,)``, int32; negative where the crop begins in the padding.
-        left: Column in the image of the output's first column, ``(N,)``, int32.
-        step: 1, or -1 where the sample is flipped, ``(N,)``, int32.
-        scale: Per channel, ``(C,)``, float32.
-        bias: Per channel, ``(C,)``, float32.
-        fill: What padding becomes, per channel, ``(C,)``, float32.
-        is_uint8: Whether the images hold 0…255, which a normalisation takes as 0…1.
     """
 
-    height: int
+    height: int  # of the output
     width: int
-    top: NumpyArray
-    left: NumpyArray
-    step: NumpyArray
-    scale: NumpyArray
-    bias: NumpyArray
-    fill: NumpyArray
-    is_uint8: bool = False
+    top: NumpyArray  # (N,), int32: row in the image of the output's first row; negative where it lies in the padding
+    left: NumpyArray  # (N,), int32: column in the image of the output's first column
+    step: NumpyArray  # (N,), int32: 1, or -1 where the sample is flipped
+    scale: NumpyArray  # (C,), float32
+    bias: NumpyArray  # (C,), float32
+    fill: NumpyArray  # (C,), float32: what padding becomes
+    is_uint8: bool = False  # whether the images hold 0…255, which a normalisation takes as 0…1
 
     @classmethod
     def copying(cls, samples: int, channels: int, height: int, width: int, *, is_uint8: bool = False) -> SinglePass:

@@ -83,12 +83,16 @@ class ImageTransform(Transform):
 
     @override
     def __call__(self, batch: ArrayBatch) -> None:
-        path = self.find(batch.structure)
+        self.change(batch, self.find(batch.structure))
+
+    def change(self, batch: ArrayBatch, path: Path) -> Any:
+        """Transforms the images at ``path``; returns what was drawn for them."""
         images, channels_last = self.images(batch, path)
         drawn = self.draw(Shape(*images.shape), batch.rng)
         if drawn is not None:
             images = self.apply(images, drawn, batch.arrays)
         batch.write(path, images.transpose(0, 2, 3, 1) if channels_last else images)
+        return drawn
 
     def find(self, batch: Any) -> Path:
         """Where its images are in a batch."""

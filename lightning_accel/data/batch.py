@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,11 +26,7 @@ class ArrayBatch:
     """
 
     def __init__(
-        self,
-        batch: Any,
-        arrays: Arrays,
-        rng: np.random.Generator | None = None,
-        channels: Mapping[Path, int] = MappingProxyType({}),
+        self, batch: Any, arrays: Arrays, rng: np.random.Generator | None, channels: Mapping[Path, int]
     ) -> None:
         self.structure = batch  # as it is now, of tensors and arrays
         self.arrays = arrays

@@ -106,10 +106,11 @@ class Preprocess:
     def describe(self) -> str:
         """In a line: the transforms, those in brackets in one pass, and who computes them."""
         names = [" + ".join(type(transform).__name__ for transform in step) for step in self._steps]
-        shown = [f"[{name}]" if len(step) > 1 else name for step, name in zip(self._steps, names, strict=True)]
+        shown = ", ".join(f"[{name}]" if " + " in name else name for name in names)
         library = "CuPy" if self._uses_cupy else "NumPy"
-        place = "on the host, before the transfer" if self.on_host else f"on {self.device}"
-        return f"{', '.join(shown)} with {library} {place}"
+        return f"{shown} with {library} " + (
+            "on the host, before the transfer" if self.on_host else f"on {self.device}"
+        )
 
     def _channels_of(self, batch: Any) -> dict[Path, int]:
         """How many channels the images have that are to be normalised, as far as they are there yet."""
@@ -121,7 +122,7 @@ class Preprocess:
         return found
 
     def _run(self, step: Sequence[Transform], work: ArrayBatch, normalized: dict[Path, _Finish]) -> None:
-        normalize = next((transform for transform in step if isinstance(transform, Normalize)), None)
+        normalize = _normalize_in(step)
         if normalize is None:
             step[0](work)
             return
@@ -178,18 +179,13 @@ def _is_floating(part: Any) -> bool:
 
 
 def checked(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
-    """``transforms``, in an order that makes sense.
-
-    Raises:
-        TypeError: One is no transform.
-        ValueError: One comes after what it cannot follow.
-    """
+    """``transforms``; a TypeError where one is none, a ValueError where one comes after what it cannot follow."""
     if not isinstance(transforms, list | tuple):
         raise TypeError(
             f"preprocess={transforms!r} is of type {type(transforms).__name__}. Allowed: a list of transforms, such as"
             " [Normalize(0.5, 0.25)]."
         )
-    normalized: set[Any] = set()
+    normalized = set()
     for transform in transforms:
         if isinstance(transform, type) and issubclass(transform, Transform):
             raise TypeError(f"preprocess: {transform.__name__} is a class: write {transform.__name__}(...).")
@@ -217,9 +213,12 @@ def _joined(transforms: Sequence[Transform]) -> list[tuple[Transform, ...]]:
             runs.append([transform])
     steps: list[tuple[Transform, ...]] = []
     for run in runs:
-        is_pass = any(isinstance(transform, Normalize) for transform in run)
-        steps += [tuple(run)] if is_pass else [(transform,) for transform in run]
+        steps += [tuple(run)] if _normalize_in(run) else [(transform,) for transform in run]
     return steps
+
+
+def _normalize_in(transforms: Sequence[Transform]) -> Normalize | None:
+    return next((transform for transform in transforms if isinstance(transform, Normalize)), None)
 
 
 def _can_join(run: Sequence[Transform], transform: Transform) -> bool:

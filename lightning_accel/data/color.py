@@ -166,15 +166,11 @@ class ColorJitter(ImageTransform):
 
 
 def _in_unit_range(images: Array) -> Array:
-    """The images as float32 in [0, 1]; uint8 is taken as 0…255, as it is everywhere in torchvision.
-
-    Raises:
-        ValueError: Images of floating point go beyond that range (looked at on the host alone).
-    """
+    """The images as float32 in [0, 1]; uint8 is taken as 0…255, as it is everywhere in torchvision."""
     values = images.astype(np.float32)
+    # Looked at on the host alone: on a GPU, that would wait for it.
     if images.dtype == np.uint8:
         values *= np.float32(1 / 255)
-    # On a GPU, looking at them would wait for it.
     elif isinstance(values, np.ndarray) and values.size and not 0 <= values.min() <= values.max() <= 1:
         raise ValueError(
             f"ColorJitter: the images reach from {values.min():.3g} to {values.max():.3g}; it takes uint8, or floating"

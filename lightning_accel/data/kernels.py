@@ -124,15 +124,9 @@ def prepare(
 ) -> Callable[[], None]:
     """Sends the parameters to the device; what is returned makes ``out``, as often as it is called.
 
-    On CuPy's current stream, which has to be torch's. Waits for nothing: the host goes on at once.
-
-    Args:
-        images: ``(N, C, H, W)`` of CuPy, uint8 or float32, with any strides.
-        single_pass: What to make of them.
-        out: ``(N, C, height, width)`` of CuPy, float32, float16, or uint16 for the bits of bfloat16. Contiguous
-            with the channels last or not, as ``channels_last`` says.
-        kind: Of the output.
-        channels_last: Whether the channels of a pixel lie together in ``out``.
+    On CuPy's current stream, which has to be torch's. Waits for nothing: the host goes on at once. Both arrays are
+    CuPy's: ``images``, ``(N, C, H, W)``, uint8 or float32, with any strides; ``out``, ``(N, C, height, width)`` of
+    ``kind`` (uint16, the bits, for bfloat16), contiguous with the channels last or not, as ``channels_last`` says.
     """
     import cupy
 

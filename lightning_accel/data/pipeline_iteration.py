@@ -53,16 +53,7 @@ class _Job:
 
 
 class Run:
-    """Fetches, prepares and hands out batches in order.
-
-    Args:
-        source: The loader's iterator.
-        lane: How a batch is prepared. It is closed with the run.
-        position: Asked for the place of the first batch, once that is wanted.
-        depth: How many batches are prepared, or being prepared, beyond the one handed out.
-        in_background: Whether the thread fetches, too; otherwise :meth:`take` does.
-        snapshot: The loader's state, asked for after every fetch; None: it has none.
-    """
+    """Fetches, prepares and hands out batches in order."""
 
     def __init__(
         self,
@@ -76,12 +67,12 @@ class Run:
     ) -> None:
         self.progress = Progress()
         self._source: Iterator[Any] | None = source
-        self._lane = lane
-        self._ask_position = position
+        self._lane = lane  # is closed with the run
+        self._ask_position = position  # of the first batch, once that is wanted
         self._position: Position | None = None  # of the next batch
-        self._depth = depth
-        self._in_background = in_background
-        self._snapshot = snapshot
+        self._depth = depth  # how many batches are prepared, or being prepared, beyond the one handed out
+        self._in_background = in_background  # whether the thread fetches, too; otherwise `take` does
+        self._snapshot = snapshot  # the loader's state, asked for after every fetch; None: it has none
         self._jobs: deque[_Job] = deque()  # in order, the next to be handed out first
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -89,12 +80,7 @@ class Run:
         self._is_stopped = False
 
     def take(self) -> Any:
-        """The next batch.
-
-        Raises:
-            StopIteration: There is none, or the run was stopped.
-            Exception: What fetching or preparing this batch raised. The run is stopped by then.
-        """
+        """The next batch, as ``next`` has it; what fetching or preparing it raised, after the run was stopped."""
         if self._is_stopped:
             raise StopIteration
         while not self._is_exhausted and len(self._jobs) <= self._depth:

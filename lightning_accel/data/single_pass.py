@@ -68,13 +68,8 @@ class SinglePass:
 def run_on_host(images: NumpyArray, single_pass: SinglePass, out: NumpyArray, *, kind: Kind) -> None:
     """The pass in NumPy: sample by sample and channel by channel, so that what is in between stays in the cache.
 
-    The values are those of the transforms one by one, bit for bit.
-
-    Args:
-        images: ``(N, C, H, W)`` of uint8 or float32, in any layout.
-        single_pass: What to do.
-        out: ``(N, C, height, width)``, in any layout; of uint16, the bits, for bfloat16.
-        kind: The output's dtype.
+    The values are those of the transforms one by one, bit for bit. ``images``: ``(N, C, H, W)`` of uint8 or float32,
+    in any layout; ``out``: ``(N, C, height, width)`` of ``kind``, in any layout; of uint16, the bits, for bfloat16.
     """
     _, channels, height, width = images.shape
     # A plane is put together here, whole, before it is written into a layout that may scatter it.
@@ -100,12 +95,7 @@ def run_on_host(images: NumpyArray, single_pass: SinglePass, out: NumpyArray, *,
 
 
 def _as_bfloat16(values: NumpyArray, bits: NumpyArray) -> NumpyArray:
-    """The bits of ``values`` rounded to the nearest bfloat16, to even at ties, as uint16.
-
-    Args:
-        values: float32.
-        bits: Of the same shape, uint32, overwritten.
-    """
+    """The bits of float32 ``values`` rounded to bfloat16, to even at ties, as uint16; overwrites ``bits``, uint32."""
     whole = values.view(np.uint32)
     np.right_shift(whole, 16, out=bits)
     np.bitwise_and(bits, 1, out=bits)

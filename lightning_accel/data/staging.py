@@ -54,12 +54,7 @@ class Stager:
 
     A tensor in pageable memory is copied into a region of pinned memory first, by one core and not by all of them,
     and from there by the device; the region returns to its pool once that copy is over. A tensor that is pinned
-    already is copied from where it lies, and kept until then. Call it from one thread.
-
-    Args:
-        device: Where to.
-        pool: Where regions come from; None: pinned memory. It is closed with the stager.
-        mark: Marks what the current stream has been given so far.
+    already is copied from where it lies, and kept until then. Call it from one thread. ``pool`` is closed with it.
     """
 
     def __init__(
@@ -76,9 +71,6 @@ class Stager:
 
         Structure, shapes, dtypes and ``requires_grad`` stay, and so do strides where no elements share memory or
         leave gaps. What has no ``to`` stays as it is.
-
-        Raises:
-            Exception: Whatever an object's own ``to`` raises.
         """
         self.settle()
         load = _Load()
@@ -159,13 +151,7 @@ class Stager:
 
 
 def move_plainly(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """``batch`` with everything that has a method ``to`` moved by it.
-
-    Args:
-        batch: Of any structure.
-        device: Where to.
-        non_blocking: Whether to ask for this those methods that take it.
-    """
+    """``batch`` with everything that has a method ``to`` moved by it, ``non_blocking`` where that takes it."""
 
     def move(data: Any) -> Any:
         moved = data.to(device, non_blocking=True) if non_blocking and _takes_non_blocking(data) else data.to(device)

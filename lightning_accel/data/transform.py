@@ -71,11 +71,7 @@ class ImageTransform(Transform):
 
     @abstractmethod
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Any:
-        """What is to happen to each sample, as NumPy arrays; None: nothing.
-
-        Raises:
-            ValueError: Images of this shape cannot be transformed so.
-        """
+        """What is to happen to each sample, as NumPy arrays; None: nothing. A ValueError for a wrong shape."""
 
     @abstractmethod
     def apply(self, images: Array, drawn: Any, arrays: Arrays) -> Array:
@@ -101,12 +97,7 @@ class ImageTransform(Transform):
         return parts.evident_image(batch, type(self).__name__)
 
     def images(self, batch: ArrayBatch, path: Path) -> tuple[Array, bool]:
-        """The images as ``(N, C, H, W)``, and whether their channels come last in the batch.
-
-        Raises:
-            ValueError: The part does not have four dimensions.
-            TypeError: Its dtype is none that this transform takes.
-        """
+        """The images as ``(N, C, H, W)``, and whether their channels come last in the batch; checks them."""
         part = parts.get(batch.structure, path)
         if part.ndim != 4:
             raise ValueError(
@@ -170,11 +161,7 @@ def check_probability(owner: str, name: str, value: Any) -> None:
 
 
 def check_range(owner: str, name: str, value: Any, *, most: float = math.inf) -> tuple[float, float]:
-    """``value`` as a pair of finite numbers above 0, the first not larger than the second, nor that than ``most``.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """``value`` as a pair of finite numbers; a ValueError unless ``0 < smallest <= largest <= most``."""
     numbers = tuple(value) if isinstance(value, list | tuple) else ()
     if len(numbers) != 2 or not all(is_number(number) for number in numbers):
         raise ValueError(f"{owner}({name}={value!r}): give two numbers, (smallest, largest).")

@@ -47,10 +47,7 @@ def cholesky(cov: ArrayT, *, jitter: float = 0.0, asker: str = "cholesky") -> Ar
 def checked(asker: str, jitter: float, *, cov: Tensor, **others: Tensor) -> tuple[tuple[Tensor, ...], bool]:
     """``cov`` and the others in one dtype of 32 or 64 bits, and whether ``cov`` is symmetric to the last bit.
 
-    Raises:
-        TypeError: One of them is not floating point.
-        ValueError: ``jitter`` is no share, or a covariance is not square, not symmetric to the rounding of its dtype,
-            or not symmetric because it is not finite.
+    The errors are those of :func:`cholesky`, but for what is not positive definite.
     """
     tensors = _in_full(asker, {"cov": cov, **others})
     share: Any = jitter
@@ -60,11 +57,7 @@ def checked(asker: str, jitter: float, *, cov: Tensor, **others: Tensor) -> tupl
 
 
 def factorised(asker: str, cov: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """Symmetric matrices with jitter where need be, and their Cholesky factors.
-
-    Raises:
-        ValueError: A matrix is not finite or not positive definite.
-    """
+    """Symmetric matrices with jitter where need be, and their Cholesky factors; a ValueError where one has none."""
     matrices = cov
     factors, failed, is_well = _tried(matrices)
     if is_well:

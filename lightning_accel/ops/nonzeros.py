@@ -37,17 +37,11 @@ _MOST_NARROW = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What was kept of a tensor, in the order of its rows.
+    """What was kept of a tensor, in the order of its rows."""
 
-    Attributes:
-        indices: (D, nnz) by coordinates, one row a dimension; (1, nnz) by compressed rows, the columns.
-        values: (nnz,), of the tensor's dtype.
-        row_starts: (M + 1,) by compressed rows: where each row's values begin, and where the last one's end.
-    """
-
-    indices: Tensor
-    values: Tensor
-    row_starts: Tensor | None = None
+    indices: Tensor  # (D, nnz) by coordinates, one row a dimension; (1, nnz) by compressed rows, the columns
+    values: Tensor  # (nnz,), of the tensor's dtype
+    row_starts: Tensor | None = None  # (M + 1,) by compressed rows: where each begins, and where the last one ends
 
 
 def count(x: Tensor, kept: Kept) -> int:
@@ -63,12 +57,8 @@ def collect(x: Tensor, kept: Kept, *, compress_rows: bool, narrow: bool) -> Entr
     """The elements to be kept, and where they are. On a GPU the host waits once, for their number.
 
     Beside the result no more is allocated than one piece and its positions take: on a CPU 0.5 to 12 MiB, by density.
-
-    Args:
-        x: (M, N) to compress rows, else of any shape; any strides.
-        kept: Which elements.
-        compress_rows: CSR, rather than COO.
-        narrow: Indices are int32 where every number fits, rather than int64.
+    ``x``: (M, N) to compress rows, which is CSR rather than COO, else of any shape; any strides. ``narrow``: indices
+    are int32 where every number fits, rather than int64.
     """
     nnz, found = (_host_found if x.is_cpu else _device_found)(x, kept)
     fits = max(nnz if compress_rows else 0, *x.shape, 0) <= _MOST_NARROW

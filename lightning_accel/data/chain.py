@@ -108,9 +108,8 @@ class Preprocess:
         names = [" + ".join(type(transform).__name__ for transform in step) for step in self._steps]
         shown = ", ".join(f"[{name}]" if " + " in name else name for name in names)
         library = "CuPy" if self._uses_cupy else "NumPy"
-        return f"{shown} with {library} " + (
-            "on the host, before the transfer" if self.on_host else f"on {self.device}"
-        )
+        place = "on the host, before the transfer" if self.on_host else f"on {self.device}"
+        return f"{shown} with {library} {place}"
 
     def _channels_of(self, batch: Any) -> dict[Path, int]:
         """How many channels the images have that are to be normalised, as far as they are there yet."""
@@ -168,14 +167,10 @@ def _mapped(transform: Map, work: ArrayBatch, normalized: dict[Path, _Finish]) -
     found: dict[Path, _Finish] = {}
     for path, finish in normalized.items():
         places = [place for place, part in after.items() if part is before[path]]
-        if not places and _is_floating(after.get(path)):
+        if not places and parts.is_floating(after.get(path)):
             places = [path]  # computed from them, in all likelihood
         found |= dict.fromkeys(places, finish)
     return found
-
-
-def _is_floating(part: Any) -> bool:
-    return parts.is_array(part) and "float" in parts.kind_of(part)
 
 
 def checked(transforms: Sequence[Transform]) -> tuple[Transform, ...]:

@@ -41,8 +41,9 @@ def _find(batch: Any, key: Key | None, asker: str) -> Path:
     if key is None:
         return parts.evident_features(batch, asker)
     path = parts.named(batch, key, asker)
-    kind = parts.kind_of(parts.get(batch, path))
-    if "float" not in kind:
+    part = parts.get(batch, path)
+    if not parts.is_floating(part):
+        kind = parts.kind_of(part)
         raise TypeError(f"{asker}: the numbers are {kind}; it takes floating point. Put Normalize before it.")
     return path
 

@@ -123,6 +123,11 @@ def kind_of(part: Any) -> str:
     return str(part.dtype).removeprefix("torch.")
 
 
+def is_floating(part: Any) -> bool:
+    """Whether it is a tensor or an array of floating-point numbers."""
+    return is_array(part) and "float" in kind_of(part)
+
+
 def described(batch: Any) -> str:
     """What a batch holds, in words for an error: ``[0]: uint8 (8, 3, 32, 32), [1]: int64 (8,)``."""
     found = []

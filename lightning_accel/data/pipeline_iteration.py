@@ -9,13 +9,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from typing_extensions import override
 
-from lightning_accel.data.pipeline_lanes import Lane, Prepared
+from lightning_accel.data.pipeline_lanes import Job, Lane
 from lightning_accel.data.position import Position
 
 THREAD_NAME = "lightning-accel-pipeline"
@@ -32,24 +32,6 @@ class Progress:
     position: Position | None = None  # of the last batch handed out
     fetch_s: float = 0.0  # what fetching took so far
     prepare_s: float = 0.0  # what moving and preprocessing took so far, on the host
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """One batch on its way. ``fetched`` is there until it is prepared; all is complete once ``done``."""
-
-    position: Position
-    fetched: Any = None
-    after: list[torch.cuda.Event] = field(default_factory=list)
-    prepared: Prepared | None = None
-    state: Any = None
-    is_end: bool = False
-    error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def has_batch(self) -> bool:
-        return self.error is None and not self.is_end
 
 
 class Run:
@@ -73,8 +55,8 @@ class Run:
         self._depth = depth  # how many batches are prepared, or being prepared, beyond the one handed out
         self._in_background = in_background  # whether the thread fetches, too; otherwise `take` does
         self._snapshot = snapshot  # the loader's state, asked for after every fetch; None: it has none
-        self._jobs: deque[_Job] = deque()  # in order, the next to be handed out first
-        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: deque[Job] = deque()  # in order, the next to be handed out first
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_exhausted = False
         self._is_stopped = False
@@ -90,10 +72,10 @@ class Run:
         if self._is_stopped:  # meanwhile, by somebody else
             raise StopIteration
         self._jobs.popleft()
-        if job.prepared is None:
+        if not job.is_prepared:
             self._end(job)
         try:
-            batch = self._lane.hand_out(job.prepared)
+            batch = self._lane.hand_out(job)
         except BaseException:
             self.stop()
             raise
@@ -128,14 +110,14 @@ class Run:
     def _begin(self) -> None:
         position = self._ask_position() if self._position is None else self._position
         self._position = position.ahead(1)
-        job = _Job(position)
+        job = Job(position)
         if not self._in_background:
             self._fetch(job)
             if not job.has_batch:
                 job.done.set()
                 self._jobs.append(job)
                 return
-            job.after = self._lane.after(job.fetched)
+            job.after = self._lane.after(job.batch)
         if self._thread is None:
             # A daemon, so that a loader's worker that never answers cannot keep the interpreter from ending. Where it
             # answers, the thread is joined at exit, before torch and multiprocessing (whose hooks are older, so run
@@ -146,11 +128,11 @@ class Run:
         self._jobs.append(job)
         self._inbox.put(job)
 
-    def _fetch(self, job: _Job) -> None:
+    def _fetch(self, job: Job) -> None:
         assert self._source is not None
         began = time.perf_counter()
         try:
-            job.fetched = next(self._source)
+            job.batch = next(self._source)
             job.state = self._snapshot() if self._snapshot is not None else None
         except StopIteration:
             job.is_end = True
@@ -171,19 +153,19 @@ class Run:
             done.set()
         self._lane.close()
 
-    def _prepare(self, job: _Job) -> None:
+    def _prepare(self, job: Job) -> None:
         if self._in_background and not self._is_stopped:
             if self._is_exhausted:
                 job.is_end = True
             else:
                 self._fetch(job)
         if job.has_batch and not self._is_stopped:
-            fetched, job.fetched = job.fetched, None
             began = time.perf_counter()
-            job.prepared = self._lane.prepare(fetched, job.position, job.after)
+            self._lane.prepare(job)
+            job.is_prepared = True
             self.progress.prepare_s += time.perf_counter() - began
 
-    def _end(self, job: _Job) -> NoReturn:
+    def _end(self, job: Job) -> NoReturn:
         """Stops, and raises what stands in place of the batch."""
         error, job.error = job.error, None
         if job.is_end:

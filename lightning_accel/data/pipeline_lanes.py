@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,14 +27,26 @@ class BatchTransform(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Prepared:
-    """A batch that may be handed out."""
+class Job:
+    """One batch on its way. All is complete once ``done``."""
 
-    batch: Any
+    position: Position
+    batch: Any = None  # as the loader gave it, then as it is handed out
+    is_prepared: bool = False
+    after: list[torch.cuda.Event] = field(default_factory=list)  # what a device has to have done before
     # What was copied to the device for it. What was made of that may be views whose memory torch does not know to be
     # theirs, as those that went through DLPack.
     arrived: list[Tensor] = field(default_factory=list)
-    over: torch.cuda.Event | None = None  # when the device is done with preparing it; None: it is
+    over: torch.cuda.Event | None = None  # when the device is done with preparing it
+    state: Any = None  # the loader's, after the batch was fetched
+    is_end: bool = False
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether there is one to prepare: neither the end nor an error stands in its place."""
+        return self.error is None and not self.is_end
 
 
 class Lane:
@@ -54,26 +67,26 @@ class Lane:
         """Around :meth:`prepare`."""
         return nullcontext()
 
-    def prepare(self, batch: Any, position: Position, after: list[torch.cuda.Event]) -> Prepared:
-        """Moves and preprocesses a batch of the loader's; ``after``: what the device has to have done before."""
-        preprocess = self._preprocess
+    def prepare(self, job: Job) -> None:
+        """Moves and preprocesses the batch that was fetched."""
+        preprocess, batch, job.batch = self._preprocess, job.batch, None
         if preprocess is not None and preprocess.on_host:
-            batch = preprocess(batch, position)
-        prepared = self._move(batch, after)
+            batch = preprocess(batch, job.position)
+        batch = self._moved(batch, job)
         if preprocess is not None and not preprocess.on_host:
-            prepared.batch = preprocess(prepared.batch, position)
-        return prepared
+            batch = preprocess(batch, job.position)
+        job.batch = batch
 
-    def hand_out(self, prepared: Prepared) -> Any:
+    def hand_out(self, job: Job) -> Any:
         """The batch, for use from here on by what the consumer's thread asks of the device."""
-        return prepared.batch
+        return job.batch
 
     def close(self) -> None:
         """Sees what is under way to its end, and lets go of all memory."""
 
-    def _move(self, batch: Any, after: list[torch.cuda.Event]) -> Prepared:
+    def _moved(self, batch: Any, job: Job) -> Any:
         # Never non_blocking: https://github.com/pytorch/pytorch/issues/83015 (on MPS the copy reads freed memory).
-        return Prepared(batch if self._device.type == "cpu" else move_plainly(batch, self._device))
+        return batch if self._device.type == "cpu" else move_plainly(batch, self._device)
 
 
 class StreamLane(Lane):
@@ -101,20 +114,19 @@ class StreamLane(Lane):
         return torch.cuda.stream(self._side)
 
     @override
-    def prepare(self, batch: Any, position: Position, after: list[torch.cuda.Event]) -> Prepared:
-        prepared = super().prepare(batch, position, after)
-        prepared.over = current_mark()
-        return prepared
+    def prepare(self, job: Job) -> None:
+        super().prepare(job)
+        job.over = current_mark()
 
     @override
-    def hand_out(self, prepared: Prepared) -> Any:
-        assert prepared.over is not None
+    def hand_out(self, job: Job) -> Any:
+        assert job.over is not None
         current = torch.cuda.current_stream(self._device)
-        current.wait_event(prepared.over)
-        for tensor in (*prepared.arrived, *tensors_within(prepared.batch)):
+        current.wait_event(job.over)
+        for tensor in (*job.arrived, *tensors_within(job.batch)):
             if tensor.device == self._device:
                 tensor.record_stream(current)  # the allocator knows only of the stream that asked for it
-        return prepared.batch
+        return job.batch
 
     @override
     def close(self) -> None:
@@ -123,7 +135,8 @@ class StreamLane(Lane):
         self._stager.close()
 
     @override
-    def _move(self, batch: Any, after: list[torch.cuda.Event]) -> Prepared:
-        for mark in after:
+    def _moved(self, batch: Any, job: Job) -> Any:
+        for mark in job.after:
             self._side.wait_event(mark)
-        return Prepared(*self._stager.move(batch))
+        moved, job.arrived = self._stager.move(batch)
+        return moved

@@ -129,10 +129,8 @@ class ColorJitter(ImageTransform):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in Factors._fields:
-            value, most = getattr(self, name), 0.5 if name == "hue" else np.inf
-            if not is_number(value, 0, most):
-                allowed = "from 0 to 0.5" if name == "hue" else "0 or more"
-                raise ValueError(f"ColorJitter({name}={value!r}): give a number, {allowed}.")
+            most, allowed = (0.5, "from 0 to 0.5") if name == "hue" else (np.inf, "0 or more")
+            self._check(name, is_number(getattr(self, name), 0, most), f"a number, {allowed}")
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Factors | None:

@@ -64,8 +64,7 @@ class GaussianNoise(FeatureTransform):
         super().__post_init__()
         if (self.std is None) == (self.cov is None):
             raise ValueError(f"GaussianNoise(std={self.std!r}, cov={self.cov!r}): give one of the two.")
-        if self.std is not None and not is_number(self.std, least=0):
-            raise ValueError(f"GaussianNoise(std={self.std!r}): give a number, 0 or more.")
+        self._check("std", self.std is None or is_number(self.std, least=0), "a number, 0 or more")
         if self.cov is not None:
             object.__setattr__(self, "cov", _numbers(self.cov))
             _ = self._factor
@@ -194,9 +193,7 @@ class SlidingWindow(FeatureTransform):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("size", "step"):
-            value = getattr(self, name)
-            if not is_count(value, least=1):
-                raise ValueError(f"SlidingWindow({name}={value!r}): give a number of time steps, 1 or more.")
+            self._check(name, is_count(getattr(self, name), least=1), "a number of time steps, 1 or more")
 
     @override
     def __call__(self, batch: ArrayBatch) -> None:

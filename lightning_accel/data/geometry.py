@@ -15,22 +15,14 @@ from lightning_accel.data.transform import (
     FusibleTransform,
     ImageTransform,
     Shape,
-    check_probability,
-    check_range,
     is_count,
+    is_number,
     per_sample,
     uniform,
 )
 
 _CHUNK_BYTES = 64 << 20  # so much of what is interpolated at a time
 _ATTEMPTS = 10  # at a box that fits into the image, as in torchvision
-
-
-class Corners(NamedTuple):
-    """The upper left corner of each sample's crop, ``(N,)`` each; negative in the padding."""
-
-    top: NumpyArray
-    left: NumpyArray
 
 
 class Boxes(NamedTuple):
@@ -60,11 +52,10 @@ class RandomCrop(FusibleTransform):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "size", _size("RandomCrop", self.size))
-        if not is_count(self.padding, least=0):
-            raise ValueError(f"RandomCrop(padding={self.padding!r}): give a number of pixels, 0 or more.")
+        self._check("padding", is_count(self.padding, least=0), "a number of pixels, 0 or more")
 
     @override
-    def draw(self, shape: Shape, rng: np.random.Generator | None) -> Corners:
+    def draw(self, shape: Shape, rng: np.random.Generator | None) -> tuple[NumpyArray, NumpyArray]:
         height, width = _height_and_width(self.size)
         room = shape.height + 2 * self.padding - height, shape.width + 2 * self.padding - width
         if min(room) < 0:
@@ -74,13 +65,13 @@ class RandomCrop(FusibleTransform):
                 " give a smaller size or more padding=, or enlarge the images first."
             )
         if rng is None:
-            corners = (np.full(shape.samples, round(space / 2)) for space in room)
+            top, left = (np.full(shape.samples, round(space / 2)) for space in room)
         else:
-            corners = (rng.integers(0, space + 1, shape.samples) for space in room)
-        return Corners(*((corner - self.padding).astype(np.int32) for corner in corners))
+            top, left = (rng.integers(0, space + 1, shape.samples) for space in room)
+        return (top - self.padding).astype(np.int32), (left - self.padding).astype(np.int32)
 
     @override
-    def apply(self, images: Array, drawn: Corners, arrays: Arrays) -> Array:
+    def apply(self, images: Array, drawn: tuple[NumpyArray, NumpyArray], arrays: Arrays) -> Array:
         xp, pad = arrays.xp, self.padding
         height, width = _height_and_width(self.size)
         if pad:
@@ -90,12 +81,12 @@ class RandomCrop(FusibleTransform):
         # Every place where the window could be, as a view; of which one for each sample is copied.
         shape = samples, rows - height + 1, columns - width + 1, channels, height, width
         windows = xp.lib.stride_tricks.as_strided(images, shape, (n, y, x, c, y, x))
-        top, left = arrays.upload(drawn.top + pad), arrays.upload(drawn.left + pad)
+        top, left = (arrays.upload(corner + pad) for corner in drawn)
         return windows[xp.arange(samples), top, left]
 
     @override
-    def compose(self, onto: SinglePass, drawn: Corners) -> None:
-        onto.crop(drawn.top, drawn.left, *_height_and_width(self.size))
+    def compose(self, onto: SinglePass, drawn: tuple[NumpyArray, NumpyArray]) -> None:
+        onto.crop(*drawn, *_height_and_width(self.size))
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,7 +101,7 @@ class RandomHorizontalFlip(FusibleTransform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_probability("RandomHorizontalFlip", "p", self.p)
+        self._check("p", is_number(self.p, 0, 1), "a probability, from 0 to 1")
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> NumpyArray | None:
@@ -150,8 +141,8 @@ class RandomResizedCrop(ImageTransform):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "size", _size("RandomResizedCrop", self.size))
-        object.__setattr__(self, "scale", check_range("RandomResizedCrop", "scale", self.scale, most=1))
-        object.__setattr__(self, "ratio", check_range("RandomResizedCrop", "ratio", self.ratio))
+        self._check_range("scale", most=1)
+        self._check_range("ratio")
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Boxes:

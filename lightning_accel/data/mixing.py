@@ -14,16 +14,7 @@ from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.parts import Key, Path
 from lightning_accel.data.single_pass import NumpyArray
-from lightning_accel.data.transform import (
-    ImageTransform,
-    Shape,
-    check_probability,
-    check_range,
-    is_count,
-    is_number,
-    per_sample,
-    uniform,
-)
+from lightning_accel.data.transform import ImageTransform, Shape, is_count, is_number, per_sample, uniform
 
 
 class Rectangles(NamedTuple):
@@ -63,11 +54,10 @@ class RandomErasing(ImageTransform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_probability("RandomErasing", "p", self.p)
-        if not is_number(self.value):
-            raise ValueError(f"RandomErasing(value={self.value!r}): give a number.")
-        object.__setattr__(self, "scale", check_range("RandomErasing", "scale", self.scale, most=1))
-        object.__setattr__(self, "ratio", check_range("RandomErasing", "ratio", self.ratio))
+        self._check("p", is_number(self.p, 0, 1), "a probability, from 0 to 1")
+        self._check("value", is_number(self.value), "a number")
+        self._check_range("scale", most=1)
+        self._check_range("ratio")
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Rectangles | None:
@@ -111,11 +101,9 @@ class _Blending(ImageTransform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
-        if not is_number(self.alpha) or self.alpha <= 0:
-            raise ValueError(f"{name}(alpha={self.alpha!r}): give a number above 0.")
-        if self.num_classes is not None and not is_count(self.num_classes, least=1):
-            raise ValueError(f"{name}(num_classes={self.num_classes!r}): give the number of classes, 1 or more.")
+        self._check("alpha", is_number(self.alpha) and self.alpha > 0, "a number above 0")
+        is_known = self.num_classes is None or is_count(self.num_classes, least=1)
+        self._check("num_classes", is_known, "the number of classes, 1 or more")
 
     @override
     def __call__(self, batch: ArrayBatch) -> None:

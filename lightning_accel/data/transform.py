@@ -34,6 +34,21 @@ class Transform(ABC):
     def __call__(self, batch: ArrayBatch) -> None:
         """Changes ``batch``. Without random numbers, only what is deterministic happens."""
 
+    def _check(self, name: str, is_right: bool, allowed: str) -> None:
+        """Raises a ``ValueError`` that names the setting and what is ``allowed``, unless it is right."""
+        if not is_right:
+            raise ValueError(f"{type(self).__name__}({name}={getattr(self, name)!r}): give {allowed}.")
+
+    def _check_range(self, name: str, most: float = math.inf) -> None:
+        """Makes the setting a pair of numbers, ``0 < smallest <= largest <= most``; else raises a ``ValueError``."""
+        value = getattr(self, name)
+        is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
+        self._check(name, is_pair, "two numbers, (smallest, largest)")
+        smallest, largest = map(float, value)
+        limit = "" if most == math.inf else f" <= {most:g}"
+        self._check(name, 0 < smallest <= largest <= most, f"(smallest, largest), with 0 < smallest <= largest{limit}")
+        object.__setattr__(self, name, (smallest, largest))
+
     def given(self) -> dict[str, Any]:
         """The settings that are not as they are by default."""
         values = {setting.name: (getattr(self, setting.name), setting.default) for setting in fields(self)}
@@ -152,20 +167,3 @@ def is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> b
 def is_count(value: Any, least: int) -> bool:
     """Whether it is an integer of ``least`` or more, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def check_probability(owner: str, name: str, value: Any) -> None:
-    """Raises a ``ValueError`` unless ``value`` is a number from 0 to 1."""
-    if not is_number(value, 0, 1):
-        raise ValueError(f"{owner}({name}={value!r}): a probability is a number from 0 to 1.")
-
-
-def check_range(owner: str, name: str, value: Any, *, most: float = math.inf) -> tuple[float, float]:
-    """``value`` as a pair of finite numbers; a ValueError unless ``0 < smallest <= largest <= most``."""
-    numbers = tuple(value) if isinstance(value, list | tuple) else ()
-    if len(numbers) != 2 or not all(is_number(number) for number in numbers):
-        raise ValueError(f"{owner}({name}={value!r}): give two numbers, (smallest, largest).")
-    if not 0 < numbers[0] <= numbers[1] <= most:
-        limit = "" if most == math.inf else f" <= {most:g}"
-        raise ValueError(f"{owner}({name}={value!r}): give (smallest, largest), with 0 < smallest <= largest{limit}.")
-    return float(numbers[0]), float(numbers[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -159,7 +159,9 @@ def _why_no_cupy(index: int) -> str | None:
             # Compiled by CuPy, which needs the libraries of the CUDA that it was built for.
             works = arrays.tensor(arrays.array(numbers) * 2 + 1).tolist() == [1, 3, 5, 7]
     except Exception as error:
-        built = _cuda_of(cupy)
+        built = ""
+        with suppress(Exception):
+            built = str(cupy.cuda.runtime.runtimeGetVersion() // 1000)
         if wanted and built and built != wanted:
             return (
                 f"this CuPy was built for CUDA {built} and torch for CUDA {wanted} ({_first_line(error)}):"
@@ -167,14 +169,6 @@ def _why_no_cupy(index: int) -> str | None:
             )
         return f"CuPy does not work on this device ({type(error).__name__}: {_first_line(error)}): reinstall {package}"
     return None if works else f"CuPy computes wrong numbers on this device: reinstall {package}"
-
-
-def _cuda_of(cupy: Any) -> str:
-    """The major version of the CUDA that CuPy was built for; empty where it does not say."""
-    try:
-        return str(cupy.cuda.runtime.runtimeGetVersion() // 1000)
-    except Exception:
-        return ""
 
 
 def _cupy() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_accel.data import kernels, parts
-from lightning_accel.data.arrays import CupyArrays, NumpyArrays, why_no_cupy, writable
+from lightning_accel.data.arrays import Array, CupyArrays, NumpyArrays, why_no_cupy, writable
 from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.color import ColorJitter, Normalize
 from lightning_accel.data.geometry import RandomCrop
@@ -126,16 +126,16 @@ class Preprocess:
             step[0](work)
             return
         path = normalize.find(work.structure)
-        is_nhwc = normalize.images(work, path)[1]
+        images, is_nhwc = normalize.images(work, path)
         finish = _Finish(
             dtype=torch.float32 if normalize.dtype == "float32" else self._dtype,
             memory_format=torch.channels_last if is_nhwc or self._channels_last() else torch.contiguous_format,
             is_nhwc=is_nhwc,
         )
         if self._fuse:
-            # What is to come works in float32.
-            is_last = step is self._steps[-1]
-            _in_one_pass(step, work, path, finish if is_last else replace(finish, dtype=torch.float32))
+            dtype = finish.dtype if step is self._steps[-1] else torch.float32  # as what is to come works in
+            out = _in_one_pass(step, images, work, dtype, finish.memory_format)
+            work.write(path, out.permute(0, 2, 3, 1) if is_nhwc else out, in_float32=True)
         else:
             normalize(work)
             work.write(path, work.read(path), in_float32=True)
@@ -225,22 +225,22 @@ def _can_join(run: Sequence[Transform], transform: Transform) -> bool:
     return transform.key == first.key and not is_taken
 
 
-def _in_one_pass(step: Sequence[Transform], work: ArrayBatch, path: Path, finish: _Finish) -> None:
-    transforms = cast(Sequence[FusibleTransform], step)
-    images, is_nhwc = transforms[0].images(work, path)
+def _in_one_pass(
+    step: Sequence[Transform], images: Array, work: ArrayBatch, dtype: torch.dtype, memory_format: torch.memory_format
+) -> Tensor:
     if images.dtype not in (np.uint8, np.float32):
         images = images.astype(np.float32)
     samples, channels, *_ = images.shape
     onto = SinglePass.copying(*images.shape, is_uint8=images.dtype == np.uint8)
-    for transform in transforms:
+    for transform in cast(Sequence[FusibleTransform], step):
         drawn = transform.draw(Shape(samples, channels, onto.height, onto.width), work.rng)
         if drawn is not None:
             transform.compose(onto, drawn)
-    out = work.arrays.empty((samples, channels, onto.height, onto.width), finish.dtype, finish.memory_format)
+    out = work.arrays.empty((samples, channels, onto.height, onto.width), dtype, memory_format)
     kind = cast(Kind, parts.kind_of(out))
     if isinstance(work.arrays, NumpyArrays):
         run_on_host(images, onto, writable(work.arrays, out), kind=kind)
     elif samples:
-        is_last = finish.memory_format == torch.channels_last
-        kernels.run(images, onto, writable(work.arrays, out), kind=kind, channels_last=is_last)
-    work.write(path, out.permute(0, 2, 3, 1) if is_nhwc else out, in_float32=True)
+        channels_last = memory_format == torch.channels_last
+        kernels.run(images, onto, writable(work.arrays, out), kind=kind, channels_last=channels_last)
+    return out

@@ -74,7 +74,6 @@ def plan_launch(
     *,
     kind: Kind,
     channels_last: bool,
-    max_grid_y: int = MAX_GRID_Y,
 ) -> Launch:
     """How to make ``single_pass`` of images of this shape ``(N, C, H, W)``, with these strides in elements."""
     count, channels, in_height, in_width = shape
@@ -108,7 +107,7 @@ def plan_launch(
         shared_bytes=turn * TURNS * staged * (4 if kind == "float32" else 2),
         strides=tuple(strides),
         numbers=(channels, in_height, in_width, height, width, turn // width, turn % width),
-        samples=tuple((first, min(max_grid_y, count - first)) for first in range(0, count, max_grid_y)),
+        samples=tuple((first, min(MAX_GRID_Y, count - first)) for first in range(0, count, MAX_GRID_Y)),
     )
 
 

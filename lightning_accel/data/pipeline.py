@@ -135,8 +135,9 @@ class DevicePipeline:
         run = Run(
             source,
             self._lane(),
-            self._first_position(inner.progress),
+            inner.position,
             inner.depth,
+            before=inner.progress,
             in_background=_only_takes_from_a_queue(inner.loader, source),
             snapshot=self._snapshot(),
         )
@@ -146,18 +147,6 @@ class DevicePipeline:
         iteration = Iteration(run)
         inner.under_way.add(iteration)
         return iteration
-
-    def _first_position(self, before: Progress) -> Callable[[], Position]:
-        """Where the next iteration begins; ``before``: how far the one before it has come."""
-        given = self._inner.position  # not the pipeline: an iteration would keep a loader that is dropped
-
-        def ask() -> Position:
-            position = given()
-            # A shorter loader that begins anew within an epoch, asked for a batch before that is counted: Lightning
-            # fetches one early where it knows no length.
-            return position.ahead(1) if position == before.position else position
-
-        return ask
 
     def _lane(self) -> Lane:
         inner = self._inner

@@ -44,6 +44,7 @@ class Run:
         position: Callable[[], Position],
         depth: int,
         *,
+        before: Progress | None = None,
         in_background: bool,
         snapshot: Callable[[], Any] | None = None,
     ) -> None:
@@ -52,6 +53,7 @@ class Run:
         self._lane = lane  # is closed with the run
         self._ask_position = position  # of the first batch, once that is wanted
         self._position: Position | None = None  # of the next batch
+        self._before = before or Progress()  # how far the run before this one came
         self._depth = depth  # how many batches are prepared, or being prepared, beyond the one handed out
         self._in_background = in_background  # whether the thread fetches, too; otherwise `take` does
         self._snapshot = snapshot  # the loader's state, asked for after every fetch; None: it has none
@@ -108,7 +110,12 @@ class Run:
         self._source = None
 
     def _begin(self) -> None:
-        position = self._ask_position() if self._position is None else self._position
+        position = self._position
+        if position is None:
+            position = self._ask_position()
+            # A shorter loader that begins anew within an epoch, asked for a batch before that is counted: Lightning
+            # fetches one early where it knows no length.
+            position = position.ahead(1) if position == self._before.position else position
         self._position = position.ahead(1)
         job = Job(position)
         if not self._in_background:

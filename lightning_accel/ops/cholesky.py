@@ -10,7 +10,6 @@ from torch import Tensor
 from lightning_accel.ops.arrays import ArrayT, as_tensors
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ALREADY_FULL = ({torch.float32}, {torch.float64})
 _ASYMMETRY = 1e-4  # of two features' standard deviations: more than rounding in float32 leaves
 _JITTERS = 4  # of one size, of ten times that, and so on
 
@@ -88,17 +87,14 @@ def least_deviation(dtype: torch.dtype) -> float:
 
 
 def _in_full(asker: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    if dtypes in _ALREADY_FULL:
-        return tuple(tensors.values())
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise TypeError(
                 f"{asker}({name}=...) holds {str(tensor.dtype).removeprefix('torch.')}. Allowed: float16, bfloat16,"
                 f" float32, float64; convert it, or take the real part where {name} is complex."
             )
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    return tuple([tensor.to(dtype) for tensor in tensors.values()])
+    is_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+    return tuple([tensor.to(torch.float64 if is_double else torch.float32) for tensor in tensors.values()])
 
 
 def _is_exactly_symmetric(asker: str, cov: Tensor, dtype: torch.dtype) -> bool:

@@ -20,7 +20,7 @@ _CLEARLY_LESS = 0.95  # the clocks of shared machines tell no more
 # In roundings of D numbers. Of 288,000 matrices near singular (of low rank, of kernels, with one small eigenvalue) none
 # that Cholesky refuses got past it; Kahan's (1966), singular without a small pivot, may.
 _MARGIN = 100
-_MOST_COLUMNS = 128  # of several matrices at once, see _lu_is_safe
+_MOST_COLUMNS = 128  # of several matrices at once
 
 Kind = tuple[torch.device, torch.dtype, int, int]
 _lu_wins: dict[Kind, bool] = {}
@@ -72,7 +72,10 @@ def _quickly(cov: Tensor, is_exact: bool) -> _Root | None:
     """By the faster way, where it finds ``cov`` positive definite and stays within the range of the dtype."""
     count = cov.shape[:-2].numel()
     kind = (cov.device, cov.dtype, cov.shape[-1], count.bit_length())
-    if not is_exact or not _lu_is_safe(cov, count):
+    # Torch calls MKL's LU from several threads at once, which from 150 columns on gives wrong numbers, once
+    # torch.set_num_threads has been called: https://github.com/pytorch/pytorch/issues/142815
+    lu_is_right = count == 1 or cov.device.type != "cpu" or cov.shape[-1] <= _MOST_COLUMNS
+    if not is_exact or not lu_is_right or torch.are_deterministic_algorithms_enabled():
         return _by_cholesky(cov)
     if kind not in _lu_wins:
         _lu_wins[kind] = _lu_is_faster(cov)
@@ -84,20 +87,9 @@ def _quickly(cov: Tensor, is_exact: bool) -> _Root | None:
     return root
 
 
-def _lu_is_safe(cov: Tensor, count: int) -> bool:
-    if torch.are_deterministic_algorithms_enabled():
-        return False
-    # Torch calls MKL's LU from several threads at once, which from 150 columns on gives wrong numbers, once
-    # torch.set_num_threads has been called: https://github.com/pytorch/pytorch/issues/142815
-    return count == 1 or cov.device.type != "cpu" or cov.shape[-1] <= _MOST_COLUMNS
-
-
 def _by_cholesky(cov: Tensor) -> _Root | None:
     factors, found = torch.linalg.cholesky_ex(cov)
-    if _extremes(found)[1] != 0:
-        return None
-    root = _product(diagonals(factors))
-    return None if root is None else _Root(root, lambda: factors)
+    return _rooted(diagonals(factors), lambda: factors) if _extremes(found)[1] == 0 else None
 
 
 def _by_lu(cov: Tensor) -> _Root | None:
@@ -115,19 +107,18 @@ def _by_lu(cov: Tensor) -> _Root | None:
     least = _MARGIN * size * torch.finfo(cov.dtype).eps * diagonals(cov)
     if not ((rows == unswapped) & (pivots > least)).all():
         return None
-    root = _product(pivots.sqrt())
-    return None if root is None else _Root(root, lambda: (factors * pivots.rsqrt()[..., None]).mT)
+    return _rooted(pivots.sqrt(), lambda: (factors * pivots.rsqrt()[..., None]).mT)
 
 
-def _product(deviations: Tensor) -> Tensor | None:
-    """The products of ``(..., D)``; None where a deviation is too small, or not finite."""
+def _rooted(deviations: Tensor, factors: Callable[[], Tensor]) -> _Root | None:
+    """The products of the deviations ``(..., D)``; None where one is too small, or not finite."""
     least, most = _extremes(deviations)
     if not (least_deviation(deviations.dtype) <= least and most < math.inf):
         return None
     limits, size = torch.finfo(deviations.dtype), deviations.shape[-1]
     lowest, highest = size * math.log(min(least, 1)), size * math.log(max(most, 1))
     stays_within = lowest > math.log(limits.tiny) and highest < math.log(limits.max)
-    return deviations.prod(-1) if stays_within else _through_logarithms(deviations)
+    return _Root(deviations.prod(-1) if stays_within else _through_logarithms(deviations), factors)
 
 
 def _through_logarithms(deviations: Tensor) -> Tensor:

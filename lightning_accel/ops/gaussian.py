@@ -48,11 +48,12 @@ def sample(mean: ArrayT, cov: ArrayT, n: int, generator: Any = None, *, jitter: 
         TypeError: ``generator`` is of another library, or an array is not floating point.
         ValueError: ``n`` is no number of samples, shapes do not fit, or as of :func:`cholesky`.
     """
-    count = _checked_count(n)
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 0:
+        raise ValueError(f"sample(n={n!r}): give a number of samples, 0 or more.")
     (given_mean, given_cov), back = as_tensors("sample", mean=mean, cov=cov)
     factors, (means,) = _prepared("sample", jitter, given_cov, mean=given_mean)
     batch = np.broadcast_shapes(means.shape[:-1], factors.shape[:-2])
-    noise = _standard_normal((*batch, count, means.shape[-1]), factors, library_of(mean), generator)
+    noise = _standard_normal((*batch, int(n), means.shape[-1]), factors, library_of(mean), generator)
     # Autocast would multiply in 16 bits.
     with torch.autocast(factors.device.type, enabled=False):
         samples = means[..., None, :] + noise @ factors.mT
@@ -100,12 +101,6 @@ def _whitened(
     factors, (points, means) = _prepared(asker, jitter, given[2], x=given[0], mean=given[1])
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in given))
     return factors, _solved(factors, points - means), dtype, back
-
-
-def _checked_count(n: Any) -> int:
-    if isinstance(n, bool) or not isinstance(n, Integral) or n < 0:
-        raise ValueError(f"sample(n={n!r}): give a number of samples, 0 or more.")
-    return int(n)
 
 
 def _prepared(asker: str, jitter: float, cov: Tensor, **points: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -135,17 +135,11 @@ def _pieces(x: Any, size: int) -> Iterator[Any]:
 def _host_found(x: Tensor, kept: Kept) -> tuple[int, Iterator[tuple[Any, Any]]]:
     """How many there are, and the pieces with the positions in them."""
     array, test = _as_numpy(x), _host_test(kept, x.dtype)
-    known: Iterable[Any] = itertools.repeat(None)
-    if x.is_contiguous():
-        nnz, known = _first_pass(array, test)
-    else:
-        nnz = count(x, kept)  # in another order
-
-    def found() -> Iterator[tuple[Any, Any]]:
-        for piece, positions in zip(_pieces(array, _HOST_PIECE), known, strict=False):
-            yield piece, np.flatnonzero(test(piece)) if positions is None else positions
-
-    return nnz, found()
+    known: Iterable[Any]
+    # What is not contiguous is counted in another order.
+    nnz, known = _first_pass(array, test) if x.is_contiguous() else (count(x, kept), itertools.repeat(None))
+    pieces = zip(_pieces(array, _HOST_PIECE), known, strict=False)
+    return nnz, ((piece, np.flatnonzero(test(piece)) if at is None else at) for piece, at in pieces)
 
 
 def _first_pass(array: Any, test: Test) -> tuple[int, list[Any]]:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_bytes
 from lightning_accel.data import Normalize, Position, Preprocess, RandomCrop, RandomHorizontalFlip
-from lightning_accel.data.single_pass import PassBuilder, SinglePass
+from lightning_accel.data.single_pass import SinglePass
 from lightning_accel.data.transform import Shape
 
 N, C, SIZE, PADDING = 256, 3, 224, 4
@@ -51,9 +51,9 @@ def separate(images: Tensor, drawn: SinglePass, flips: Tensor, dtype: torch.dtyp
 def draw(images: Tensor) -> tuple[SinglePass, Tensor]:
     """The crops and flips that `Preprocess` draws for the first batch of training."""
     crop, flip, _ = CHAIN
-    rng, onto = Position().generator(0), PassBuilder(*images.shape, is_uint8=True)
+    rng, onto = Position().generator(0), SinglePass.copying(*images.shape, is_uint8=True)
     crop.compose(onto, crop.draw(Shape(*images.shape), rng))
-    return onto.build(), torch.from_numpy(flip.draw(Shape(N, C, SIZE, SIZE), rng))
+    return onto, torch.from_numpy(flip.draw(Shape(N, C, SIZE, SIZE), rng))
 
 
 def numba_pass(images: Tensor, drawn: SinglePass) -> Callable[[], Any] | None:

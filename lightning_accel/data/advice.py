@@ -16,34 +16,29 @@ WORTH_ADVICE = 0.1  # of the training time spent waiting
 def waiting_advice(
     loaders: Sequence[Any], data_wait_frac: float, device: torch.device, *, preprocesses: bool, cores: int
 ) -> list[str]:
-    """Lines of advice for a training that waits for its loaders; empty where it hardly does.
+    """Lines of advice for a training that spent a part of its time, from 0 to 1, waiting for its loaders.
 
-    Args:
-        loaders: Those of the training.
-        data_wait_frac: The part of the training time that was spent waiting for them, from 0 to 1.
-        device: Of the model.
-        preprocesses: Whether the run has ``preprocess`` transforms, which bring pinned memory of their own.
-        cores: How many this process may use.
+    Empty where it hardly did. ``preprocesses``: whether the run has transforms, which bring pinned memory of their own;
+    ``cores``: how many this process may use.
     """
     if data_wait_frac <= WORTH_ADVICE:
         return []
     known = [loader for loader in loaders if isinstance(loader, DataLoader)]
+    pipelines = [loader for loader in loaders if isinstance(loader, DevicePipeline)]
+    fetch_s, prepare_s = (sum(loader.seconds[part] for loader in pipelines) for part in (0, 1))
+    # A core is left to the training, which on a CPU takes what it can get.
+    workers = max(1, min(cores - 1, 8))
+    with_workers = f"DataLoader(..., num_workers={workers}, persistent_workers=True)"
     lines = [f"{data_wait_frac:.0%} of the training time was spent waiting for data."]
-    seconds = [loader.seconds for loader in loaders if isinstance(loader, DevicePipeline)]
-    fetch_s, prepare_s = (sum(times) for times in zip(*seconds, strict=True)) if seconds else (0.0, 0.0)
     if prepare_s > fetch_s:
         return [
             *lines,
             f"Preparing batches took {prepare_s:.1f} s of the epoch, fetching them {fetch_s:.1f} s: it waits for the"
             " transforms. Move those that work on single samples into the dataset, and load with workers:"
-            f" DataLoader(..., num_workers={_workers(cores)}, persistent_workers=True); or leave some out.",
+            f" {with_workers}; or leave some out.",
         ]
-    workers = _workers(cores)
     if any(loader.num_workers == 0 for loader in known):
-        lines.append(
-            "Load in other processes, while the model computes:"
-            f" DataLoader(..., num_workers={workers}, persistent_workers=True) instead of num_workers=0."
-        )
+        lines.append(f"Load in other processes, while the model computes: {with_workers} instead of num_workers=0.")
     short = [loader.num_workers for loader in known if 0 < loader.num_workers < workers]
     if short:
         lines.append(f"Load in more processes: DataLoader(..., num_workers={workers}) instead of {min(short)}.")
@@ -65,8 +60,3 @@ def waiting_advice(
             " __getitem__, its disk, or more cores."
         )
     return lines
-
-
-def _workers(cores: int) -> int:
-    # A core is left to the training, which on a CPU takes what it can get.
-    return max(1, min(cores - 1, 8))

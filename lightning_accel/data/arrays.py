@@ -4,92 +4,46 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
-from typing_extensions import override
+
+from lightning_accel.ops.arrays import numpy_as_tensor, plain
 
 Array = Any  # of NumPy or CuPy
 
 
-class Arrays(ABC):
-    """One array library at work on the tensors of one batch.
+class NumpyArrays:
+    """NumPy at work on tensors in the host's memory; ``xp`` is the library."""
 
-    Attributes:
-        xp: The library: ``numpy`` or ``cupy``.
-        name: As users know it.
-        device: Of the tensors.
-    """
+    xp: Any = np
 
-    xp: Any
-    name: str
-    device: torch.device
-
-    @abstractmethod
     @contextmanager
     def running(self) -> Iterator[None]:
         """Entered around everything that computes with the arrays."""
-
-    @abstractmethod
-    def array(self, tensor: Tensor) -> Array:
-        """The tensor's memory as an array; of float32 where the library lacks the dtype (bfloat16)."""
-
-    @abstractmethod
-    def tensor(self, array: Array) -> Tensor:
-        """The array as a tensor: the same memory where torch can have it so, else a copy."""
-
-    @abstractmethod
-    def upload(self, values: np.ndarray[Any, Any]) -> Array:
-        """Small values that were drawn on the host, as an array beside the batch."""
-
-    @abstractmethod
-    def empty(self, shape: tuple[int, int, int, int], dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
-        """New memory for images ``(N, C, H, W)``."""
-
-    def writable(self, tensor: Tensor) -> Array:
-        """A new tensor's memory, to be written by a kernel; bfloat16 as uint16 bits."""
-        if tensor.dtype == torch.bfloat16:
-            return self.array(tensor.view(torch.int16)).view(self.xp.uint16)
-        return self.array(tensor)
-
-
-class NumpyArrays(Arrays):
-    """NumPy, on tensors in the host's memory."""
-
-    name = "NumPy"
-    xp = np
-    device = torch.device("cpu")
-
-    @override
-    @contextmanager
-    def running(self) -> Iterator[None]:
         yield
 
-    @override
     def array(self, tensor: Tensor) -> Array:
-        tensor = _plain(tensor).cpu()  # where it is already, unless a loader gives tensors of a device without CuPy
+        """The tensor's memory as an array; of float32 where the library lacks the dtype (bfloat16)."""
+        tensor = plain(tensor).cpu()  # where it is already, unless a loader gives tensors of a device without CuPy
         return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
-    @override
     def tensor(self, array: Array) -> Tensor:
-        # Torch has no negative strides, and warns of memory that must not be written to.
+        """The array as a tensor: the same memory where torch can have it so, else a copy."""
         array = np.asarray(array)
-        is_shareable = array.flags.writeable and array.dtype.isnative
-        is_shareable &= all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
-        return torch.from_numpy(array if is_shareable else array.astype(array.dtype.newbyteorder("="), order="C"))
+        return numpy_as_tensor(array if array.flags.writeable else array.copy())  # whose tensor will be written to
 
-    @override
     def upload(self, values: np.ndarray[Any, Any]) -> Array:
+        """Small values that were drawn on the host, as an array beside the batch."""
         return values
 
-    @override
     def empty(self, shape: tuple[int, int, int, int], dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
+        """New memory for images ``(N, C, H, W)``."""
         # NumPy asks for large pages, torch does not, and writing to new small ones takes as long as the arithmetic.
         memory = torch.from_numpy(np.empty(math.prod(shape), f"i{dtype.itemsize}")).view(dtype)
         if memory_format == torch.contiguous_format:
@@ -98,8 +52,8 @@ class NumpyArrays(Arrays):
         return memory.view(samples, height, width, channels).permute(0, 3, 1, 2)
 
 
-class CupyArrays(Arrays):
-    """CuPy, on tensors of one CUDA device.
+class CupyArrays:
+    """CuPy at work on tensors of one CUDA device, with the methods of :class:`NumpyArrays`.
 
     What is handed out as a tensor is always memory that torch allocated as a tensor. Torch knows only of those which
     streams use them: :meth:`torch.Tensor.record_stream` silently passes over memory that came in through DLPack.
@@ -108,60 +62,53 @@ class CupyArrays(Arrays):
         device: The device of the tensors.
     """
 
-    name = "CuPy"
-
     def __init__(self, device: torch.device) -> None:
         self.xp = _cupy()
         # Without an index, torch means the current device.
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._origins: list[Tensor] = []
 
-    @override
     @contextmanager
     def running(self) -> Iterator[None]:
         cupy = self.xp
         # Asked for at each use: the current stream is another one inside the pipeline, and in a user's own context.
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        stream = torch.cuda.current_stream(self._device).cuda_stream
         allocator = cupy.cuda.PythonFunctionAllocator(_allocate, _free)
         try:
             with (
-                torch.cuda.device(self.device),
-                cupy.cuda.Device(self.device.index),
+                torch.cuda.device(self._device),
+                cupy.cuda.Device(self._device.index),
                 cupy.cuda.using_allocator(allocator.malloc),
-                cupy.cuda.ExternalStream(stream, self.device.index),
+                cupy.cuda.ExternalStream(stream, self._device.index),
             ):
                 yield
         finally:
             self._origins.clear()
 
-    @override
     def array(self, tensor: Tensor) -> Array:
-        tensor = _plain(tensor).to(self.device)  # where it is already, unless the user's own transfer left it behind
+        tensor = plain(tensor).to(self._device)  # where it is already, unless the user's own transfer left it behind
         tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         self._origins.append(tensor)
         return self.xp.from_dlpack(tensor)
 
-    @override
     def tensor(self, array: Array) -> Tensor:
-        view = self._as_view_of_origin(array)
+        dtype = from_dlpack(self.xp.empty(0, array.dtype)).dtype
+        view = self._as_view_of_origin(array, dtype)
         if view is not None:
             return view
-        dtype = from_dlpack(self.xp.empty(0, array.dtype)).dtype
-        tensor = torch.empty(array.shape, dtype=dtype, device=self.device)
+        tensor = torch.empty(array.shape, dtype=dtype, device=self._device)
         self.xp.from_dlpack(tensor)[...] = array
         return tensor
 
-    @override
     def upload(self, values: np.ndarray[Any, Any]) -> Array:
         # A copy from pageable memory would wait for the device. As bytes, since not every CuPy takes bool from others.
         pinned = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8)).pin_memory()
-        return self.array(pinned.to(self.device, non_blocking=True)).view(values.dtype).reshape(values.shape)
+        return self.array(pinned.to(self._device, non_blocking=True)).view(values.dtype).reshape(values.shape)
 
-    @override
     def empty(self, shape: tuple[int, int, int, int], dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device, memory_format=memory_format)
+        return torch.empty(shape, dtype=dtype, device=self._device, memory_format=memory_format)
 
-    def _as_view_of_origin(self, array: Array) -> Tensor | None:
+    def _as_view_of_origin(self, array: Array, dtype: torch.dtype) -> Tensor | None:
         """The array as a view of the tensor whose memory it lies in."""
         if not array.size or any(stride < 0 or stride % array.itemsize for stride in array.strides):
             return None
@@ -169,11 +116,20 @@ class CupyArrays(Arrays):
             storage = origin.untyped_storage()
             offset = array.data.ptr - storage.data_ptr()
             if 0 <= offset < storage.nbytes() and offset % array.itemsize == 0:
-                dtype = from_dlpack(self.xp.empty(0, array.dtype)).dtype
                 strides = [stride // array.itemsize for stride in array.strides]
-                empty = torch.empty(0, dtype=dtype, device=self.device)
+                empty = torch.empty(0, dtype=dtype, device=self._device)
                 return empty.set_(storage, offset // array.itemsize, array.shape, strides)
         return None
+
+
+Arrays = NumpyArrays | CupyArrays
+
+
+def writable(arrays: Arrays, tensor: Tensor) -> Array:
+    """A new tensor's memory, to be written by a kernel; bfloat16 as uint16 bits."""
+    if tensor.dtype == torch.bfloat16:
+        return arrays.array(tensor.view(torch.int16)).view(arrays.xp.uint16)
+    return arrays.array(tensor)
 
 
 def why_no_cupy(device: torch.device) -> str | None:
@@ -203,7 +159,9 @@ def _why_no_cupy(index: int) -> str | None:
             # Compiled by CuPy, which needs the libraries of the CUDA that it was built for.
             works = arrays.tensor(arrays.array(numbers) * 2 + 1).tolist() == [1, 3, 5, 7]
     except Exception as error:
-        built = _cuda_of(cupy)
+        built = ""
+        with suppress(Exception):
+            built = str(cupy.cuda.runtime.runtimeGetVersion() // 1000)
         if wanted and built and built != wanted:
             return (
                 f"this CuPy was built for CUDA {built} and torch for CUDA {wanted} ({_first_line(error)}):"
@@ -213,23 +171,10 @@ def _why_no_cupy(index: int) -> str | None:
     return None if works else f"CuPy computes wrong numbers on this device: reinstall {package}"
 
 
-def _cuda_of(cupy: Any) -> str:
-    """The major version of the CUDA that CuPy was built for; empty where it does not say."""
-    try:
-        return str(cupy.cuda.runtime.runtimeGetVersion() // 1000)
-    except Exception:
-        return ""
-
-
 def _cupy() -> Any:
     import cupy
 
     return cupy
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Without what array libraries do not know: gradients, and conjugations that torch has put off."""
-    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,24 +23,18 @@ class ArrayBatch:
         arrays: The library to make arrays with, running.
         rng: The batch's random numbers; None where nothing random may happen.
         channels: How many channels the images at a path have, where that is known.
-
-    Attributes:
-        structure: The batch as it is now, of tensors and arrays.
-        layouts: Whether the images at a path have their channels last. Settled when they are first looked at: a crop
-            to three columns must not make columns of what were channels.
     """
 
     def __init__(
-        self,
-        batch: Any,
-        arrays: Arrays,
-        rng: np.random.Generator | None = None,
-        channels: Mapping[Path, int] = MappingProxyType({}),
+        self, batch: Any, arrays: Arrays, rng: np.random.Generator | None, channels: Mapping[Path, int]
     ) -> None:
-        self.structure = batch
+        self.structure = batch  # as it is now, of tensors and arrays
         self.arrays = arrays
+        self.xp = arrays.xp
         self.rng = rng
         self.channels = channels
+        # Whether the images at a path have their channels last. Settled when they are first looked at: a crop to three
+        # columns must not make columns of what were channels.
         self.layouts: dict[Path, bool] = {}
         self._kind: type = arrays.xp.ndarray
         # What is an array in the user's own batch stays one.
@@ -49,11 +42,6 @@ class ArrayBatch:
         self._written: set[Path] = set()  # among them parts of objects that nobody can look into
         self._read: dict[int, tuple[Array, Tensor]] = {}  # what was read, and what it was
         self._bfloat16_paths: set[Path] = set()  # whose arrays are float32 because no array library has bfloat16
-
-    @property
-    def xp(self) -> Any:
-        """The array library."""
-        return self.arrays.xp
 
     def read(self, path: Path) -> Array:
         """The part at ``path`` as an array; bfloat16 as float32."""
@@ -86,8 +74,8 @@ class ArrayBatch:
                     self.write(path, self.read(path))
         return self.structure
 
-    def tensors(self) -> Any:
-        """The structure with a tensor for every array that a transform made."""
+    def tensors(self) -> None:
+        """Puts a tensor in the place of every array that a transform made."""
         made = dict(parts.parts_of(self.structure))
         for path in self._written - made.keys():
             with suppress(LookupError):  # a Map has taken it out again
@@ -95,7 +83,6 @@ class ArrayBatch:
         for path, part in made.items():
             if isinstance(part, self._kind) and id(part) not in self._users_own:
                 self.write(path, self._as_tensor(path, part))
-        return self.structure
 
     def _as_tensor(self, path: Path, array: Array) -> Tensor:
         _, was = self._read.get(id(array), (None, None))

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_accel.data import parts
-from lightning_accel.data.arrays import CupyArrays, NumpyArrays, why_no_cupy
+from lightning_accel.data import kernels, parts
+from lightning_accel.data.arrays import Array, CupyArrays, NumpyArrays, why_no_cupy, writable
 from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.color import ColorJitter, Normalize
 from lightning_accel.data.geometry import RandomCrop
 from lightning_accel.data.map import Map
 from lightning_accel.data.parts import Path
 from lightning_accel.data.position import Position
-from lightning_accel.data.single_pass import Kind, PassBuilder, run_on_host
+from lightning_accel.data.single_pass import Kind, SinglePass, run_on_host
 from lightning_accel.data.transform import FusibleTransform, Shape, Transform
 
 
@@ -62,12 +62,13 @@ class Preprocess:
         rank: int = 0,
         fuse: bool = True,
     ) -> None:
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"Preprocess(dtype={dtype}): allowed: torch.float32, torch.float16, torch.bfloat16.")
         self.transforms = checked(transforms)
         self.device = torch.device(device)
         self.complaint = (why_no_cupy(self.device) or "") if self.device.type == "cuda" else ""
-        self.on_host = self.device.type != "cpu" and (self.device.type != "cuda" or bool(self.complaint))
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"Preprocess(dtype={dtype}): allowed: torch.float32, torch.float16, torch.bfloat16.")
+        self._uses_cupy = self.device.type == "cuda" and not self.complaint
+        self.on_host = self.device.type != "cpu" and not self._uses_cupy
         self._dtype = dtype
         self._channels_last = channels_last if callable(channels_last) else lambda: channels_last
         self._seed = torch.initial_seed() if seed is None else seed
@@ -88,7 +89,7 @@ class Preprocess:
         """
         position = position or Position()
         rng = position.generator(self._seed, self._rank) if position.training else None
-        arrays = NumpyArrays() if self.on_host or self.device.type == "cpu" else CupyArrays(self.device)
+        arrays = CupyArrays(self.device) if self._uses_cupy else NumpyArrays()
         with torch.no_grad(), arrays.running():
             work = ArrayBatch(batch, arrays, rng, self._channels_of(batch))
             normalized: dict[Path, _Finish] = {}
@@ -105,10 +106,10 @@ class Preprocess:
     def describe(self) -> str:
         """In a line: the transforms, those in brackets in one pass, and who computes them."""
         names = [" + ".join(type(transform).__name__ for transform in step) for step in self._steps]
-        shown = [f"[{name}]" if len(step) > 1 else name for step, name in zip(self._steps, names, strict=True)]
-        library = "NumPy" if self.on_host or self.device.type == "cpu" else "CuPy"
+        shown = ", ".join(f"[{name}]" if " + " in name else name for name in names)
+        library = "CuPy" if self._uses_cupy else "NumPy"
         place = "on the host, before the transfer" if self.on_host else f"on {self.device}"
-        return f"{', '.join(shown)} with {library} {place}"
+        return f"{shown} with {library} {place}"
 
     def _channels_of(self, batch: Any) -> dict[Path, int]:
         """How many channels the images have that are to be normalised, as far as they are there yet."""
@@ -120,20 +121,21 @@ class Preprocess:
         return found
 
     def _run(self, step: Sequence[Transform], work: ArrayBatch, normalized: dict[Path, _Finish]) -> None:
-        normalize = next((transform for transform in step if isinstance(transform, Normalize)), None)
+        normalize = _normalize_in(step)
         if normalize is None:
             step[0](work)
             return
         path = normalize.find(work.structure)
+        images, is_nhwc = normalize.images(work, path)
         finish = _Finish(
             dtype=torch.float32 if normalize.dtype == "float32" else self._dtype,
-            channels_last=self._channels_last(),
-            is_nhwc=normalize.images(work, path)[1],
+            memory_format=torch.channels_last if is_nhwc or self._channels_last() else torch.contiguous_format,
+            is_nhwc=is_nhwc,
         )
         if self._fuse:
-            # What is to come works in float32.
-            is_last = step is self._steps[-1]
-            _in_one_pass(step, work, path, finish if is_last else replace(finish, dtype=torch.float32))
+            dtype = finish.dtype if step is self._steps[-1] else torch.float32  # as what is to come works in
+            out = _in_one_pass(step, images, work, dtype, finish.memory_format)
+            work.write(path, out.permute(0, 2, 3, 1) if is_nhwc else out, in_float32=True)
         else:
             normalize(work)
             work.write(path, work.read(path), in_float32=True)
@@ -145,13 +147,8 @@ class _Finish:
     """How normalised images leave the chain."""
 
     dtype: torch.dtype
-    channels_last: bool
+    memory_format: torch.memory_format  # of the images as (N, C, H, W)
     is_nhwc: bool
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        """Of the images as ``(N, C, H, W)``."""
-        return torch.channels_last if self.channels_last or self.is_nhwc else torch.contiguous_format
 
     def of(self, images: Tensor) -> Tensor:
         if images.ndim != 4:  # a Map has made something else of them, or they were cut into windows
@@ -170,29 +167,20 @@ def _mapped(transform: Map, work: ArrayBatch, normalized: dict[Path, _Finish]) -
     found: dict[Path, _Finish] = {}
     for path, finish in normalized.items():
         places = [place for place, part in after.items() if part is before[path]]
-        if not places and _is_floating(after.get(path)):
+        if not places and parts.is_floating(after.get(path)):
             places = [path]  # computed from them, in all likelihood
         found |= dict.fromkeys(places, finish)
     return found
 
 
-def _is_floating(part: Any) -> bool:
-    return parts.is_array(part) and "float" in parts.kind_of(part)
-
-
 def checked(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
-    """``transforms``, in an order that makes sense.
-
-    Raises:
-        TypeError: One is no transform.
-        ValueError: One comes after what it cannot follow.
-    """
+    """``transforms``; a TypeError where one is none, a ValueError where one comes after what it cannot follow."""
     if not isinstance(transforms, list | tuple):
         raise TypeError(
             f"preprocess={transforms!r} is of type {type(transforms).__name__}. Allowed: a list of transforms, such as"
             " [Normalize(0.5, 0.25)]."
         )
-    normalized: set[Any] = set()
+    normalized = set()
     for transform in transforms:
         if isinstance(transform, type) and issubclass(transform, Transform):
             raise TypeError(f"preprocess: {transform.__name__} is a class: write {transform.__name__}(...).")
@@ -220,40 +208,39 @@ def _joined(transforms: Sequence[Transform]) -> list[tuple[Transform, ...]]:
             runs.append([transform])
     steps: list[tuple[Transform, ...]] = []
     for run in runs:
-        is_pass = any(isinstance(transform, Normalize) for transform in run)
-        steps += [tuple(run)] if is_pass else [(transform,) for transform in run]
+        steps += [tuple(run)] if _normalize_in(run) else [(transform,) for transform in run]
     return steps
+
+
+def _normalize_in(transforms: Sequence[Transform]) -> Normalize | None:
+    return next((transform for transform in transforms if isinstance(transform, Normalize)), None)
 
 
 def _can_join(run: Sequence[Transform], transform: Transform) -> bool:
     first = run[0]
     if not isinstance(first, FusibleTransform) or not isinstance(transform, FusibleTransform):
         return False
-    if transform.key != first.key:
-        return False
     # One pass has one kind of padding, and one scale and bias.
-    return not isinstance(transform, Normalize | RandomCrop) or all(type(transform) is not type(one) for one in run)
+    is_taken = isinstance(transform, Normalize | RandomCrop) and type(transform) in map(type, run)
+    return transform.key == first.key and not is_taken
 
 
-def _in_one_pass(step: Sequence[Transform], work: ArrayBatch, path: Path, finish: _Finish) -> None:
-    transforms = cast(Sequence[FusibleTransform], step)
-    images, is_nhwc = transforms[0].images(work, path)
+def _in_one_pass(
+    step: Sequence[Transform], images: Array, work: ArrayBatch, dtype: torch.dtype, memory_format: torch.memory_format
+) -> Tensor:
     if images.dtype not in (np.uint8, np.float32):
         images = images.astype(np.float32)
     samples, channels, *_ = images.shape
-    onto = PassBuilder(*images.shape, is_uint8=images.dtype == np.uint8)
-    for transform in transforms:
+    onto = SinglePass.copying(*images.shape, is_uint8=images.dtype == np.uint8)
+    for transform in cast(Sequence[FusibleTransform], step):
         drawn = transform.draw(Shape(samples, channels, onto.height, onto.width), work.rng)
         if drawn is not None:
             transform.compose(onto, drawn)
-    single_pass = onto.build()
-    out = work.arrays.empty((samples, channels, onto.height, onto.width), finish.dtype, finish.memory_format)
+    out = work.arrays.empty((samples, channels, onto.height, onto.width), dtype, memory_format)
     kind = cast(Kind, parts.kind_of(out))
     if isinstance(work.arrays, NumpyArrays):
-        run_on_host(images, single_pass, work.arrays.writable(out), kind=kind)
+        run_on_host(images, onto, writable(work.arrays, out), kind=kind)
     elif samples:
-        from lightning_accel.data import kernels
-
-        channels_last = finish.memory_format == torch.channels_last
-        kernels.run(images, single_pass, work.arrays.writable(out), kind=kind, channels_last=channels_last)
-    work.write(path, out.permute(0, 2, 3, 1) if is_nhwc else out, in_float32=True)
+        channels_last = memory_format == torch.channels_last
+        kernels.run(images, onto, writable(work.arrays, out), kind=kind, channels_last=channels_last)
+    return out

@@ -13,17 +13,8 @@ from typing_extensions import override
 
 from lightning_accel.core.checks import check_choice
 from lightning_accel.data.arrays import Array, Arrays
-from lightning_accel.data.single_pass import NumpyArray, PassBuilder
-from lightning_accel.data.transform import (
-    FusibleTransform,
-    ImageTransform,
-    Shape,
-    in_float32,
-    is_number,
-    per_channel,
-    per_sample,
-    uniform,
-)
+from lightning_accel.data.single_pass import NumpyArray, SinglePass
+from lightning_accel.data.transform import FusibleTransform, ImageTransform, Shape, is_number, per_sample
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
@@ -51,7 +42,7 @@ class Normalize(FusibleTransform):
         check_choice("Normalize(dtype)", self.dtype, ("auto", "float32"))
         for name in ("mean", "std"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
-        lengths = {len(numbers) for numbers in (self._mean, self._std)} - {1}
+        lengths = {len(self._mean), len(self._std)} - {1}
         if len(lengths) > 1:
             raise ValueError(
                 f"Normalize: {len(self._mean)} means and {len(self._std)} stds."
@@ -77,17 +68,18 @@ class Normalize(FusibleTransform):
 
     @override
     def apply(self, images: Array, drawn: Shape, arrays: Arrays) -> Array:
-        scale, bias = self._affine(is_uint8=images.dtype == np.uint8)
-        normalized = arrays.xp.multiply(images, per_channel(scale, arrays), dtype=np.float32, casting="same_kind")
-        normalized += per_channel(bias, arrays)
+        affine = self._affine(is_uint8=images.dtype == np.uint8)
+        scale, bias = (arrays.upload(values).reshape(1, -1, 1, 1) for values in affine)
+        normalized = arrays.xp.multiply(images, scale, dtype=np.float32, casting="same_kind")
+        normalized += bias
         return normalized
 
     @override
-    def compose(self, onto: PassBuilder, drawn: Shape) -> None:
+    def compose(self, onto: SinglePass, drawn: Shape) -> None:
         onto.normalize(*self._affine(onto.is_uint8))
 
     def _affine(self, is_uint8: bool) -> tuple[NumpyArray, NumpyArray]:
-        """``scale`` and ``bias``, ``(C,)``, so that ``image * scale + bias`` is normalised."""
+        """``scale`` and ``bias``, ``(C,)``, float32, so that ``image * scale + bias`` is normalised."""
         if is_uint8 and max(self._mean) > 1:
             raise ValueError(
                 f"Normalize(mean={self.mean}, std={self.std}) on uint8 images, which are taken as 0 to 1, not as 0 to"
@@ -136,11 +128,9 @@ class ColorJitter(ImageTransform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("brightness", "contrast", "saturation", "hue"):
-            value, most = getattr(self, name), 0.5 if name == "hue" else np.inf
-            if not is_number(value) or not 0 <= value <= most:
-                allowed = "from 0 to 0.5" if name == "hue" else "0 or more"
-                raise ValueError(f"ColorJitter({name}={value!r}): give a number, {allowed}.")
+        for name in Factors._fields:
+            most, allowed = (0.5, "from 0 to 0.5") if name == "hue" else (np.inf, "0 or more")
+            self._check(name, is_number(getattr(self, name), 0, most), f"a number, {allowed}")
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Factors | None:
@@ -153,25 +143,38 @@ class ColorJitter(ImageTransform):
             return None
         strengths = (self.brightness, self.contrast, self.saturation)
         limits = [*((max(0.0, 1 - s), 1 + s) for s in strengths), (-self.hue, self.hue)]
-        return Factors(*(uniform(rng, pair, shape.samples).astype(np.float32) for pair in limits))
+        return Factors(*(rng.uniform(low, high, shape.samples).astype(np.float32) for low, high in limits))
 
     @override
     def apply(self, images: Array, drawn: Factors, arrays: Arrays) -> Array:
-        xp = arrays.xp
         brightness, contrast, saturation, hue = (per_sample(factors, arrays) for factors in drawn)
+        values = _in_unit_range(images)
+        if self.brightness:
+            values = (values * brightness).clip(0, 1)
+        if self.contrast:
+            mean = _grey(values).mean(axis=(1, 2, 3), keepdims=True)
+            values = (mean + (values - mean) * contrast).clip(0, 1)
+        if self.saturation:
+            grey = _grey(values)
+            values = (grey + (values - grey) * saturation).clip(0, 1)
+        if self.hue:
+            values = _turned(arrays.xp, values, hue)
+        values = values.clip(0, 1)
+        return ((values * np.float32(255)).round() if images.dtype == np.uint8 else values).astype(images.dtype)
 
-        def jitter(values: Array) -> Array:
-            if self.brightness:
-                values = (values * brightness).clip(0, 1)
-            if self.contrast:
-                mean = _grey(values).mean(axis=(1, 2, 3), keepdims=True)
-                values = (mean + (values - mean) * contrast).clip(0, 1)
-            if self.saturation:
-                grey = _grey(values)
-                values = (grey + (values - grey) * saturation).clip(0, 1)
-            return _turned(xp, values, hue) if self.hue else values
 
-        return in_float32("ColorJitter", images, jitter)
+def _in_unit_range(images: Array) -> Array:
+    """The images as float32 in [0, 1]; uint8 is taken as 0…255, as it is everywhere in torchvision."""
+    values = images.astype(np.float32)
+    # Looked at on the host alone: on a GPU, that would wait for it.
+    if images.dtype == np.uint8:
+        values *= np.float32(1 / 255)
+    elif isinstance(values, np.ndarray) and values.size and not 0 <= values.min() <= values.max() <= 1:
+        raise ValueError(
+            f"ColorJitter: the images reach from {values.min():.3g} to {values.max():.3g}; it takes uint8, or floating"
+            " point from 0 to 1. Put it before Normalize, and give images of 0 to 255 as uint8."
+        )
+    return values
 
 
 def _grey(values: Array) -> Array:
@@ -188,12 +191,8 @@ def _turned(xp: Any, values: Array, turns: Array) -> Array:
     spread = most - least
     red, green, blue = (values[:, i : i + 1] for i in range(3))
     safe = xp.where(spread == 0, np.float32(1), spread)
-    sixths = xp.where(
-        most == red,
-        (green - blue) / safe,
-        xp.where(most == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
-    )
-    sixths = sixths + 6 * turns
+    of_blue_or_green = xp.where(most == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
+    sixths = xp.where(most == red, (green - blue) / safe, of_blue_or_green) + 6 * turns
     # Each channel of a pure colour is a trapezium over the circle, and the channels stand two sixths apart.
     places = (sixths + (5 - 2 * xp.arange(3, dtype=np.float32)).reshape(1, 3, 1, 1)) % 6
     return most - spread * xp.minimum(places, 4 - places).clip(0, 1)
@@ -204,8 +203,7 @@ def _numbers(name: str, value: Any) -> float | tuple[float, ...]:
     numbers = list(value) if is_many else [value]
     with suppress(TypeError, ValueError):
         numbers = [float(number) if not isinstance(number, str) else number for number in numbers]
-    if is_many and not numbers:
-        raise ValueError(f"Normalize({name}={value!r}): give a number, or a list of one per channel.")
-    if not all(isinstance(number, float) for number in numbers):
-        raise TypeError(f"Normalize({name}={value!r}): give a number, or a list of one per channel.")
+    if not numbers or not all(isinstance(number, float) for number in numbers):
+        wrong = TypeError if numbers else ValueError
+        raise wrong(f"Normalize({name}={value!r}): give a number, or a list of one per channel.")
     return tuple(numbers) if is_many else numbers[0]

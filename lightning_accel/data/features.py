@@ -17,7 +17,7 @@ from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.noise import normal
 from lightning_accel.data.parts import Key, Path
 from lightning_accel.data.single_pass import NumpyArray
-from lightning_accel.data.transform import Transform, has_channels_last, is_number
+from lightning_accel.data.transform import Transform, has_channels_last, is_count, is_number
 from lightning_accel.ops import gaussian, sliding
 
 
@@ -34,20 +34,16 @@ class FeatureTransform(Transform):
 
     def find(self, batch: ArrayBatch) -> Path:
         """Where its part is in the batch."""
-        return find_features(batch.structure, self.key, type(self).__name__)
+        return _find(batch.structure, self.key, type(self).__name__)
 
 
-def find_features(batch: Any, key: Key | None, asker: str) -> Path:
-    """Where the floating-point numbers are that ``key`` names, or that are evident.
-
-    Raises:
-        TypeError: The part does not hold floating-point numbers.
-    """
+def _find(batch: Any, key: Key | None, asker: str) -> Path:
     if key is None:
         return parts.evident_features(batch, asker)
     path = parts.named(batch, key, asker)
-    kind = parts.kind_of(parts.get(batch, path))
-    if "float" not in kind:
+    part = parts.get(batch, path)
+    if not parts.is_floating(part):
+        kind = parts.kind_of(part)
         raise TypeError(f"{asker}: the numbers are {kind}; it takes floating point. Put Normalize before it.")
     return path
 
@@ -68,10 +64,9 @@ class GaussianNoise(FeatureTransform):
         super().__post_init__()
         if (self.std is None) == (self.cov is None):
             raise ValueError(f"GaussianNoise(std={self.std!r}, cov={self.cov!r}): give one of the two.")
-        if self.std is not None and not (is_number(self.std) and self.std >= 0):
-            raise ValueError(f"GaussianNoise(std={self.std!r}): give a number, 0 or more.")
+        self._check("std", self.std is None or is_number(self.std, least=0), "a number, 0 or more")
         if self.cov is not None:
-            object.__setattr__(self, "cov", _nested(self.cov))
+            object.__setattr__(self, "cov", _numbers(self.cov))
             _ = self._factor
 
     @override
@@ -114,7 +109,7 @@ class Whiten(FeatureTransform):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("mean", "cov"):
-            object.__setattr__(self, name, _nested(getattr(self, name)))
+            object.__setattr__(self, name, _numbers(getattr(self, name)))
         mean, cov = np.array(self.mean).shape, np.array(self.cov).shape
         if len(mean) not in (1, 2) or cov != (*mean, mean[-1]):
             raise ValueError(
@@ -135,17 +130,27 @@ class Whiten(FeatureTransform):
         Raises:
             ValueError: There are no batches, or they do not have one shape.
         """
-        moments: _Moments | None = None
+        count, mean, scatter = 0, np.zeros(1), np.zeros(1)
         for batch in loader:
-            rows = _rows(parts.get(batch, find_features(batch, key, "Whiten.fit")))
-            if rows.size:
-                moments = (moments or _Moments()).add(rows)
-        if moments is None:
+            rows = _rows(parts.get(batch, _find(batch, key, "Whiten.fit")))
+            if not rows.size:
+                continue
+            if count and (*rows.shape[:-2], rows.shape[-1]) != mean.shape:
+                raise ValueError(f"Whiten.fit: batches of different shapes: {mean.shape} features, then {rows.shape}.")
+            # Joined as Chan, Golub and LeVeque (1979) do.
+            added, centre = rows.shape[-2], rows.mean(axis=-2)
+            rows = rows - centre[..., None, :]
+            shift = centre - mean
+            between = shift[..., :, None] * shift[..., None, :]
+            scatter = scatter + rows.swapaxes(-1, -2) @ rows + between * (count * added / (count + added))
+            mean = mean + shift * (added / (count + added))
+            count += added
+        if not count:
             raise ValueError("Whiten.fit: the loader gave no batch.")
-        cov = moments.covariance()
+        cov = scatter / max(count - 1, 1)
         variances = np.einsum("...ii->...i", cov)  # a view of the diagonals
         variances += eps * np.where(variances > 0, variances, 1)
-        return cls(mean=moments.mean, cov=cov, key=key)
+        return cls(mean=mean, cov=cov, key=key)
 
     @override
     def __call__(self, batch: ArrayBatch) -> None:
@@ -171,33 +176,6 @@ class Whiten(FeatureTransform):
         return np.linalg.inv(gaussian.cholesky(np.array(self.cov, np.float64), asker="Whiten"))
 
 
-class _Moments:
-    """Mean and covariance of rows that come in batches; batches are joined as Chan, Golub and LeVeque (1979) do."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean: NumpyArray = np.zeros(1)
-        self._scatter: NumpyArray = np.zeros(1)
-
-    def add(self, rows: NumpyArray) -> _Moments:
-        """``rows``: ``(…, N, D)``."""
-        if self.count and rows.shape[-1:] + rows.shape[:-2] != self.mean.shape[-1:] + self.mean.shape[:-1]:
-            raise ValueError(f"Whiten.fit: batches of different shapes: {self.mean.shape} features, then {rows.shape}.")
-        count, mean = rows.shape[-2], rows.mean(axis=-2)
-        centred = rows - mean[..., None, :]
-        scatter = centred.swapaxes(-1, -2) @ centred
-        total = self.count + count
-        shift = mean - self.mean
-        outer = shift[..., :, None] * shift[..., None, :]
-        self._scatter = self._scatter + scatter + outer * (self.count * count / total)
-        self.mean = self.mean + shift * (count / total)
-        self.count = total
-        return self
-
-    def covariance(self) -> NumpyArray:
-        return self._scatter / max(self.count - 1, 1)
-
-
 @dataclass(frozen=True, repr=False)
 class SlidingWindow(FeatureTransform):
     """Cuts sequences ``(N, T, …)`` into windows ``(N, windows, size, …)``: a view, nothing is copied.
@@ -215,9 +193,7 @@ class SlidingWindow(FeatureTransform):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("size", "step"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"SlidingWindow({name}={value!r}): give a number of time steps, 1 or more.")
+            self._check(name, is_count(getattr(self, name), least=1), "a number of time steps, 1 or more")
 
     @override
     def __call__(self, batch: ArrayBatch) -> None:
@@ -250,11 +226,10 @@ def _rows(part: Tensor) -> NumpyArray:
     return data.swapaxes(0, 1) if data.ndim == 3 else data
 
 
-def _nested(values: Any) -> Any:
-    """Arrays and lists as tuples of numbers: to be compared, written and read."""
-    values = np.asarray(values, np.float64).tolist()
-    return _tuples(values)
+def _numbers(values: Any) -> Any:
+    """An array or nested lists as tuples of numbers: to be compared, written and read."""
+    return _tuples(np.asarray(values, np.float64).tolist())
 
 
 def _tuples(values: Any) -> Any:
-    return tuple(_tuples(value) for value in values) if isinstance(values, list) else values
+    return tuple(map(_tuples, values)) if isinstance(values, list) else values

@@ -10,26 +10,19 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_accel.data.arrays import Array, Arrays
-from lightning_accel.data.single_pass import NumpyArray, PassBuilder
+from lightning_accel.data.single_pass import NumpyArray, SinglePass
 from lightning_accel.data.transform import (
     FusibleTransform,
     ImageTransform,
     Shape,
-    check_probability,
-    check_range,
+    is_count,
+    is_number,
     per_sample,
     uniform,
 )
 
 _CHUNK_BYTES = 64 << 20  # so much of what is interpolated at a time
 _ATTEMPTS = 10  # at a box that fits into the image, as in torchvision
-
-
-class Corners(NamedTuple):
-    """The upper left corner of each sample's crop, ``(N,)`` each; negative in the padding."""
-
-    top: NumpyArray
-    left: NumpyArray
 
 
 class Boxes(NamedTuple):
@@ -59,11 +52,10 @@ class RandomCrop(FusibleTransform):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "size", _size("RandomCrop", self.size))
-        if isinstance(self.padding, bool) or not isinstance(self.padding, int) or self.padding < 0:
-            raise ValueError(f"RandomCrop(padding={self.padding!r}): give a number of pixels, 0 or more.")
+        self._check("padding", is_count(self.padding, least=0), "a number of pixels, 0 or more")
 
     @override
-    def draw(self, shape: Shape, rng: np.random.Generator | None) -> Corners:
+    def draw(self, shape: Shape, rng: np.random.Generator | None) -> tuple[NumpyArray, NumpyArray]:
         height, width = _height_and_width(self.size)
         room = shape.height + 2 * self.padding - height, shape.width + 2 * self.padding - width
         if min(room) < 0:
@@ -73,13 +65,13 @@ class RandomCrop(FusibleTransform):
                 " give a smaller size or more padding=, or enlarge the images first."
             )
         if rng is None:
-            corners = (np.full(shape.samples, round(space / 2)) for space in room)
+            top, left = (np.full(shape.samples, round(space / 2)) for space in room)
         else:
-            corners = (rng.integers(0, space + 1, shape.samples) for space in room)
-        return Corners(*((corner - self.padding).astype(np.int32) for corner in corners))
+            top, left = (rng.integers(0, space + 1, shape.samples) for space in room)
+        return (top - self.padding).astype(np.int32), (left - self.padding).astype(np.int32)
 
     @override
-    def apply(self, images: Array, drawn: Corners, arrays: Arrays) -> Array:
+    def apply(self, images: Array, drawn: tuple[NumpyArray, NumpyArray], arrays: Arrays) -> Array:
         xp, pad = arrays.xp, self.padding
         height, width = _height_and_width(self.size)
         if pad:
@@ -87,17 +79,14 @@ class RandomCrop(FusibleTransform):
         samples, channels, rows, columns = images.shape
         n, c, y, x = images.strides
         # Every place where the window could be, as a view; of which one for each sample is copied.
-        windows = xp.lib.stride_tricks.as_strided(
-            images,
-            (samples, rows - height + 1, columns - width + 1, channels, height, width),
-            (n, y, x, c, y, x),
-        )
-        top, left = arrays.upload(drawn.top + pad), arrays.upload(drawn.left + pad)
+        shape = samples, rows - height + 1, columns - width + 1, channels, height, width
+        windows = xp.lib.stride_tricks.as_strided(images, shape, (n, y, x, c, y, x))
+        top, left = (arrays.upload(corner + pad) for corner in drawn)
         return windows[xp.arange(samples), top, left]
 
     @override
-    def compose(self, onto: PassBuilder, drawn: Corners) -> None:
-        onto.crop(drawn.top, drawn.left, *_height_and_width(self.size))
+    def compose(self, onto: SinglePass, drawn: tuple[NumpyArray, NumpyArray]) -> None:
+        onto.crop(*drawn, *_height_and_width(self.size))
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,7 +101,7 @@ class RandomHorizontalFlip(FusibleTransform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_probability("RandomHorizontalFlip", "p", self.p)
+        self._check("p", is_number(self.p, 0, 1), "a probability, from 0 to 1")
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> NumpyArray | None:
@@ -124,7 +113,7 @@ class RandomHorizontalFlip(FusibleTransform):
         return flipped
 
     @override
-    def compose(self, onto: PassBuilder, drawn: NumpyArray) -> None:
+    def compose(self, onto: SinglePass, drawn: NumpyArray) -> None:
         onto.flip(drawn)
 
 
@@ -152,8 +141,8 @@ class RandomResizedCrop(ImageTransform):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "size", _size("RandomResizedCrop", self.size))
-        object.__setattr__(self, "scale", check_range("RandomResizedCrop", "scale", self.scale, most=1))
-        object.__setattr__(self, "ratio", check_range("RandomResizedCrop", "ratio", self.ratio))
+        self._check_range("scale", most=1)
+        self._check_range("ratio")
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Boxes:
@@ -166,16 +155,12 @@ class RandomResizedCrop(ImageTransform):
         heights, widths = np.sqrt(area / ratio).round(), np.sqrt(area * ratio).round()
         fits = (heights >= 1) & (heights <= shape.height) & (widths >= 1) & (widths <= shape.width)
         first = fits.argmax(axis=0), np.arange(shape.samples)
-        narrowest, widest = self.ratio
-        fallback = self._central(shape, np.full(shape.samples, shape.width / shape.height).clip(narrowest, widest))
+        least, most = self.ratio
+        fallback = self._central(shape, np.full(shape.samples, shape.width / shape.height).clip(least, most))
         heights = np.where(fits.any(axis=0), heights[first], fallback.height).astype(int)
         widths = np.where(fits.any(axis=0), widths[first], fallback.width).astype(int)
-        return Boxes(
-            top=rng.integers(0, shape.height - heights + 1),
-            left=rng.integers(0, shape.width - widths + 1),
-            height=heights,
-            width=widths,
-        )
+        top, left = rng.integers(0, shape.height - heights + 1), rng.integers(0, shape.width - widths + 1)
+        return Boxes(top, left, heights, widths)
 
     @override
     def apply(self, images: Array, drawn: Boxes, arrays: Arrays) -> Array:
@@ -184,9 +169,8 @@ class RandomResizedCrop(ImageTransform):
         height, width = _height_and_width(self.size)
         top, left, box_height, box_width = (arrays.upload(values) for values in drawn)
         resized = xp.empty((samples, channels, height, width), images.dtype)
-        at_a_time = max(
-            1, _CHUNK_BYTES // (4 * (channels * columns * (rows + height) + height * rows + width * columns))
-        )
+        sample_bytes = 4 * (channels * columns * (rows + height) + height * rows + width * columns)
+        at_a_time = max(1, _CHUNK_BYTES // sample_bytes)
         for begin in range(0, samples, at_a_time):
             some = slice(begin, begin + at_a_time)
             down = _interpolation(xp, top[some], box_height[some], height, rows)
@@ -215,7 +199,7 @@ def _interpolation(xp: Any, start: Array, extent: Array, count: int, size: int) 
 
 def _size(owner: str, size: Any) -> tuple[int, int]:
     sizes = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, list | tuple) else ()
-    if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
+    if len(sizes) != 2 or not all(is_count(pixels, least=1) for pixels in sizes):
         raise ValueError(f"{owner}(size={size!r}): give a number of pixels, or (height, width), each above 0.")
     return sizes
 

@@ -33,21 +33,13 @@ MAX_PIXELS = 2**30  # of a sample's output: row and column are found in 32 bits
 
 @dataclass(frozen=True, kw_only=True)
 class Specialisation:
-    """What a kernel is compiled for.
+    """What a kernel is compiled for."""
 
-    Attributes:
-        channels: 0 for any number.
-        source: Dtype of the images.
-        kind: Dtype of the output.
-        channels_last: Whether the channels of a pixel lie together in the output.
-        wide: Whether offsets within a sample need 64 bits or may be negative.
-    """
-
-    channels: int
-    source: str
-    kind: Kind
-    channels_last: bool
-    wide: bool
+    channels: int  # 0 for any number
+    source: str  # dtype of the images
+    kind: Kind  # dtype of the output
+    channels_last: bool  # whether the channels of a pixel lie together in the output
+    wide: bool  # whether offsets within a sample need 64 bits or may be negative
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -63,25 +55,15 @@ class Specialisation:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a kernel is launched.
-
-    Attributes:
-        specialisation: Which kernel.
-        tiles: Blocks that make a sample, the grid's first dimension.
-        threads: Of a block.
-        shared_bytes: Of a block.
-        strides: Of the images, in elements: the kernel's arguments after the pointers.
-        numbers: The kernel's arguments after the first sample's number.
-        samples: First sample and number of samples of every launch; more than one where the grid cannot hold all.
-    """
+    """How a kernel is launched."""
 
     specialisation: Specialisation
-    tiles: int
-    threads: int
-    shared_bytes: int
-    strides: tuple[int, int, int, int]
-    numbers: tuple[int, ...]
-    samples: tuple[tuple[int, int], ...]
+    tiles: int  # blocks that make a sample, the grid's first dimension
+    threads: int  # of a block
+    shared_bytes: int  # of a block
+    strides: tuple[int, ...]  # of the images, in elements: the kernel's arguments after the pointers
+    numbers: tuple[int, ...]  # the kernel's arguments after the first sample's number
+    samples: tuple[tuple[int, int], ...]  # first and number of every launch; several where the grid cannot hold all
 
 
 def plan_launch(
@@ -92,13 +74,14 @@ def plan_launch(
     *,
     kind: Kind,
     channels_last: bool,
-    max_grid_y: int = MAX_GRID_Y,
 ) -> Launch:
     """How to make ``single_pass`` of images of this shape ``(N, C, H, W)``, with these strides in elements."""
     count, channels, in_height, in_width = shape
     height, width = single_pass.height, single_pass.width
     assert min(*shape, height, width) > 0, "nothing to make, or nothing to make it of"
-    _check_lengths(single_pass, count, channels)
+    lengths = {len(single_pass.top), len(single_pass.left), len(single_pass.step)}
+    levels = {len(single_pass.scale), len(single_pass.bias), len(single_pass.fill)}
+    assert (lengths, levels) == ({count}, {channels}), "not of one sample each, or not of one channel each"
     if source not in INPUTS:
         raise TypeError(f"the fused kernel takes images of {' or '.join(INPUTS)}, these are {source}")
     if max(height * width, in_height, in_width) > MAX_PIXELS:
@@ -115,18 +98,16 @@ def plan_launch(
     pixels = height * width
     quads = -(-pixels // (PIXELS * TURNS))
     threads = min(MAX_THREADS, -(-quads // WARP) * WARP)  # small images are not to leave most of a block idle
-    staged = specialisation.channels if specialisation.channels_last else 0
     turn = threads * PIXELS
-    itemsize = 4 if kind == "float32" else 2
-    n, c, h, w = strides
+    staged = specialisation.channels if specialisation.channels_last else 0
     return Launch(
         specialisation=specialisation,
         tiles=-(-pixels // (turn * TURNS)),
         threads=threads,
-        shared_bytes=turn * TURNS * staged * itemsize,
-        strides=(n, c, h, w),
+        shared_bytes=turn * TURNS * staged * (4 if kind == "float32" else 2),
+        strides=tuple(strides),
         numbers=(channels, in_height, in_width, height, width, turn // width, turn % width),
-        samples=tuple((first, min(max_grid_y, count - first)) for first in range(0, count, max_grid_y)),
+        samples=tuple((first, min(MAX_GRID_Y, count - first)) for first in range(0, count, MAX_GRID_Y)),
     )
 
 
@@ -140,9 +121,11 @@ def pack(single_pass: SinglePass) -> NumpyArray:
 def prepare(
     images: Array, single_pass: SinglePass, out: Array, *, kind: Kind, channels_last: bool
 ) -> Callable[[], None]:
-    """Sends the parameters to the device; what is returned launches the kernel, as often as it is called.
+    """Sends the parameters to the device; what is returned makes ``out``, as often as it is called.
 
-    Arguments are as for ``run``.
+    On CuPy's current stream, which has to be torch's. Waits for nothing: the host goes on at once. Both arrays are
+    CuPy's: ``images``, ``(N, C, H, W)``, uint8 or float32, with any strides; ``out``, ``(N, C, height, width)`` of
+    ``kind`` (uint16, the bits, for bfloat16), contiguous with the channels last or not, as ``channels_last`` says.
     """
     import cupy
 
@@ -177,25 +160,9 @@ def prepare(
 
 
 def run(images: Array, single_pass: SinglePass, out: Array, *, kind: Kind, channels_last: bool) -> None:
-    """Makes ``single_pass`` of ``images`` into ``out``, on CuPy's current stream, which has to be torch's.
-
-    Waits for nothing: the host goes on at once.
-
-    Args:
-        images: ``(N, C, H, W)`` of CuPy, uint8 or float32, with any strides.
-        single_pass: What to make.
-        out: ``(N, C, height, width)`` of CuPy, float32, float16, or uint16 for the bits of bfloat16. Contiguous
-            with the channels last or not, as ``channels_last`` says.
-        kind: Of the output.
-        channels_last: Whether the channels of a pixel lie together in ``out``.
-    """
+    """Makes ``single_pass`` of ``images`` into ``out``; arguments as for :func:`prepare`."""
     if out.size:
         prepare(images, single_pass, out, kind=kind, channels_last=channels_last)()
-
-
-@functools.cache
-def _source() -> str:
-    return SOURCE.read_text(encoding="utf-8")
 
 
 @functools.cache
@@ -203,14 +170,7 @@ def _kernel(specialisation: Specialisation) -> Any:
     """CuPy compiles it at its first launch on a device, and keeps the binary on disk."""
     import cupy
 
-    return cupy.RawKernel(_source(), "single_pass", options=specialisation.options)
-
-
-def _check_lengths(single_pass: SinglePass, samples: int, channels: int) -> None:
-    for name, length in [("top", samples), ("left", samples), ("step", samples)]:
-        assert getattr(single_pass, name).shape == (length,), f"{name} is not of one sample each"
-    for name, length in [("scale", channels), ("bias", channels), ("fill", channels)]:
-        assert getattr(single_pass, name).shape == (length,), f"{name} is not of one channel each"
+    return cupy.RawKernel(SOURCE.read_text(encoding="utf-8"), "single_pass", options=specialisation.options)
 
 
 def _check_out(out: Array, shape: Sequence[int], kind: Kind, channels_last: bool) -> None:

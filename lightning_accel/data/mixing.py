@@ -14,15 +14,7 @@ from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.parts import Key, Path
 from lightning_accel.data.single_pass import NumpyArray
-from lightning_accel.data.transform import (
-    ImageTransform,
-    Shape,
-    check_probability,
-    check_range,
-    is_number,
-    per_sample,
-    uniform,
-)
+from lightning_accel.data.transform import ImageTransform, Shape, is_count, is_number, per_sample, uniform
 
 
 class Rectangles(NamedTuple):
@@ -62,11 +54,10 @@ class RandomErasing(ImageTransform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_probability("RandomErasing", "p", self.p)
-        if not is_number(self.value):
-            raise ValueError(f"RandomErasing(value={self.value!r}): give a number.")
-        object.__setattr__(self, "scale", check_range("RandomErasing", "scale", self.scale, most=1))
-        object.__setattr__(self, "ratio", check_range("RandomErasing", "ratio", self.ratio))
+        self._check("p", is_number(self.p, 0, 1), "a probability, from 0 to 1")
+        self._check("value", is_number(self.value), "a number")
+        self._check_range("scale", most=1)
+        self._check_range("ratio")
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Rectangles | None:
@@ -88,8 +79,8 @@ class RandomErasing(ImageTransform):
                 f"RandomErasing(value={self.value}) on uint8 images, which hold whole numbers from 0 to 255:"
                 " give one of these, or put Normalize before it."
             )
-        covered = arrays.xp.where(drawn.mask(Shape(*images.shape), arrays), images.dtype.type(self.value), images)
-        return covered
+        mask = drawn.mask(Shape(*images.shape), arrays)
+        return arrays.xp.where(mask, images.dtype.type(self.value), images)
 
 
 class Blend(NamedTuple):
@@ -110,36 +101,27 @@ class _Blending(ImageTransform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
-        if not is_number(self.alpha) or not self.alpha > 0:
-            raise ValueError(f"{name}(alpha={self.alpha!r}): give a number above 0.")
-        if self.num_classes is not None and (not isinstance(self.num_classes, int) or self.num_classes < 1):
-            raise ValueError(f"{name}(num_classes={self.num_classes!r}): give the number of classes, 1 or more.")
+        self._check("alpha", is_number(self.alpha) and self.alpha > 0, "a number above 0")
+        is_known = self.num_classes is None or is_count(self.num_classes, least=1)
+        self._check("num_classes", is_known, "the number of classes, 1 or more")
 
     @override
     def __call__(self, batch: ArrayBatch) -> None:
         if batch.rng is None:
             return
         path = self.find(batch.structure)
-        images, channels_last = self.images(batch, path)
         label_path = self._find_label(batch, path)
-        labels = self._probabilities(batch, label_path)
-        if len(labels) != len(images):
-            raise ValueError(f"{type(self).__name__}: {len(labels)} labels for {len(images)} images.")
-        drawn = self.draw(Shape(*images.shape), batch.rng)
-        images = self.apply(images, drawn, batch.arrays)
-        batch.write(path, images.transpose(0, 2, 3, 1) if channels_last else images)
+        labels, samples = self._probabilities(batch, label_path), len(parts.get(batch.structure, path))
+        if len(labels) != samples:
+            raise ValueError(f"{type(self).__name__}: {len(labels)} labels for {samples} images.")
+        drawn = self.change(batch, path)
         kept = per_sample(drawn.kept.astype(np.float32), batch.arrays, dims=2)
         batch.write(label_path, labels * kept + labels[batch.arrays.upload(drawn.partner)] * (1 - kept))
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Blend:
         assert rng is not None
-        partner = rng.permutation(shape.samples)
-        return self._blend(shape, partner, rng.beta(self.alpha, self.alpha, shape.samples), rng)
-
-    def _blend(self, shape: Shape, partner: NumpyArray, kept: NumpyArray, rng: np.random.Generator) -> Blend:
-        return Blend(partner, kept)
+        return Blend(rng.permutation(shape.samples), rng.beta(self.alpha, self.alpha, shape.samples))
 
     def _find_label(self, batch: ArrayBatch, image: Path) -> Path:
         if self.label_key is not None:
@@ -215,7 +197,9 @@ class CutMix(_Blending):
     """
 
     @override
-    def _blend(self, shape: Shape, partner: NumpyArray, kept: NumpyArray, rng: np.random.Generator) -> Blend:
+    def draw(self, shape: Shape, rng: np.random.Generator | None) -> Blend:
+        assert rng is not None
+        partner, kept, _ = super().draw(shape, rng)
         side = np.sqrt(1 - kept)
         edges = []
         for size in (shape.height, shape.width):

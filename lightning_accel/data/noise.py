@@ -13,15 +13,10 @@ _AT_A_TIME = 1 << 20  # pairs of numbers, so that what is in between stays small
 
 
 def normal(xp: Any, key: int, shape: tuple[int, ...]) -> Array:
-    """Standard normal numbers of ``shape``, float32, the same for the same ``key``.
+    """Standard normal numbers of ``shape``, float32, the same for the same ``key`` of 64 bits.
 
     A counter run through SplitMix64's output function (Steele, Lea and Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014), and pairs of what comes out through Box and Muller's transform (1958).
-
-    Args:
-        xp: ``numpy`` or ``cupy``.
-        key: 64 random bits.
-        shape: Of the result.
     """
     count = math.prod(shape)
     numbers = xp.empty(count + count % 2, np.float32).reshape(2, -1)

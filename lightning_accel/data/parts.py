@@ -34,11 +34,7 @@ def parts_of(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def get(batch: Any, path: Path) -> Any:
-    """The part at ``path``.
-
-    Raises:
-        LookupError: There is none.
-    """
+    """The part at ``path``; a LookupError where there is none."""
     for key in path:
         if isinstance(batch, Mapping | list | tuple) and not (isinstance(key, str) and hasattr(batch, "_fields")):
             try:
@@ -77,12 +73,7 @@ def put(batch: Any, path: Path, value: Any) -> Any:
 
 
 def named(batch: Any, key: Key, asker: str) -> Path:
-    """The path that ``key`` names.
-
-    Raises:
-        ValueError: The batch has no such part.
-        TypeError: The part is no tensor.
-    """
+    """The path that ``key`` names; a ValueError where there is nothing, a TypeError where that is no tensor."""
     path = key if isinstance(key, tuple) else (key,)
     try:
         part = get(batch, path)
@@ -111,17 +102,11 @@ def evident_features(batch: Any, asker: str) -> Path:
 
 def evident_label(batch: Any, image: Path, num_classes: int | None, asker: str) -> Path:
     """The one part with an integer per sample, or else the one with a row of ``num_classes`` probabilities."""
-    samples = get(batch, image).shape[0]
-
-    def is_hard(part: Any) -> bool:
-        return part.ndim == 1 and part.shape[0] == samples and "int" in kind_of(part)
-
-    def is_soft(part: Any) -> bool:
-        shape = (samples, part.shape[-1] if num_classes is None else num_classes)
-        return part.ndim == 2 and tuple(part.shape) == shape and kind_of(part) in _FLOATS
-
-    hard = [path for path in _where(batch, is_hard) if path != image]
-    soft = [path for path in _where(batch, is_soft) if path != image]
+    of_samples = _where(batch, lambda part: part.ndim in (1, 2) and len(part) == len(get(batch, image)))
+    places = [(path, get(batch, path)) for path in of_samples if path != image]
+    hard = [path for path, part in places if part.ndim == 1 and "int" in kind_of(part)]
+    rows = [(path, part) for path, part in places if part.ndim == 2 and kind_of(part) in _FLOATS]
+    soft = [path for path, part in rows if num_classes in (None, part.shape[1])]
     expected = "one part (N,) of integers, or (N, num_classes) of probabilities"
     # Without a count, hard labels could not be used; beside probabilities they would be something else.
     found = soft or hard if num_classes is None else hard or soft
@@ -138,13 +123,18 @@ def kind_of(part: Any) -> str:
     return str(part.dtype).removeprefix("torch.")
 
 
+def is_floating(part: Any) -> bool:
+    """Whether it is a tensor or an array of floating-point numbers."""
+    return is_array(part) and "float" in kind_of(part)
+
+
 def described(batch: Any) -> str:
     """What a batch holds, in words for an error: ``[0]: uint8 (8, 3, 32, 32), [1]: int64 (8,)``."""
-    found = [
-        (path, f"{kind_of(part)} {tuple(part.shape)}" if is_array(part) else type(part).__name__)
-        for path, part in parts_of(batch)
-    ]
-    return ", ".join(f"{_name(path)}: {what}" if path else what for path, what in found) or "nothing"
+    found = []
+    for path, part in parts_of(batch):
+        what = f"{kind_of(part)} {tuple(part.shape)}" if is_array(part) else type(part).__name__
+        found.append(f"{_name(path)}: {what}" if path else what)
+    return ", ".join(found) or "nothing"
 
 
 def _where(batch: Any, is_it: Callable[[Any], bool]) -> list[Path]:

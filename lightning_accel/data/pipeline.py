@@ -10,12 +10,11 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from typing_extensions import override
 
 from lightning_accel.data.chain import Preprocess
 from lightning_accel.data.pipeline_iteration import Iteration, Progress, Run
-from lightning_accel.data.pipeline_lanes import BatchTransform, Lane, PlainLane, StreamLane
+from lightning_accel.data.pipeline_lanes import BatchTransform, Lane, StreamLane
 from lightning_accel.data.position import Position
 from lightning_accel.data.transform import Transform
 
@@ -136,8 +135,9 @@ class DevicePipeline:
         run = Run(
             source,
             self._lane(),
-            self._first_position(inner.progress),
+            inner.position,
             inner.depth,
+            before=inner.progress,
             in_background=_only_takes_from_a_queue(inner.loader, source),
             snapshot=self._snapshot(),
         )
@@ -148,22 +148,10 @@ class DevicePipeline:
         inner.under_way.add(iteration)
         return iteration
 
-    def _first_position(self, before: Progress) -> Callable[[], Position]:
-        """Where the next iteration begins; ``before``: how far the one before it has come."""
-        given = self._inner.position  # not the pipeline: an iteration would keep a loader that is dropped
-
-        def ask() -> Position:
-            position = given()
-            # A shorter loader that begins anew within an epoch, asked for a batch before that is counted: Lightning
-            # fetches one early where it knows no length.
-            return position.ahead(1) if position == before.position else position
-
-        return ask
-
     def _lane(self) -> Lane:
         inner = self._inner
         if inner.device.type != "cuda":
-            return PlainLane(inner.device, inner.preprocess)
+            return Lane(inner.device, inner.preprocess)
         if inner.side is None:
             # One for all iterations: memory of one stream is not given to another, so that a new stream would have
             # the batches of every epoch take memory of their own.
@@ -221,8 +209,7 @@ class DevicePipeline:
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         inner = self._inner
-        settings = (inner.loader, inner.device, inner.preprocess, inner.depth, inner.position, inner.is_closed)
-        return _rebuilt, settings
+        return _rebuilt, (inner.is_closed, inner.position, inner.loader, inner.device, inner.preprocess, inner.depth)
 
 
 class StatefulDevicePipeline(DevicePipeline):
@@ -233,13 +220,13 @@ class StatefulDevicePipeline(DevicePipeline):
 
     def state_dict(self) -> Any:
         """The loader's state as of the last batch handed out, whatever was fetched ahead of it."""
-        inner = self._inner
-        return inner.progress.state if inner.progress.is_known else inner.loader.state_dict()
+        progress = self._inner.progress
+        return progress.state if progress.has_state else self._inner.loader.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Has the loader go on from there with the next iteration."""
         self._inner.loader.load_state_dict(state_dict)
-        self._inner.progress.forget()
+        self._inner.progress.has_state = False
 
     @override
     def _snapshot(self) -> Callable[[], Any] | None:
@@ -255,16 +242,15 @@ _SHARING: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Run]] = weakref.WeakKey
 _OWN = {"loader", "close", "seconds", "state_dict", "load_state_dict", "_inner", "__class__"}
 
 
+@dataclass(slots=True)
 class _Epochs:
     """Counts the iterations of a pipeline that nobody tells where it is."""
 
-    def __init__(self) -> None:
-        self._count = 0
+    begun: int = 0
 
     def __call__(self) -> Position:
-        position = Position(training=True, epoch=self._count)
-        self._count += 1
-        return position
+        self.begun += 1
+        return Position(epoch=self.begun - 1)
 
 
 def _for_device(preprocess: BatchTransform | Sequence[Transform] | None, device: torch.device) -> BatchTransform | None:
@@ -278,25 +264,19 @@ def _for_device(preprocess: BatchTransform | Sequence[Transform] | None, device:
     return cast(BatchTransform | None, preprocess)
 
 
-def _rebuilt(
-    loader: Any,
-    device: torch.device,
-    preprocess: BatchTransform | None,
-    depth: int,
-    position: Callable[[], Position],
-    is_closed: bool,
-) -> DevicePipeline:
-    pipeline = DevicePipeline(loader, device, preprocess, depth, position=position)
+def _rebuilt(is_closed: bool, position: Callable[[], Position], *settings: Any) -> DevicePipeline:
+    pipeline = DevicePipeline(*settings, position=position)
     pipeline._inner.is_closed = is_closed
     return pipeline
 
 
-def _only_takes_from_a_queue(loader: DataLoader[Any], source: Iterator[Any]) -> bool:
+def _only_takes_from_a_queue(loader: Any, source: Iterator[Any]) -> bool:
     """Whether fetching runs no user code in this process.
 
     With workers that is so but for the sampler, which is asked for more indices at every fetch.
     """
-    if not isinstance(source, _MultiProcessingDataLoaderIter):
+    is_torchs_own = isinstance(loader, DataLoader) and type(source).__module__ == DataLoader.__module__
+    if not is_torchs_own or loader.num_workers == 0:
         return False
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while sampler is not None:

@@ -9,15 +9,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from typing_extensions import override
 
-from lightning_accel.data.pipeline_lanes import Lane, Prepared
+from lightning_accel.data.pipeline_lanes import Job, Lane
 from lightning_accel.data.position import Position
-from lightning_accel.data.staging import Mark
 
 THREAD_NAME = "lightning-accel-pipeline"
 # How long closing waits for a batch that a loader's worker is still busy with. The thread ends with that batch.
@@ -26,60 +25,17 @@ PATIENCE_S = 5.0
 
 @dataclass(eq=False, slots=True)
 class Progress:
-    """How far the consumer of one iteration has come.
+    """How far the consumer of one iteration has come."""
 
-    Attributes:
-        state: The loader's state as of the last batch handed out, or as of the beginning.
-        is_known: Whether ``state`` says so; otherwise nothing was fetched ahead, and the loader knows.
-        position: Of the last batch handed out.
-        fetch_s: What fetching took so far.
-        prepare_s: What moving and preprocessing took so far, on the host.
-    """
-
-    state: Any = None
-    is_known: bool = False
-    position: Position | None = None
-    fetch_s: float = 0.0
-    prepare_s: float = 0.0
-
-    def reach(self, state: Any) -> None:
-        """Notes what the loader's state was when it had given the batch that is handed out now."""
-        self.state, self.is_known = state, True
-
-    def forget(self) -> None:
-        """From here on the loader's own state holds."""
-        self.state, self.is_known = None, False
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """One batch on its way. ``fetched`` is there until it is prepared; all is complete once ``done``."""
-
-    position: Position
-    fetched: Any = None
-    after: list[Mark] = field(default_factory=list)
-    prepared: Prepared | None = None
-    state: Any = None
-    is_end: bool = False
-    error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def has_batch(self) -> bool:
-        return self.error is None and not self.is_end
+    state: Any = None  # the loader's, as of the last batch handed out, or as of the beginning
+    has_state: bool = False  # otherwise nothing was fetched ahead, and the loader knows
+    position: Position | None = None  # of the last batch handed out
+    fetch_s: float = 0.0  # what fetching took so far
+    prepare_s: float = 0.0  # what moving and preprocessing took so far, on the host
 
 
 class Run:
-    """Fetches, prepares and hands out batches in order.
-
-    Args:
-        source: The loader's iterator.
-        lane: How a batch is prepared. It is closed with the run.
-        position: Asked for the place of the first batch, once that is wanted.
-        depth: How many batches are prepared, or being prepared, beyond the one handed out.
-        in_background: Whether the thread fetches, too; otherwise :meth:`take` does.
-        snapshot: The loader's state, asked for after every fetch; None: it has none.
-    """
+    """Fetches, prepares and hands out batches in order."""
 
     def __init__(
         self,
@@ -88,30 +44,27 @@ class Run:
         position: Callable[[], Position],
         depth: int,
         *,
+        before: Progress | None = None,
         in_background: bool,
         snapshot: Callable[[], Any] | None = None,
     ) -> None:
         self.progress = Progress()
         self._source: Iterator[Any] | None = source
-        self._lane = lane
-        self._ask_position = position
+        self._lane = lane  # is closed with the run
+        self._ask_position = position  # of the first batch, once that is wanted
         self._position: Position | None = None  # of the next batch
-        self._depth = depth
-        self._in_background = in_background
-        self._snapshot = snapshot
-        self._jobs: deque[_Job] = deque()  # in order, the next to be handed out first
-        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._before = before or Progress()  # how far the run before this one came
+        self._depth = depth  # how many batches are prepared, or being prepared, beyond the one handed out
+        self._in_background = in_background  # whether the thread fetches, too; otherwise `take` does
+        self._snapshot = snapshot  # the loader's state, asked for after every fetch; None: it has none
+        self._jobs: deque[Job] = deque()  # in order, the next to be handed out first
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_exhausted = False
         self._is_stopped = False
 
     def take(self) -> Any:
-        """The next batch.
-
-        Raises:
-            StopIteration: There is none, or the run was stopped.
-            Exception: What fetching or preparing this batch raised. The run is stopped by then.
-        """
+        """The next batch, as ``next`` has it; what fetching or preparing it raised, after the run was stopped."""
         if self._is_stopped:
             raise StopIteration
         while not self._is_exhausted and len(self._jobs) <= self._depth:
@@ -121,16 +74,16 @@ class Run:
         if self._is_stopped:  # meanwhile, by somebody else
             raise StopIteration
         self._jobs.popleft()
-        if job.prepared is None:
+        if not job.is_prepared:
             self._end(job)
         try:
-            batch = self._lane.hand_out(job.prepared)
+            batch = self._lane.hand_out(job)
         except BaseException:
             self.stop()
             raise
         self.progress.position = job.position
         if self._snapshot is not None:
-            self.progress.reach(job.state)
+            self.progress.state, self.progress.has_state = job.state, True
         return batch
 
     def settle(self) -> None:
@@ -140,13 +93,9 @@ class Run:
         if self._is_stopped and self._thread is not None:
             self._thread.join()
 
-    def stop(self, patience_s: float | None = PATIENCE_S) -> None:
-        """Ends the thread and lets go of everything; batches that were not handed out are dropped.
-
-        Args:
-            patience_s: How long to wait for a batch that the thread is fetching, in seconds; None: until it is there.
-        """
-        if self._is_stopped and patience_s is not None:
+    def stop(self) -> None:
+        """Ends the thread and lets go of everything; batches that were not handed out are dropped."""
+        if self._is_stopped:
             return
         self._is_stopped = True
         if self._thread is not None:
@@ -154,23 +103,28 @@ class Run:
             self._inbox.put(None)
             # The garbage collector may run, and drop an iteration, on any thread.
             if self._thread is not threading.current_thread():
-                self._thread.join(patience_s)
+                self._thread.join(PATIENCE_S)
         for job in self._jobs:
             job.error = None  # the traceback has the job
         self._jobs.clear()
         self._source = None
 
     def _begin(self) -> None:
-        position = self._ask_position() if self._position is None else self._position
+        position = self._position
+        if position is None:
+            position = self._ask_position()
+            # A shorter loader that begins anew within an epoch, asked for a batch before that is counted: Lightning
+            # fetches one early where it knows no length.
+            position = position.ahead(1) if position == self._before.position else position
         self._position = position.ahead(1)
-        job = _Job(position)
+        job = Job(position)
         if not self._in_background:
             self._fetch(job)
             if not job.has_batch:
                 job.done.set()
                 self._jobs.append(job)
                 return
-            job.after = self._lane.after(job.fetched)
+            job.after = self._lane.after(job.batch)
         if self._thread is None:
             # A daemon, so that a loader's worker that never answers cannot keep the interpreter from ending. Where it
             # answers, the thread is joined at exit, before torch and multiprocessing (whose hooks are older, so run
@@ -181,11 +135,11 @@ class Run:
         self._jobs.append(job)
         self._inbox.put(job)
 
-    def _fetch(self, job: _Job) -> None:
+    def _fetch(self, job: Job) -> None:
         assert self._source is not None
         began = time.perf_counter()
         try:
-            job.fetched = next(self._source)
+            job.batch = next(self._source)
             job.state = self._snapshot() if self._snapshot is not None else None
         except StopIteration:
             job.is_end = True
@@ -195,12 +149,8 @@ class Run:
         self.progress.fetch_s += time.perf_counter() - began
 
     def _work(self) -> None:
-        is_begun = False
         while (job := self._inbox.get()) is not None:
             try:
-                if not is_begun:
-                    self._lane.begin()
-                    is_begun = True
                 with self._lane.working(), torch.no_grad():
                     self._prepare(job)
             except BaseException as error:
@@ -208,26 +158,25 @@ class Run:
             done = job.done
             del job  # a batch that was handed out is the consumer's to free, not held until the next one comes
             done.set()
-        with self._lane.working():
-            self._lane.close()
+        self._lane.close()
 
-    def _prepare(self, job: _Job) -> None:
+    def _prepare(self, job: Job) -> None:
         if self._in_background and not self._is_stopped:
             if self._is_exhausted:
                 job.is_end = True
             else:
                 self._fetch(job)
         if job.has_batch and not self._is_stopped:
-            fetched, job.fetched = job.fetched, None
             began = time.perf_counter()
-            job.prepared = self._lane.prepare(fetched, job.position, job.after)
+            self._lane.prepare(job)
+            job.is_prepared = True
             self.progress.prepare_s += time.perf_counter() - began
 
-    def _end(self, job: _Job) -> NoReturn:
+    def _end(self, job: Job) -> NoReturn:
         """Stops, and raises what stands in place of the batch."""
         error, job.error = job.error, None
         if job.is_end:
-            self.progress.forget()
+            self.progress.state, self.progress.has_state = None, False
         self.stop()
         try:
             if error is None:
@@ -256,11 +205,6 @@ class Iteration(Iterator[Any]):
         """A copy is at its end: Lightning copies loaders under way, and leaves out iterators of DataLoaders only."""
         return iter, ((),)
 
-    def close(self, patience_s: float | None = PATIENCE_S) -> None:
-        """Stops here. Batches prepared ahead are dropped, and ``next`` raises StopIteration.
-
-        Args:
-            patience_s: As :meth:`Run.stop`.
-        """
-        self._finalizer.detach()
-        self._run.stop(patience_s)
+    def close(self) -> None:
+        """Stops here. Batches prepared ahead are dropped, and ``next`` raises StopIteration."""
+        self._finalizer()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import threading
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accel.data.position import Position
-from lightning_accel.data.staging import Mark, Stager, current_mark, move_plainly, tensors_within
+from lightning_accel.data.staging import Stager, current_mark, move_plainly, tensors_within
 
 
 class BatchTransform(Protocol):
@@ -23,148 +23,120 @@ class BatchTransform(Protocol):
         """Whether it takes the batch before the transfer."""
 
     def __call__(self, batch: Any, position: Position, /) -> Any:
-        """The batch for the model.
-
-        Args:
-            batch: As the loader gives it; on the device, unless ``on_host``.
-            position: Its place in the run.
-        """
+        """The batch for the model, made of the loader's: on the device, unless ``on_host``."""
 
 
 @dataclass(eq=False, slots=True)
-class Prepared:
-    """A batch that may be handed out.
+class Job:
+    """One batch on its way. All is complete once ``done``."""
 
-    Attributes:
-        batch: What the consumer gets.
-        arrived: Tensors that were copied to the device for it. What was made of them may be views whose memory torch
-            does not know to be theirs, as those that went through DLPack.
-        over: When the device is done with preparing it; None: it is.
-    """
-
-    batch: Any
+    position: Position
+    batch: Any = None  # as the loader gave it, then as it is handed out
+    is_prepared: bool = False
+    after: list[torch.cuda.Event] = field(default_factory=list)  # what a device has to have done before
+    # What was copied to the device for it. What was made of that may be views whose memory torch does not know to be
+    # theirs, as those that went through DLPack.
     arrived: list[Tensor] = field(default_factory=list)
-    over: Mark | None = None
+    over: torch.cuda.Event | None = None  # when the device is done with preparing it
+    state: Any = None  # the loader's, after the batch was fetched
+    is_end: bool = False
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether there is one to prepare: neither the end nor an error stands in its place."""
+        return self.error is None and not self.is_end
 
 
-class Lane(ABC):
-    """The way of one iteration's batches to the device.
+class Lane:
+    """The way of one iteration's batches to a device without streams that this package knows of, such as a CPU.
 
-    :meth:`after` and :meth:`hand_out` are called on the consumer's thread; all else on one thread, within
-    :meth:`working`.
+    :meth:`after` and :meth:`hand_out` are called on the consumer's thread, all else on one other.
     """
 
-    def __init__(self, preprocess: BatchTransform | None) -> None:
+    def __init__(self, device: torch.device, preprocess: BatchTransform | None) -> None:
+        self._device = device
         self._preprocess = preprocess
 
-    def prepare(self, batch: Any, position: Position, after: list[Mark]) -> Prepared:
-        """Moves and preprocesses a batch.
-
-        Args:
-            batch: As the loader gave it.
-            position: Its place in the run.
-            after: What the device has to have done before.
-        """
-        if self._preprocess is not None and self._preprocess.on_host:
-            batch = self._preprocess(batch, position)
-        prepared = self._move(batch, after)
-        if self._preprocess is not None and not self._preprocess.on_host:
-            prepared.batch = self._preprocess(prepared.batch, position)
-        return self._finish(prepared)
-
-    def after(self, batch: Any) -> list[Mark]:
+    def after(self, batch: Any) -> list[torch.cuda.Event]:
         """What the device is still doing to make ``batch``, which was fetched just now."""
         return []
 
-    def begin(self) -> None:  # noqa: B027  # a CPU has nothing to set
-        """Called first on the thread that prepares."""
-
     def working(self) -> AbstractContextManager[object]:
-        """Around all that is done on the thread that prepares."""
+        """Around :meth:`prepare`."""
         return nullcontext()
 
-    def hand_out(self, prepared: Prepared) -> Any:
-        """The batch, for use from here on by what the consumer's thread asks of the device."""
-        return prepared.batch
+    def prepare(self, job: Job) -> None:
+        """Moves and preprocesses the batch that was fetched."""
+        preprocess, batch, job.batch = self._preprocess, job.batch, None
+        if preprocess is not None and preprocess.on_host:
+            batch = preprocess(batch, job.position)
+        batch = self._moved(batch, job)
+        if preprocess is not None and not preprocess.on_host:
+            batch = preprocess(batch, job.position)
+        job.batch = batch
 
-    def close(self) -> None:  # noqa: B027  # a CPU has nothing under way
+    def hand_out(self, job: Job) -> Any:
+        """The batch, for use from here on by what the consumer's thread asks of the device."""
+        return job.batch
+
+    def close(self) -> None:
         """Sees what is under way to its end, and lets go of all memory."""
 
-    @abstractmethod
-    def _move(self, batch: Any, after: list[Mark]) -> Prepared: ...
-
-    def _finish(self, prepared: Prepared) -> Prepared:
-        return prepared
-
-
-class PlainLane(Lane):
-    """For a CPU, where batches are already, and for devices without streams that this package knows of."""
-
-    def __init__(self, device: torch.device, preprocess: BatchTransform | None) -> None:
-        super().__init__(preprocess)
-        self._device = device
-
-    @override
-    def _move(self, batch: Any, after: list[Mark]) -> Prepared:
+    def _moved(self, batch: Any, job: Job) -> Any:
         # Never non_blocking: https://github.com/pytorch/pytorch/issues/83015 (on MPS the copy reads freed memory).
-        return Prepared(batch if self._device.type == "cpu" else move_plainly(batch, self._device))
+        return batch if self._device.type == "cpu" else move_plainly(batch, self._device)
 
 
 class StreamLane(Lane):
-    """For CUDA: copies and preprocessing on a side stream, for which the consumer's stream waits and no thread.
-
-    Args:
-        side: The stream, of the device where batches go.
-        preprocess: What runs there after the copies.
-    """
+    """For CUDA: copies and preprocessing on a side stream, for which the consumer's stream waits and no thread."""
 
     def __init__(self, side: torch.cuda.Stream, preprocess: BatchTransform | None) -> None:
-        super().__init__(preprocess)
+        super().__init__(side.device, preprocess)
         self._side = side
         self._stager = Stager(side.device)
 
     @override
-    def after(self, batch: Any) -> list[Mark]:
+    def after(self, batch: Any) -> list[torch.cuda.Event]:
         # A loader may give tensors that are on a GPU, and still being computed there. Those that are not, wait for
         # nothing that the consumer has the GPU do.
-        devices = {tensor.device for tensor in tensors_within(batch) if tensor.is_cuda}
         marks = []
-        for device in devices:
+        for device in {tensor.device for tensor in tensors_within(batch) if tensor.is_cuda}:
             with torch.cuda.device(device):
                 marks.append(current_mark())
         return marks
 
     @override
-    def begin(self) -> None:
-        # A thread begins on the first GPU: leaving a stream there would make a context on it, some hundred MiB a rank.
-        torch.cuda.set_device(self._side.device)
-
-    @override
     def working(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._side)  # which makes its device the current one, too
+        # A thread begins on the first GPU: leaving a stream there would make a context on it, some hundred MiB a rank.
+        torch.cuda.set_device(self._device)
+        return torch.cuda.stream(self._side)
 
     @override
-    def hand_out(self, prepared: Prepared) -> Any:
-        current = torch.cuda.current_stream(self._side.device)
-        current.wait_event(prepared.over)  # type: ignore[arg-type]
-        for tensor in (*prepared.arrived, *tensors_within(prepared.batch)):
-            if tensor.device == self._side.device:
+    def prepare(self, job: Job) -> None:
+        super().prepare(job)
+        job.over = current_mark()
+
+    @override
+    def hand_out(self, job: Job) -> Any:
+        assert job.over is not None
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(job.over)
+        for tensor in (*job.arrived, *tensors_within(job.batch)):
+            if tensor.device == self._device:
                 tensor.record_stream(current)  # the allocator knows only of the stream that asked for it
-        return prepared.batch
+        return job.batch
 
     @override
     def close(self) -> None:
-        with suppress(RuntimeError):  # of a device that has failed
+        with suppress(RuntimeError), torch.cuda.stream(self._side):  # of a device that has failed
             current_mark().synchronize()  # an event of this stream alone: the consumer's goes on
         self._stager.close()
 
     @override
-    def _move(self, batch: Any, after: list[Mark]) -> Prepared:
-        for mark in after:
-            self._side.wait_event(mark)  # type: ignore[arg-type]
-        return Prepared(*self._stager.move(batch))
-
-    @override
-    def _finish(self, prepared: Prepared) -> Prepared:
-        prepared.over = current_mark()
-        return prepared
+    def _moved(self, batch: Any, job: Job) -> Any:
+        for mark in job.after:
+            self._side.wait_event(mark)
+        moved, job.arrived = self._stager.move(batch)
+        return moved

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
+import inspect
+import pkgutil
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any
 
-from lightning_accel import data
 from lightning_accel.core.checks import check_names, nearest
 from lightning_accel.data.chain import checked
 from lightning_accel.data.transform import Transform
 
 _FORM = "{class_path: Normalize, init_args: {mean: 0.5, std: 0.25}}"
+_PACKAGE = "lightning_accel.data."
 
 
 def read_transforms(value: Any) -> tuple[Transform, ...]:
@@ -33,13 +34,10 @@ def written(transform: Transform) -> dict[str, Any]:
     Raises:
         ValueError: It holds a function that cannot be imported by its name.
     """
-    settings = {one.name: getattr(transform, one.name) for one in fields(transform)}
-    defaults = {one.name: one.default for one in fields(transform)}
-    given = {name: value for name, value in settings.items() if value != defaults[name]}
     kind = type(transform)
-    is_ours = getattr(data, kind.__name__, None) is kind
-    class_path = f"{data.__name__}.{kind.__name__}" if is_ours else _import_path(kind, repr(kind))
-    return {"class_path": class_path, "init_args": {name: _plain(value) for name, value in given.items()}}
+    is_ours = _known().get(kind.__name__) is kind
+    class_path = f"{_PACKAGE}{kind.__name__}" if is_ours else _import_path(kind, repr(kind))
+    return {"class_path": class_path, "init_args": {name: _plain(value) for name, value in transform.given().items()}}
 
 
 def _read(value: Any) -> Any:
@@ -66,28 +64,33 @@ def _read(value: Any) -> Any:
         raise TypeError(f"preprocess: {kind.__name__}: {error}") from None
 
 
+def _known() -> dict[str, type[Transform]]:
+    """The transforms of this package, all of which it has imported, by name."""
+    ours = [kind for kind in _kinds_of(Transform) if kind.__module__.startswith(_PACKAGE)]
+    return {kind.__name__: kind for kind in ours if not inspect.isabstract(kind)}
+
+
+def _kinds_of(kind: type[Any]) -> Iterator[type[Any]]:
+    for narrower in kind.__subclasses__():
+        yield from (narrower, *_kinds_of(narrower))
+
+
 def _kind(class_path: str) -> type[Transform]:
     """The class of that name: one of ours, also without its module, or the user's own."""
-    name = class_path.removeprefix("lightning_accel.data.")
-    known = [name for name in data.__all__ if _is_transform(getattr(data, name))]
+    known, name = _known(), class_path.removeprefix(_PACKAGE)
     if name in known:
-        found: type[Transform] = getattr(data, name)
-        return found
-    if "." in name and _is_transform(own := _imported("class_path", class_path)):
-        return cast(type[Transform], own)
-    raise ValueError(
-        f"preprocess: there is no transform {class_path!r}{nearest(name, known) or '.'} Allowed: {', '.join(known)}."
-    )
-
-
-def _is_transform(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Transform) and kind is not Transform
+        return known[name]
+    if "." in name:
+        own = _imported("class_path", class_path)
+        if isinstance(own, type) and issubclass(own, Transform) and own is not Transform:
+            return own
+    hint = nearest(name, [*known]) or "."
+    raise ValueError(f"preprocess: there is no transform {class_path!r}{hint} Allowed: {', '.join(sorted(known))}.")
 
 
 def _imported(setting: str, path: str) -> Any:
-    module, _, name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        return pkgutil.resolve_name(path)
     except (ImportError, ValueError, AttributeError) as error:
         raise ValueError(
             f"preprocess: {setting}={path!r} cannot be imported ({error}). Write package.module.name."

@@ -12,100 +12,64 @@ NumpyArray = np.ndarray[Any, Any]
 Kind = Literal["float32", "float16", "bfloat16"]  # what a pass writes
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class SinglePass:
     """What becomes of the pixels of one batch: ``out[n, c, i, j] = source * scale[c] + bias[c]``.
 
     The source is ``images[n, c, top[n] + i, left[n] + step[n] * j]``; where that lies outside of the image,
-    ``out[n, c, i, j] = fill[c]``. All arrays are NumPy's: they are small, and drawn on the host.
-
-    Attributes:
-        height: Of the output.
-        width: Of the output.
-        top: Row in the image of the output's first row, ``(N,)``, int32; negative where the crop begins in the padding.
-        left: Column in the image of the output's first column, ``(N,)``, int32.
-        step: 1, or -1 where the sample is flipped, ``(N,)``, int32.
-        scale: Per channel, ``(C,)``, float32.
-        bias: Per channel, ``(C,)``, float32.
-        fill: What padding becomes, per channel, ``(C,)``, float32.
+    ``out[n, c, i, j] = fill[c]``. All arrays are NumPy's: they are small, and drawn on the host. Transforms are put
+    together by :meth:`crop`, :meth:`flip` and :meth:`normalize`, in the order in which these are called.
     """
 
-    height: int
+    height: int  # of the output
     width: int
-    top: NumpyArray
-    left: NumpyArray
-    step: NumpyArray
-    scale: NumpyArray
-    bias: NumpyArray
-    fill: NumpyArray
+    top: NumpyArray  # (N,), int32: row in the image of the output's first row; negative where it lies in the padding
+    left: NumpyArray  # (N,), int32: column in the image of the output's first column
+    step: NumpyArray  # (N,), int32: 1, or -1 where the sample is flipped
+    scale: NumpyArray  # (C,), float32
+    bias: NumpyArray  # (C,), float32
+    fill: NumpyArray  # (C,), float32: what padding becomes
+    is_uint8: bool = False  # whether the images hold 0…255, which a normalisation takes as 0…1
 
-
-class PassBuilder:
-    """Puts transforms together into one :class:`SinglePass`, in the order in which they are called.
-
-    Args:
-        samples: How many images there are.
-        channels: How many channels they have.
-        height: Their rows.
-        width: Their columns.
-        is_uint8: Whether they hold 0…255, which is taken as 0…1.
-
-    Attributes:
-        height: The rows of the output so far.
-        width: Its columns so far.
-    """
-
-    def __init__(self, samples: int, channels: int, height: int, width: int, *, is_uint8: bool) -> None:
-        self.is_uint8 = is_uint8
-        self.height, self.width = height, width
-        self._top = np.zeros(samples, np.int32)
-        self._left = np.zeros(samples, np.int32)
-        self._step = np.ones(samples, np.int32)
-        self._scale = np.ones(channels, np.float32)
-        self._bias = np.zeros(channels, np.float32)
-        self._fill = np.zeros(channels, np.float32)
+    @classmethod
+    def copying(cls, samples: int, channels: int, height: int, width: int, *, is_uint8: bool = False) -> SinglePass:
+        """The pass that leaves images of this shape as they are."""
+        return cls(
+            height=height,
+            width=width,
+            top=np.zeros(samples, np.int32),
+            left=np.zeros(samples, np.int32),
+            step=np.ones(samples, np.int32),
+            scale=np.ones(channels, np.float32),
+            bias=np.zeros(channels, np.float32),
+            fill=np.zeros(channels, np.float32),
+            is_uint8=is_uint8,
+        )
 
     def crop(self, top: NumpyArray, left: NumpyArray, height: int, width: int) -> None:
         """Takes ``height`` rows and ``width`` columns of each sample from ``(top, left)`` on; zeros lie outside."""
-        self._top = self._top + top
-        self._left = self._left + self._step * left
+        self.top += top
+        self.left += self.step * left
         self.height, self.width = height, width
-        self._fill = np.zeros_like(self._fill)
+        self.fill[:] = 0
 
     def flip(self, flags: NumpyArray) -> None:
         """Mirrors the samples whose flag is set."""
-        self._left = self._left + np.where(flags, self._step * (self.width - 1), 0)
-        self._step = np.where(flags, -self._step, self._step)
+        self.left += np.where(flags, self.step * (self.width - 1), 0)
+        self.step[flags] *= -1
 
     def normalize(self, scale: NumpyArray, bias: NumpyArray) -> None:
         """``value * scale + bias``, each per channel."""
-        self._scale = self._scale * scale
-        self._bias = self._bias * scale + bias
-        self._fill = self._fill * scale + bias
-
-    def build(self) -> SinglePass:
-        return SinglePass(
-            height=self.height,
-            width=self.width,
-            top=self._top.astype(np.int32),
-            left=self._left.astype(np.int32),
-            step=self._step.astype(np.int32),
-            scale=self._scale.astype(np.float32),
-            bias=self._bias.astype(np.float32),
-            fill=self._fill.astype(np.float32),
-        )
+        self.scale *= scale
+        self.bias = self.bias * scale + bias
+        self.fill = self.fill * scale + bias
 
 
 def run_on_host(images: NumpyArray, single_pass: SinglePass, out: NumpyArray, *, kind: Kind) -> None:
     """The pass in NumPy: sample by sample and channel by channel, so that what is in between stays in the cache.
 
-    The values are those of the transforms one by one, bit for bit.
-
-    Args:
-        images: ``(N, C, H, W)`` of uint8 or float32, in any layout.
-        single_pass: What to do.
-        out: ``(N, C, height, width)``, in any layout; of uint16, the bits, for bfloat16.
-        kind: The output's dtype.
+    The values are those of the transforms one by one, bit for bit. ``images``: ``(N, C, H, W)`` of uint8 or float32,
+    in any layout; ``out``: ``(N, C, height, width)`` of ``kind``, in any layout; of uint16, the bits, for bfloat16.
     """
     _, channels, height, width = images.shape
     # A plane is put together here, whole, before it is written into a layout that may scatter it.
@@ -131,12 +95,7 @@ def run_on_host(images: NumpyArray, single_pass: SinglePass, out: NumpyArray, *,
 
 
 def _as_bfloat16(values: NumpyArray, bits: NumpyArray) -> NumpyArray:
-    """The bits of ``values`` rounded to the nearest bfloat16, to even at ties, as uint16.
-
-    Args:
-        values: float32.
-        bits: Of the same shape, uint32, overwritten.
-    """
+    """The bits of float32 ``values`` rounded to bfloat16, to even at ties, as uint16; overwrites ``bits``, uint32."""
     whole = values.view(np.uint32)
     np.right_shift(whole, 16, out=bits)
     np.bitwise_and(bits, 1, out=bits)

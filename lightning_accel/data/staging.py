@@ -6,63 +6,47 @@ import ctypes
 import functools
 import inspect
 import warnings
+from abc import ABC
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from lightning_accel.core.tree import leaves, map_leaves
+from lightning_accel.core.torch_private import coo_parts
+from lightning_accel.core.tree import leaves, map_leaves, tensors_in
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region
 
 
-class Mark(Protocol):
-    """A place in the work that a device was given, as :class:`torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Whether the device has got there."""
-
-    def synchronize(self) -> None:
-        """Holds the calling thread up until the device has got there."""
-
-
-class _ClassesWithTo(type):
-    @override
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return callable(getattr(type(instance), "to", None))
-
-
-class Movable(metaclass=_ClassesWithTo):
+class Movable(ABC):  # noqa: B024  # no method of its own: it tells classes by theirs
     """Every object whose class has a method ``to``: tensors, transformers' BatchEncoding, PyTorch Geometric's Data.
 
     Asked of the class, as Lightning does: a dataclass may have a field of that name.
     """
 
+    @classmethod
+    def __subclasshook__(cls, subclass: type) -> bool:
+        """Whether instances of ``subclass`` have the method."""
+        return callable(getattr(subclass, "to", None))
 
-def current_mark() -> Mark:
+
+def current_mark() -> torch.cuda.Event:
     """The place that the calling thread's current stream has come to."""
-    mark: Mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    mark.record()  # type: ignore[attr-defined]
+    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record()
     return mark
 
 
 @dataclass(eq=False, slots=True)
 class _Load:
-    """What one batch takes along.
+    """What one batch takes along."""
 
-    Attributes:
-        regions: Pinned memory that it is copied from.
-        sources: Its own tensors that it is copied from.
-        arrived: Tensors on the device.
-    """
-
-    regions: list[Region] = field(default_factory=list)
-    sources: list[Tensor] = field(default_factory=list)
-    arrived: list[Tensor] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)  # pinned memory that it is copied from
+    sources: list[Tensor] = field(default_factory=list)  # its own tensors that it is copied from
+    arrived: list[Tensor] = field(default_factory=list)  # tensors on the device
 
 
 class Stager:
@@ -70,21 +54,16 @@ class Stager:
 
     A tensor in pageable memory is copied into a region of pinned memory first, by one core and not by all of them,
     and from there by the device; the region returns to its pool once that copy is over. A tensor that is pinned
-    already is copied from where it lies, and kept until then. Call it from one thread.
-
-    Args:
-        device: Where to.
-        pool: Where regions come from; None: pinned memory. It is closed with the stager.
-        mark: Marks what the current stream has been given so far.
+    already is copied from where it lies, and kept until then. Call it from one thread. ``pool`` is closed with it.
     """
 
     def __init__(
-        self, device: torch.device, *, pool: Pool | None = None, mark: Callable[[], Mark] = current_mark
+        self, device: torch.device, *, pool: Pool | None = None, mark: Callable[[], torch.cuda.Event] = current_mark
     ) -> None:
         self._device = device
         self._pool = pool or HostPool(pinned=True)
         self._mark = mark
-        self._flights: deque[tuple[Mark, _Load]] = deque()
+        self._flights: deque[tuple[torch.cuda.Event, _Load]] = deque()
         self._may_pin = True
 
     def move(self, batch: Any) -> tuple[Any, list[Tensor]]:
@@ -92,9 +71,6 @@ class Stager:
 
         Structure, shapes, dtypes and ``requires_grad`` stay, and so do strides where no elements share memory or
         leave gaps. What has no ``to`` stays as it is.
-
-        Raises:
-            Exception: Whatever an object's own ``to`` raises.
         """
         self.settle()
         load = _Load()
@@ -106,7 +82,7 @@ class Stager:
 
     def settle(self) -> None:
         """Lets go of the memory of copies that are over, without waiting for any."""
-        while self._flights and self._flights[0][0].query():
+        while self._flights and self._flights[0][0].query():  # type: ignore[no-untyped-call]
             self._land(self._flights.popleft()[1])
 
     def close(self) -> None:
@@ -175,13 +151,7 @@ class Stager:
 
 
 def move_plainly(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """``batch`` with everything that has a method ``to`` moved by it.
-
-    Args:
-        batch: Of any structure.
-        device: Where to.
-        non_blocking: Whether to ask for this those methods that take it.
-    """
+    """``batch`` with everything that has a method ``to`` moved by it, ``non_blocking`` where that takes it."""
 
     def move(data: Any) -> Any:
         moved = data.to(device, non_blocking=True) if non_blocking and _takes_non_blocking(data) else data.to(device)
@@ -199,19 +169,17 @@ def tensors_within(data: Any) -> list[Tensor]:
         if isinstance(leaf, Tensor):
             found += _parts(leaf)
         elif isinstance(leaf, Movable) and hasattr(leaf, "__dict__"):
-            for value in leaves(vars(leaf)):
-                if isinstance(value, Tensor):
-                    found += _parts(value)
+            found += [part for tensor in tensors_in(vars(leaf)) for part in _parts(tensor)]
     return found
 
 
-def _parts(tensor: Tensor) -> Iterable[Tensor]:
+def _parts(tensor: Tensor) -> list[Tensor]:
     """The tensors that have the memory of one that is sparse, or of a class that wraps others."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _parts(getattr(tensor, name))]
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return coo_parts(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +14,7 @@ from lightning_accel.data import parts
 from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.parts import Key, Path
-from lightning_accel.data.single_pass import NumpyArray, PassBuilder
+from lightning_accel.data.single_pass import NumpyArray, SinglePass
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,30 @@ class Transform(ABC):
     def __call__(self, batch: ArrayBatch) -> None:
         """Changes ``batch``. Without random numbers, only what is deterministic happens."""
 
+    def _check(self, name: str, is_right: bool, allowed: str) -> None:
+        """Raises a ``ValueError`` that names the setting and what is ``allowed``, unless it is right."""
+        if not is_right:
+            raise ValueError(f"{type(self).__name__}({name}={getattr(self, name)!r}): give {allowed}.")
+
+    def _check_range(self, name: str, most: float = math.inf) -> None:
+        """Makes the setting a pair of numbers, ``0 < smallest <= largest <= most``; else raises a ``ValueError``."""
+        value = getattr(self, name)
+        is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
+        self._check(name, is_pair, "two numbers, (smallest, largest)")
+        smallest, largest = map(float, value)
+        limit = "" if most == math.inf else f" <= {most:g}"
+        self._check(name, 0 < smallest <= largest <= most, f"(smallest, largest), with 0 < smallest <= largest{limit}")
+        object.__setattr__(self, name, (smallest, largest))
+
+    def given(self) -> dict[str, Any]:
+        """The settings that are not as they are by default."""
+        values = {setting.name: (getattr(self, setting.name), setting.default) for setting in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
     def __repr__(self) -> str:
-        given = {
-            setting.name: getattr(self, setting.name)
-            for setting in fields(self)
-            if setting.repr and getattr(self, setting.name) != setting.default
-        }
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        hidden = {setting.name for setting in fields(self) if not setting.repr}
+        shown = [f"{name}={value!r}" for name, value in self.given().items() if name not in hidden]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class Shape(NamedTuple):
@@ -70,11 +86,7 @@ class ImageTransform(Transform):
 
     @abstractmethod
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Any:
-        """What is to happen to each sample, as NumPy arrays; None: nothing.
-
-        Raises:
-            ValueError: Images of this shape cannot be transformed so.
-        """
+        """What is to happen to each sample, as NumPy arrays; None: nothing. A ValueError for a wrong shape."""
 
     @abstractmethod
     def apply(self, images: Array, drawn: Any, arrays: Arrays) -> Array:
@@ -82,12 +94,16 @@ class ImageTransform(Transform):
 
     @override
     def __call__(self, batch: ArrayBatch) -> None:
-        path = self.find(batch.structure)
+        self.change(batch, self.find(batch.structure))
+
+    def change(self, batch: ArrayBatch, path: Path) -> Any:
+        """Transforms the images at ``path``; returns what was drawn for them."""
         images, channels_last = self.images(batch, path)
         drawn = self.draw(Shape(*images.shape), batch.rng)
         if drawn is not None:
             images = self.apply(images, drawn, batch.arrays)
         batch.write(path, images.transpose(0, 2, 3, 1) if channels_last else images)
+        return drawn
 
     def find(self, batch: Any) -> Path:
         """Where its images are in a batch."""
@@ -96,12 +112,7 @@ class ImageTransform(Transform):
         return parts.evident_image(batch, type(self).__name__)
 
     def images(self, batch: ArrayBatch, path: Path) -> tuple[Array, bool]:
-        """The images as ``(N, C, H, W)``, and whether their channels come last in the batch.
-
-        Raises:
-            ValueError: The part does not have four dimensions.
-            TypeError: Its dtype is none that this transform takes.
-        """
+        """The images as ``(N, C, H, W)``, and whether their channels come last in the batch; checks them."""
         part = parts.get(batch.structure, path)
         if part.ndim != 4:
             raise ValueError(
@@ -126,7 +137,7 @@ class FusibleTransform(ImageTransform):
     """A transform of images that can be part of a single pass."""
 
     @abstractmethod
-    def compose(self, onto: PassBuilder, drawn: Any) -> None:
+    def compose(self, onto: SinglePass, drawn: Any) -> None:
         """As :meth:`apply`, in a single pass."""
 
 
@@ -141,62 +152,18 @@ def per_sample(values: NumpyArray, arrays: Arrays, dims: int = 4) -> Array:
     return arrays.upload(values).reshape(-1, *[1] * (dims - 1))
 
 
-def per_channel(values: NumpyArray, arrays: Arrays) -> Array:
-    """A value per channel, ``(C,)`` or one for all, uploaded to broadcast against ``(N, C, H, W)``."""
-    return arrays.upload(values.astype(np.float32)).reshape(1, -1, 1, 1)
-
-
-def in_float32(owner: str, images: Array, change: Callable[[Array], Array]) -> Array:
-    """Changes images as float32 in [0, 1], and gives them back in the dtype that they came in, clipped to its range.
-
-    Uint8 is taken as 0…255 and rounded, as it is everywhere in torchvision.
-
-    Raises:
-        ValueError: Images of floating point go beyond that range (looked at on the host alone).
-    """
-    is_uint8 = images.dtype == np.uint8
-    values = images.astype(np.float32)
-    if is_uint8:
-        values *= np.float32(1 / 255)
-    # On a GPU, looking at them would wait for it.
-    elif isinstance(values, np.ndarray) and values.size and not 0 <= values.min() <= values.max() <= 1:
-        raise ValueError(
-            f"{owner}: the images reach from {values.min():.3g} to {values.max():.3g}; it takes uint8, or floating"
-            " point from 0 to 1. Put it before Normalize, and give images of 0 to 255 as uint8."
-        )
-    values = change(values).clip(0, 1)
-    if is_uint8:
-        values = (values * np.float32(255)).round()
-    return values.astype(images.dtype)
-
-
 def uniform(rng: np.random.Generator, limits: Any, size: int | tuple[int, int]) -> NumpyArray:
     """Numbers between two ``limits``, equally likely."""
     smallest, largest = limits
     return rng.uniform(smallest, largest, size)
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and no bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    """Whether it is a finite number from ``least`` to ``most``, and no bool."""
+    is_one = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_one and least <= value <= most
 
 
-def check_probability(owner: str, name: str, value: Any) -> None:
-    """Raises a ``ValueError`` unless ``value`` is a number from 0 to 1."""
-    if not is_number(value) or not 0 <= value <= 1:
-        raise ValueError(f"{owner}({name}={value!r}): a probability is a number from 0 to 1.")
-
-
-def check_range(owner: str, name: str, value: Any, *, most: float = math.inf) -> tuple[float, float]:
-    """``value`` as a pair of finite numbers above 0, the first not larger than the second, nor that than ``most``.
-
-    Raises:
-        ValueError: It is not.
-    """
-    numbers = tuple(value) if isinstance(value, list | tuple) else ()
-    if len(numbers) != 2 or not all(is_number(number) for number in numbers):
-        raise ValueError(f"{owner}({name}={value!r}): give two numbers, (smallest, largest).")
-    if not 0 < numbers[0] <= numbers[1] <= most:
-        limit = "" if most == math.inf else f" <= {most:g}"
-        raise ValueError(f"{owner}({name}={value!r}): give (smallest, largest), with 0 < smallest <= largest{limit}.")
-    return float(numbers[0]), float(numbers[1])
+def is_count(value: Any, least: int) -> bool:
+    """Whether it is an integer of ``least`` or more, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+_NUMPYS = (np.ndarray, np.generic)
 ArrayT = TypeVar("ArrayT")
 """An array of NumPy, CuPy or torch: what comes out is of the library that went in."""
 
@@ -37,15 +38,22 @@ def as_tensors(asker: str, **arrays: ArrayT) -> tuple[tuple[Tensor, ...], Callab
 
 
 def common_library(asker: str, arrays: Mapping[str, object]) -> str:
-    """The library that all of the arrays, name → array, are of.
-
-    Raises:
-        TypeError: They are of several libraries, or of none of the three.
-    """
-    libraries = {library_of(array) for array in arrays.values()}
-    if len(libraries) != 1 or None in libraries:
-        raise _refusal(asker, arrays)
-    return str(libraries.pop())
+    """The library that all of the arrays, name → array, are of; a TypeError where it is not one of the three."""
+    first: dict[str, str] = {}  # of each library
+    for name, array in arrays.items():
+        library = library_of(array)
+        if library is None:
+            raise TypeError(
+                f"{asker}({name}=...) is of type {type(array).__name__}. Allowed: arrays of NumPy (without a mask),"
+                " CuPy or torch."
+            )
+        first.setdefault(library, name)
+    if len(first) != 1:
+        found = ", ".join(f"{name} of {library}" for library, name in first.items())
+        raise TypeError(
+            f"{asker}: {found}. Give arrays of one library: torch.from_numpy() and torch.from_dlpack() share memory."
+        )
+    return next(iter(first))
 
 
 def library_of(array: object) -> str | None:
@@ -59,14 +67,10 @@ def library_of(array: object) -> str | None:
     return "CuPy" if type(array).__module__.partition(".")[0] == "cupy" and hasattr(array, "__dlpack__") else None
 
 
-_NUMPYS = (np.ndarray, np.generic)
-
-
 def numpy_as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    """A NumPy array's memory as a tensor; a copy where torch has no such layout. Not to be written to.
+    """A NumPy array's memory as a tensor, not to be written to; a copy where torch has no such layout.
 
-    Raises:
-        TypeError: Torch does not have the dtype.
+    A TypeError where torch does not have the dtype.
     """
     try:
         return torch.from_numpy(array if array.flags.writeable else np.asarray(_Unlocked(array)))
@@ -87,21 +91,9 @@ class _Unlocked:
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
-def _refusal(asker: str, arrays: Mapping[str, object]) -> TypeError:
-    """What is wrong with arrays that are not all of one library; of each library, the first is named."""
-    first: dict[str, str] = {}
-    for name, array in arrays.items():
-        library = library_of(array)
-        if library is None:
-            return TypeError(
-                f"{asker}({name}=...) is of type {type(array).__name__}. Allowed: arrays of NumPy (without a mask),"
-                " CuPy or torch."
-            )
-        first.setdefault(library, name)
-    found = ", ".join(f"{name} of {library}" for library, name in first.items())
-    return TypeError(
-        f"{asker}: {found}. Give arrays of one library: torch.from_numpy() and torch.from_dlpack() share memory."
-    )
+def plain(tensor: Tensor) -> Tensor:
+    """Without what array libraries do not know: gradients, and conjugations that torch has put off."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _read_numpy(asker: str, name: str, array: Any) -> Tensor:
@@ -131,7 +123,7 @@ def _to_cupy(tensor: Tensor) -> Any:
     import cupy
 
     with torch.cuda.device(tensor.device):  # torch gives away what is on its current device alone
-        return cupy.from_dlpack(tensor.detach().resolve_conj().resolve_neg())
+        return cupy.from_dlpack(plain(tensor))
 
 
 _READ: dict[str, Callable[[str, str, Any], Tensor]] = {

@@ -10,7 +10,6 @@ from torch import Tensor
 from lightning_accel.ops.arrays import ArrayT, as_tensors
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ALREADY_FULL = ({torch.float32}, {torch.float64})
 _ASYMMETRY = 1e-4  # of two features' standard deviations: more than rounding in float32 leaves
 _JITTERS = 4  # of one size, of ten times that, and so on
 
@@ -40,51 +39,72 @@ def cholesky(cov: ArrayT, *, jitter: float = 0.0, asker: str = "cholesky") -> Ar
             such covariance in the batch.
     """
     (tensor,), back = as_tensors(asker, cov=cov)
-    (matrices,) = in_full(asker, cov=tensor)
-    check_symmetric(asker, matrices, tensor.dtype)
-    _, factors = factorised(asker, matrices, jitter)
-    return back(factors.to(tensor.dtype))
+    (matrices,), _ = checked(asker, jitter, cov=tensor)
+    return back(factorised(asker, matrices, jitter)[1].to(tensor.dtype))
 
 
-def in_full(asker: str, **tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in one dtype of 32 or 64 bits.
+def checked(asker: str, jitter: float, *, cov: Tensor, **others: Tensor) -> tuple[tuple[Tensor, ...], bool]:
+    """``cov`` and the others in one dtype of 32 or 64 bits, and whether ``cov`` is symmetric to the last bit.
 
-    Raises:
-        TypeError: One of them is not floating point.
+    The errors are those of :func:`cholesky`, but for what is not positive definite.
     """
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    if dtypes in _ALREADY_FULL:
-        return tuple(tensors.values())
+    tensors = _in_full(asker, {"cov": cov, **others})
+    share: Any = jitter
+    if isinstance(share, bool) or not isinstance(share, float | int) or not 0 <= share <= 1:
+        raise ValueError(f"{asker}(jitter={share!r}): give a share of the mean of the diagonal, a number from 0 to 1.")
+    return tensors, _is_exactly_symmetric(asker, tensors[0], cov.dtype)
+
+
+def factorised(asker: str, cov: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Symmetric matrices with jitter where need be, and their Cholesky factors; a ValueError where one has none."""
+    matrices = cov
+    factors, failed, is_well = _tried(matrices)
+    if is_well:
+        return matrices, factors
+    _raise_if_not_finite(asker, cov.detach())
+    share = torch.zeros_like(failed, dtype=cov.dtype)
+    mean = diagonals(cov).mean(-1)
+    for power in range(_JITTERS if jitter else 0):
+        share = share.where(~failed, jitter * 10**power)
+        matrices = cov + torch.diag_embed((share * mean)[..., None].expand(cov.shape[:-1]))
+        factors, failed, is_well = _tried(matrices)
+        if is_well:
+            return matrices, factors
+    raise _not_positive_definite(asker, cov.detach(), failed, jitter)
+
+
+def diagonals(matrices: Tensor) -> Tensor:
+    """``(..., D, D)`` → ``(..., D)``."""
+    return matrices.diagonal(0, -2, -1)
+
+
+def least_deviation(dtype: torch.dtype) -> float:
+    """The smallest entry that the diagonal of a factor may have: its square is the smallest normal number.
+
+    Below, some processors' libraries find a matrix not positive definite, others return what is left of its digits.
+    """
+    return float(torch.finfo(dtype).tiny ** 0.5)
+
+
+def _in_full(asker: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise TypeError(
                 f"{asker}({name}=...) holds {str(tensor.dtype).removeprefix('torch.')}. Allowed: float16, bfloat16,"
                 f" float32, float64; convert it, or take the real part where {name} is complex."
             )
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    return tuple([tensor.to(dtype) for tensor in tensors.values()])
+    is_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+    return tuple([tensor.to(torch.float64 if is_double else torch.float32) for tensor in tensors.values()])
 
 
-def check_symmetric(asker: str, cov: Tensor, dtype: torch.dtype) -> bool:
-    """Checks that each of ``cov``, ``(..., D, D)``, is square, and symmetric to the rounding of what it came from.
-
-    Args:
-        asker: For what errors say.
-        cov: The covariances.
-        dtype: What they were before they became float32 or float64.
-
-    Returns:
-        Whether they are symmetric to the last bit.
-
-    Raises:
-        ValueError: One is not symmetric, or not finite.
-    """
+def _is_exactly_symmetric(asker: str, cov: Tensor, dtype: torch.dtype) -> bool:
+    """Of covariances that were of ``dtype``; raises a ValueError where they are not even symmetric to its rounding."""
     if cov.ndim < 2 or cov.shape[-1] != cov.shape[-2]:
         raise ValueError(f"{asker}: cov of shape {tuple(cov.shape)}. Give square matrices, (..., D, D).")
     if torch.equal(cov, cov.mT):
         return True
     cov = cov.detach()
-    deviations = cov.diagonal(dim1=-2, dim2=-1).abs().sqrt()
+    deviations = diagonals(cov).abs().sqrt()
     allowed = max(_ASYMMETRY, 4 * torch.finfo(dtype).eps) * deviations
     # By the entries' own scale: features in small units count as much as those in large ones.
     mirrored = (cov - cov.mT).abs_() <= allowed[..., :, None] * deviations[..., None, :]
@@ -99,56 +119,12 @@ def check_symmetric(asker: str, cov: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def check_jitter(asker: str, jitter: float) -> None:
-    """Raises a ValueError where ``jitter`` is no share."""
-    given: Any = jitter
-    if isinstance(given, bool) or not isinstance(given, float | int) or not 0 <= given <= 1:
-        raise ValueError(f"{asker}(jitter={given!r}): give a share of the mean of the diagonal, a number from 0 to 1.")
-
-
-def factorised(asker: str, cov: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """The Cholesky factors of symmetric matrices, and the matrices they are of: ``cov``, or with jitter where need be.
-
-    Raises:
-        ValueError: ``jitter`` is no share, or a matrix is not finite or not positive definite.
-    """
-    check_jitter(asker, jitter)
-    matrices = cov
-    factors, failed = _tried(matrices)
-    if _all_well(factors, failed):
-        return matrices, factors
-    _raise_if_not_finite(asker, cov.detach())
-    share = torch.zeros_like(failed, dtype=cov.dtype)
-    mean = cov.diagonal(dim1=-2, dim2=-1).mean(-1)
-    for power in range(_JITTERS if jitter else 0):
-        share = share.where(~failed, jitter * 10**power)
-        matrices = cov + torch.diag_embed((share * mean)[..., None].expand(cov.shape[:-1]))
-        factors, failed = _tried(matrices)
-        if _all_well(factors, failed):
-            return matrices, factors
-    raise _not_positive_definite(asker, cov.detach(), failed, jitter)
-
-
-def least_deviation(dtype: torch.dtype) -> float:
-    """The smallest entry that the diagonal of a factor may have: its square is the smallest normal number.
-
-    Below it, some processors' libraries find a matrix not positive definite, and others return what is left of its
-    digits: it is refused on all of them.
-    """
-    return float(torch.finfo(dtype).tiny ** 0.5)
-
-
-def _tried(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors, and which of them are none."""
+def _tried(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The factors, which of them are none, and whether all are some, of finite numbers."""
     factors, found = torch.linalg.cholesky_ex(matrices)
-    diagonals = factors.detach().diagonal(dim1=-2, dim2=-1)
-    return factors, (found != 0) | (diagonals < least_deviation(matrices.dtype)).any(-1)
-
-
-def _all_well(factors: Tensor, failed: Tensor) -> Tensor:
-    """Whether the matrices are positive definite and finite: NaN and infinity anywhere end up on the diagonal."""
-    diagonals = factors.detach().diagonal(dim1=-2, dim2=-1)
-    return ~failed.any() & diagonals.sum().isfinite()
+    deviations = diagonals(factors.detach())
+    failed = (found != 0) | (deviations < least_deviation(matrices.dtype)).any(-1)
+    return factors, failed, ~failed.any() & deviations.sum().isfinite()  # NaN and infinity end up on the diagonal
 
 
 def _raise_if_not_finite(asker: str, cov: Tensor) -> None:

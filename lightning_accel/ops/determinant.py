@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accel.ops.arrays import ArrayT, as_tensors
-from lightning_accel.ops.cholesky import check_jitter, check_symmetric, factorised, in_full, least_deviation
+from lightning_accel.ops.cholesky import checked, diagonals, factorised, least_deviation
 
 _ROUNDS, _TIMED_S = 10, 0.05
 _FEW = 32
@@ -20,7 +20,7 @@ _CLEARLY_LESS = 0.95  # the clocks of shared machines tell no more
 # In roundings of D numbers. Of 288,000 matrices near singular (of low rank, of kernels, with one small eigenvalue) none
 # that Cholesky refuses got past it; Kahan's (1966), singular without a small pivot, may.
 _MARGIN = 100
-_MOST_COLUMNS = 128  # of several matrices at once, see _lu_is_safe
+_MOST_COLUMNS = 128  # of several matrices at once
 
 Kind = tuple[torch.device, torch.dtype, int, int]
 _lu_wins: dict[Kind, bool] = {}
@@ -41,26 +41,20 @@ def sqrt_det(cov: ArrayT, *, jitter: float = 0.0) -> ArrayT:
 
     Args:
         cov: ``(..., D, D)``, floating point, of NumPy, CuPy or torch.
-        jitter: See :func:`lightning_accel.ops.gaussian.cholesky`.
+        jitter: See :func:`lightning_accel.ops.gaussian.cholesky`, also for what is raised.
 
     Returns:
         ``(...)``; float64 for float64, else float32.
-
-    Raises:
-        TypeError: ``cov`` is not floating point.
-        ValueError: As of :func:`lightning_accel.ops.gaussian.cholesky`.
     """
     (tensor,), back = as_tensors("sqrt_det", cov=cov)
-    (matrices,) = in_full("sqrt_det", cov=tensor)
-    check_jitter("sqrt_det", jitter)
-    is_exact = check_symmetric("sqrt_det", matrices, tensor.dtype)
+    (matrices,), is_exact = checked("sqrt_det", jitter, cov=tensor)
     quickly = matrices.numel() and not torch.compiler.is_compiling()  # which would break off at each number looked at
     root = _quickly(matrices.detach(), is_exact) if quickly else None
     if root is None:
         # With errors, jitter, and logarithms for what leaves the dtype's range on its way to a product within it.
         matrices, factors = factorised("sqrt_det", matrices, jitter)
         factors = factors.detach()
-        root = _Root(_diagonal(factors).log().sum(-1).exp(), lambda: factors)
+        root = _Root(_through_logarithms(diagonals(factors)), lambda: factors)
     if not (matrices.requires_grad and torch.is_grad_enabled()):
         return back(root.value)
     value: Tensor = _SqrtDet.apply(matrices, root.value, root.factors())  # type: ignore[no-untyped-call]
@@ -68,12 +62,7 @@ def sqrt_det(cov: ArrayT, *, jitter: float = 0.0) -> ArrayT:
 
 
 class _Root(NamedTuple):
-    """What either way leads to.
-
-    Attributes:
-        value: √det, ``(...)``.
-        factors: The Cholesky factors, ``(..., D, D)``; only their lower triangles count.
-    """
+    """√det, ``(...)``, and the Cholesky factors, ``(..., D, D)``, of which only the lower triangles count."""
 
     value: Tensor
     factors: Callable[[], Tensor]
@@ -83,7 +72,10 @@ def _quickly(cov: Tensor, is_exact: bool) -> _Root | None:
     """By the faster way, where it finds ``cov`` positive definite and stays within the range of the dtype."""
     count = cov.shape[:-2].numel()
     kind = (cov.device, cov.dtype, cov.shape[-1], count.bit_length())
-    if not is_exact or not _lu_is_safe(cov, count):
+    # Torch calls MKL's LU from several threads at once, which from 150 columns on gives wrong numbers, once
+    # torch.set_num_threads has been called: https://github.com/pytorch/pytorch/issues/142815
+    lu_is_right = count == 1 or cov.device.type != "cpu" or cov.shape[-1] <= _MOST_COLUMNS
+    if not is_exact or not lu_is_right or torch.are_deterministic_algorithms_enabled():
         return _by_cholesky(cov)
     if kind not in _lu_wins:
         _lu_wins[kind] = _lu_is_faster(cov)
@@ -95,20 +87,9 @@ def _quickly(cov: Tensor, is_exact: bool) -> _Root | None:
     return root
 
 
-def _lu_is_safe(cov: Tensor, count: int) -> bool:
-    if torch.are_deterministic_algorithms_enabled():
-        return False
-    # Torch calls MKL's LU from several threads at once, which from 150 columns on gives wrong numbers, once
-    # torch.set_num_threads has been called: https://github.com/pytorch/pytorch/issues/142815
-    return count == 1 or cov.device.type != "cpu" or cov.shape[-1] <= _MOST_COLUMNS
-
-
 def _by_cholesky(cov: Tensor) -> _Root | None:
     factors, found = torch.linalg.cholesky_ex(cov)
-    if _extremes(found)[1] != 0:
-        return None
-    root = _product(_diagonal(factors))
-    return None if root is None else _Root(root, lambda: factors)
+    return _rooted(diagonals(factors), lambda: factors) if _extremes(found)[1] == 0 else None
 
 
 def _by_lu(cov: Tensor) -> _Root | None:
@@ -121,32 +102,28 @@ def _by_lu(cov: Tensor) -> _Root | None:
     # LAPACK goes by columns: the transpose, which is the same matrix, is copied as it lies.
     factors, rows, _ = torch.linalg.lu_factor_ex(cov.mT)
     size = cov.shape[-1]
-    pivots = _diagonal(factors)
+    pivots = diagonals(factors)
     unswapped = torch.arange(1, size + 1, dtype=rows.dtype, device=rows.device)
-    least = _MARGIN * size * torch.finfo(cov.dtype).eps * _diagonal(cov)
+    least = _MARGIN * size * torch.finfo(cov.dtype).eps * diagonals(cov)
     if not ((rows == unswapped) & (pivots > least)).all():
         return None
-    root = _product(pivots.sqrt())
-    return None if root is None else _Root(root, lambda: (factors * pivots.rsqrt()[..., None]).mT)
+    return _rooted(pivots.sqrt(), lambda: (factors * pivots.rsqrt()[..., None]).mT)
 
 
-def _diagonal(matrices: Tensor) -> Tensor:
-    return matrices.diagonal(0, -2, -1)
-
-
-def _product(diagonals: Tensor) -> Tensor | None:
-    """The product of each diagonal ``(..., D)``; None where an entry is too small, or not finite.
-
-    By logarithms where a product might leave the dtype's range on its way, and come back without its digits.
-    """
-    least, most = _extremes(diagonals)
-    if not (least_deviation(diagonals.dtype) <= least and most < math.inf):
+def _rooted(deviations: Tensor, factors: Callable[[], Tensor]) -> _Root | None:
+    """The products of the deviations ``(..., D)``; None where one is too small, or not finite."""
+    least, most = _extremes(deviations)
+    if not (least_deviation(deviations.dtype) <= least and most < math.inf):
         return None
-    limits, size = torch.finfo(diagonals.dtype), diagonals.shape[-1]
+    limits, size = torch.finfo(deviations.dtype), deviations.shape[-1]
     lowest, highest = size * math.log(min(least, 1)), size * math.log(max(most, 1))
-    if lowest > math.log(limits.tiny) and highest < math.log(limits.max):
-        return diagonals.prod(-1)
-    return diagonals.log().sum(-1).exp()
+    stays_within = lowest > math.log(limits.tiny) and highest < math.log(limits.max)
+    return _Root(deviations.prod(-1) if stays_within else _through_logarithms(deviations), factors)
+
+
+def _through_logarithms(deviations: Tensor) -> Tensor:
+    """The products: for those that would leave the dtype's range on their way, and come back without their digits."""
+    return deviations.log().sum(-1).exp()
 
 
 def _extremes(values: Tensor) -> tuple[float, float]:

@@ -13,7 +13,9 @@ error that says which of the batch it is.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_accel.ops.arrays import ArrayT, as_tensors, library_of
-from lightning_accel.ops.cholesky import check_symmetric, cholesky, factorised, in_full
+from lightning_accel.ops.cholesky import checked, cholesky, diagonals, factorised
 from lightning_accel.ops.determinant import sqrt_det
 
 __all__ = ["cholesky", "log_prob", "sample", "sqrt_det", "whiten"]
@@ -46,11 +48,12 @@ def sample(mean: ArrayT, cov: ArrayT, n: int, generator: Any = None, *, jitter: 
         TypeError: ``generator`` is of another library, or an array is not floating point.
         ValueError: ``n`` is no number of samples, shapes do not fit, or as of :func:`cholesky`.
     """
-    count = _checked_count(n)
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 0:
+        raise ValueError(f"sample(n={n!r}): give a number of samples, 0 or more.")
     (given_mean, given_cov), back = as_tensors("sample", mean=mean, cov=cov)
     factors, (means,) = _prepared("sample", jitter, given_cov, mean=given_mean)
     batch = np.broadcast_shapes(means.shape[:-1], factors.shape[:-2])
-    noise = _standard_normal((*batch, count, means.shape[-1]), factors, library_of(mean), generator)
+    noise = _standard_normal((*batch, int(n), means.shape[-1]), factors, library_of(mean), generator)
     # Autocast would multiply in 16 bits.
     with torch.autocast(factors.device.type, enabled=False):
         samples = means[..., None, :] + noise @ factors.mT
@@ -73,57 +76,46 @@ def log_prob(x: ArrayT, mean: ArrayT, cov: ArrayT, *, jitter: float = 0.0) -> Ar
         TypeError: An array is not floating point.
         ValueError: Shapes do not fit, or as of :func:`cholesky`.
     """
-    (given_x, given_mean, given_cov), back = as_tensors("log_prob", x=x, mean=mean, cov=cov)
-    factors, (points, means) = _prepared("log_prob", jitter, given_cov, x=given_x, mean=given_mean)
-    white = _solved(factors, points - means)
-    log_sqrt_det = factors.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    factors, white, _, back = _whitened("log_prob", x, mean, cov, jitter)
+    log_sqrt_det = diagonals(factors).log().sum(-1)
     return back(-0.5 * (white.square().sum(-1) + white.shape[-1] * math.log(2 * math.pi)) - log_sqrt_det)
 
 
 def whiten(x: ArrayT, mean: ArrayT, cov: ArrayT, *, jitter: float = 0.0) -> ArrayT:
     """``L⁻¹ (x - mean)`` with ``L Lᵀ = cov``: numbers of that distribution become standard normal ones.
 
-    Args:
-        x: ``(..., D)``.
-        mean: ``(..., D)``.
-        cov: ``(..., D, D)``.
-        jitter: See :func:`cholesky`.
+    Arguments and errors are those of :func:`log_prob`.
 
     Returns:
         The batch dimensions of the three, broadcast, and ``D``; of the widest dtype of the three.
-
-    Raises:
-        TypeError: An array is not floating point.
-        ValueError: Shapes do not fit, or as of :func:`cholesky`.
     """
-    given, back = as_tensors("whiten", x=x, mean=mean, cov=cov)
-    factors, (points, means) = _prepared("whiten", jitter, given[2], x=given[0], mean=given[1])
-    dtype = torch.promote_types(torch.promote_types(given[0].dtype, given[1].dtype), given[2].dtype)
-    return back(_solved(factors, points - means).to(dtype))
+    _, white, dtype, back = _whitened("whiten", x, mean, cov, jitter)
+    return back(white.to(dtype))
 
 
-def _checked_count(n: Any) -> int:
-    if isinstance(n, bool) or not isinstance(n, Integral) or n < 0:
-        raise ValueError(f"sample(n={n!r}): give a number of samples, 0 or more.")
-    return int(n)
+def _whitened(
+    asker: str, x: ArrayT, mean: ArrayT, cov: ArrayT, jitter: float
+) -> tuple[Tensor, Tensor, torch.dtype, Callable[[Tensor], ArrayT]]:
+    """Cholesky factors, whitened points, the widest dtype that was given, and the way back to the arrays' library."""
+    given, back = as_tensors(asker, x=x, mean=mean, cov=cov)
+    factors, (points, means) = _prepared(asker, jitter, given[2], x=given[0], mean=given[1])
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in given))
+    return factors, _solved(factors, points - means), dtype, back
 
 
 def _prepared(asker: str, jitter: float, cov: Tensor, **points: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The Cholesky factors of ``cov``, and points that fit them, in one dtype of 32 or 64 bits."""
-    matrices, *others = in_full(asker, cov=cov, **points)
-    check_symmetric(asker, matrices, cov.dtype)
+    (matrices, *others), _ = checked(asker, jitter, cov=cov, **points)
     _check_shapes(asker, cov, points)
-    _, factors = factorised(asker, matrices, jitter)
-    return factors, tuple(others)
+    return factorised(asker, matrices, jitter)[1], tuple(others)
 
 
 def _check_shapes(asker: str, cov: Tensor, points: dict[str, Tensor]) -> None:
-    fits = all(tensor.shape[-1:] == cov.shape[-1:] for tensor in points.values())
-    if fits:
-        try:
-            np.broadcast_shapes(cov.shape[:-2], *(tensor.shape[:-1] for tensor in points.values()))
-        except ValueError:
-            fits = False
+    try:
+        np.broadcast_shapes(cov.shape[:-2], *(tensor.shape[:-1] for tensor in points.values()))
+        fits = all(tensor.shape[-1:] == cov.shape[-1:] for tensor in points.values())
+    except ValueError:
+        fits = False
     if not fits:
         given = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in {**points, "cov": cov}.items())
         raise ValueError(

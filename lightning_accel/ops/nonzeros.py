@@ -37,17 +37,11 @@ _MOST_NARROW = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What was kept of a tensor, in the order of its rows.
+    """What was kept of a tensor, in the order of its rows."""
 
-    Attributes:
-        indices: (D, nnz) by coordinates, one row a dimension; (1, nnz) by compressed rows, the columns.
-        values: (nnz,), of the tensor's dtype.
-        row_starts: (M + 1,) by compressed rows: where each row's values begin, and where the last one's end.
-    """
-
-    indices: Tensor
-    values: Tensor
-    row_starts: Tensor | None = None
+    indices: Tensor  # (D, nnz) by coordinates, one row a dimension; (1, nnz) by compressed rows, the columns
+    values: Tensor  # (nnz,), of the tensor's dtype
+    row_starts: Tensor | None = None  # (M + 1,) by compressed rows: where each begins, and where the last one ends
 
 
 def count(x: Tensor, kept: Kept) -> int:
@@ -63,12 +57,8 @@ def collect(x: Tensor, kept: Kept, *, compress_rows: bool, narrow: bool) -> Entr
     """The elements to be kept, and where they are. On a GPU the host waits once, for their number.
 
     Beside the result no more is allocated than one piece and its positions take: on a CPU 0.5 to 12 MiB, by density.
-
-    Args:
-        x: (M, N) to compress rows, else of any shape; any strides.
-        kept: Which elements.
-        compress_rows: CSR, rather than COO.
-        narrow: Indices are int32 where every number fits, rather than int64.
+    ``x``: (M, N) to compress rows, which is CSR rather than COO, else of any shape; any strides. ``narrow``: indices
+    are int32 where every number fits, rather than int64.
     """
     nnz, found = (_host_found if x.is_cpu else _device_found)(x, kept)
     fits = max(nnz if compress_rows else 0, *x.shape, 0) <= _MOST_NARROW
@@ -145,17 +135,11 @@ def _pieces(x: Any, size: int) -> Iterator[Any]:
 def _host_found(x: Tensor, kept: Kept) -> tuple[int, Iterator[tuple[Any, Any]]]:
     """How many there are, and the pieces with the positions in them."""
     array, test = _as_numpy(x), _host_test(kept, x.dtype)
-    known: Iterable[Any] = itertools.repeat(None)
-    if x.is_contiguous():
-        nnz, known = _first_pass(array, test)
-    else:
-        nnz = count(x, kept)  # in another order
-
-    def found() -> Iterator[tuple[Any, Any]]:
-        for piece, positions in zip(_pieces(array, _HOST_PIECE), known, strict=False):
-            yield piece, np.flatnonzero(test(piece)) if positions is None else positions
-
-    return nnz, found()
+    known: Iterable[Any]
+    # What is not contiguous is counted in another order.
+    nnz, known = _first_pass(array, test) if x.is_contiguous() else (count(x, kept), itertools.repeat(None))
+    pieces = zip(_pieces(array, _HOST_PIECE), known, strict=False)
+    return nnz, ((piece, np.flatnonzero(test(piece)) if at is None else at) for piece, at in pieces)
 
 
 def _first_pass(array: Any, test: Test) -> tuple[int, list[Any]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_accel.ops.arrays import ArrayT, as_tensors, common_library, library_of
 
-Pair: TypeAlias = tuple[Tensor, Tensor]
+Pair: TypeAlias = tuple[Any, Any]
 
 # Device → from how many pairs on, and up to how many elements of a matrix, a group is stacked. A stack is a copy, and
 # finding the groups takes half a microsecond a pair. On a CPU of two cores, forward and backward together were 1.05 to
@@ -24,6 +24,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 # 512x512; reckoned from that, not measured.
 _STACKED = {"cpu": (16, 64 * 64), "cuda": (4, 512 * 512)}
 _SIDE_STREAMS = 4
+_CAST = {torch.float16, torch.bfloat16, torch.float32}  # by autocast
 
 
 def windows(x: ArrayT, size: int, step: int = 1, axis: int = -1) -> ArrayT:
@@ -54,28 +55,19 @@ def windows(x: ArrayT, size: int, step: int = 1, axis: int = -1) -> ArrayT:
         )
     if array.ndim == 0:
         raise ValueError("windows(x=...) has no axes. Allowed: one dimension or more.")
-    axis = _checked_axis(axis, array.shape)
-    size = _checked_size("windows", "size", size, array.shape, axis)
+    axis = _integer("windows", "axis", axis)
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"windows(axis={axis}): the shape {tuple(array.shape)} has {array.ndim} axes. Allowed: from -{array.ndim}"
+            f" up to {array.ndim - 1}."
+        )
+    size = _checked_size("windows", "size", size, array.shape, axis % array.ndim)
     step = _integer("windows", "step", step)
     if step < 1:
         raise ValueError(f"windows(step={step}) of an axis of length {array.shape[axis]}. Allowed: 1 or more.")
     # Beyond the axis there is one window, and in the end numbers that no stride can be.
-    view: ArrayT = _unfolded(library, array, axis, size, min(step, array.shape[axis]))
+    view: ArrayT = _unfolded(library, array, axis % array.ndim, size, min(step, array.shape[axis]))
     return view
-
-
-def _unfolded(library: str, array: Any, axis: int, size: int, step: int) -> Any:
-    if library == "torch":
-        return array.unfold(axis, size, step)
-    stride = array.strides[axis]
-    count = (array.shape[axis] - size) // step + 1
-    shape = (*array.shape[:axis], count, *array.shape[axis + 1 :], size)
-    strides = (*array.strides[:axis], stride * step, *array.strides[axis + 1 :], stride)
-    if library == "NumPy":
-        return np.lib.stride_tricks.as_strided(array, shape, strides, writeable=False)
-    from cupy.lib.stride_tricks import as_strided
-
-    return as_strided(array, shape, strides)
 
 
 def sliding_matmul(a: ArrayT, b: ArrayT, window: int, *, materialize: bool = False) -> ArrayT:
@@ -102,11 +94,9 @@ def sliding_matmul(a: ArrayT, b: ArrayT, window: int, *, materialize: bool = Fal
     """
     asker = "sliding_matmul"
     library = common_library(asker, {"a": a, "b": b})
-    left: Any = a
-    right: Any = b
-    _check_product(asker, left, right)
-    window = _checked_size(asker, "window", window, right.shape, -1)
-    product = _product(asker, left, right)
+    _check_product(asker, a, b)
+    window = _checked_size(asker, "window", window, b.shape, -1)  # type: ignore[attr-defined]
+    product = _product(asker, a, b)
     products: Any = _unfolded(library, product, product.ndim - 1, window, 1).swapaxes(-3, -2)
     if materialize:
         products = products.contiguous() if library == "torch" else products.copy()
@@ -136,7 +126,11 @@ def batched_matmul(pairs: Iterable[tuple[ArrayT, ArrayT]]) -> list[ArrayT]:
         TypeError: As of :func:`sliding_matmul`, with the index of the pair.
         ValueError: Likewise; the arrays of a pair are on several devices.
     """
-    listed = _listed(pairs)
+    listed: list[Pair] = []
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"batched_matmul(pairs): pairs[{index}] is no pair. Give (a, b) for each product.")
+        listed.append((pair[0], pair[1]))
     libraries = {library_of(array) for array in itertools.chain.from_iterable(listed)}
     if libraries <= {"torch"}:
         return _products(listed)
@@ -150,10 +144,24 @@ def batched_matmul(pairs: Iterable[tuple[ArrayT, ArrayT]]) -> list[ArrayT]:
     return [back(product) for product in products]
 
 
+def _unfolded(library: str, array: Any, axis: int, size: int, step: int) -> Any:
+    if library == "torch":
+        return array.unfold(axis, size, step)
+    stride = array.strides[axis]
+    count = (array.shape[axis] - size) // step + 1
+    shape = (*array.shape[:axis], count, *array.shape[axis + 1 :], size)
+    strides = (*array.strides[:axis], stride * step, *array.strides[axis + 1 :], stride)
+    if library == "NumPy":
+        return np.lib.stride_tricks.as_strided(array, shape, strides, writeable=False)
+    from cupy.lib.stride_tricks import as_strided
+
+    return as_strided(array, shape, strides)
+
+
 # -- many products -----------------------------------------------------------------------------------------------------
 
 
-def _products(pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+def _products(pairs: Sequence[Pair]) -> list[Any]:
     groups = _grouped(pairs)
     found: dict[int, Tensor] = {}
     sides = []
@@ -171,6 +179,23 @@ def _products(pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
         for side in sides:
             torch.cuda.current_stream(side.device).wait_stream(side)
     return [found[index] for index in range(len(pairs))]
+
+
+def _grouped(pairs: Sequence[Pair]) -> list[list[int]]:
+    """The indices of pairs that are alike, in the order of their first; each kind of pair is checked."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, (a, b) in enumerate(pairs):
+        key = (a.shape, b.shape, a.dtype, b.dtype, *_tensor_traits(a), *_tensor_traits(b))
+        if key not in groups:
+            _check_product(f"batched_matmul, pairs[{index}]", a, b)
+            groups[key] = []
+        groups[key].append(index)
+    return list(groups.values())
+
+
+def _tensor_traits(array: Any) -> tuple[Any, ...]:
+    """What else tensors of one stack have in common: else a constant among others would be given a gradient."""
+    return (array.device, array.layout, array.requires_grad) if isinstance(array, Tensor) else ()
 
 
 def _on_stream(side: torch.cuda.Stream, group: Sequence[Pair]) -> Sequence[Tensor]:
@@ -216,56 +241,23 @@ def _product(asker: str, a: Any, b: Any) -> Any:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _listed(pairs: Iterable[Any]) -> list[tuple[Any, Any]]:
-    listed = list(pairs)
-    for index, pair in enumerate(listed):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(f"batched_matmul(pairs): pairs[{index}] is no pair. Give (a, b) for each product.")
-    return listed
-
-
-def _grouped(pairs: Sequence[tuple[Any, Any]]) -> list[list[int]]:
-    """The indices of pairs that are alike, in the order of their first; each kind of pair is checked."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for index, (a, b) in enumerate(pairs):
-        key = (a.shape, b.shape, a.dtype, b.dtype, *_tensor_traits(a), *_tensor_traits(b))
-        if key not in groups:
-            _check_product(f"batched_matmul, pairs[{index}]", a, b)
-            groups[key] = []
-        groups[key].append(index)
-    return list(groups.values())
-
-
-def _tensor_traits(array: Any) -> tuple[Any, ...]:
-    """What else tensors of one stack have in common: else a constant among others would be given a gradient."""
-    return (array.device, array.layout, array.requires_grad) if isinstance(array, Tensor) else ()
-
-
 def _check_product(asker: str, a: Any, b: Any) -> None:
     """``a`` and ``b``: of one library."""
-    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2] or not _can_broadcast(a.shape[:-2], b.shape[:-2]):
+    leading = zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False)
+    can_broadcast = all(m == n or 1 in (m, n) for m, n in leading)
+    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2] or not can_broadcast:
         raise ValueError(
             f"{asker}: no product of a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)}. Allowed: (..., M, K)"
             " and (..., K, T), with leading dimensions that can be broadcast."
         )
     if getattr(a, "device", None) != getattr(b, "device", None):  # NumPy's have none before version 2
         raise ValueError(f"{asker}: a on {a.device}, b on {b.device}. Move them to one device.")
-    if a.dtype != b.dtype and not _are_cast(a, b):
-        raise TypeError(f"{asker}: a of {a.dtype}, b of {b.dtype}. Convert one: a product has one dtype.")
+    if a.dtype != b.dtype:
+        is_cast = isinstance(a, Tensor) and {a.dtype, b.dtype} <= _CAST and torch.is_autocast_enabled(a.device.type)
+        if not is_cast:
+            raise TypeError(f"{asker}: a of {a.dtype}, b of {b.dtype}. Convert one: a product has one dtype.")
     if a.dtype == (torch.bool if isinstance(a, Tensor) else bool):
         raise TypeError(f"{asker}: a and b hold booleans. Convert them, to integers to count, say.")
-
-
-def _are_cast(a: Any, b: Any) -> bool:
-    """Whether autocast brings the two to one dtype."""
-    return isinstance(a, Tensor) and {a.dtype, b.dtype} <= _CAST and torch.is_autocast_enabled(a.device.type)
-
-
-def _can_broadcast(one: Sequence[int], other: Sequence[int]) -> bool:
-    return all(m == n or 1 in (m, n) for m, n in zip(reversed(one), reversed(other), strict=False))
-
-
-_CAST = {torch.float16, torch.bfloat16, torch.float32}  # by autocast
 
 
 def _checked_size(asker: str, name: str, value: int, shape: Sequence[int], axis: int) -> int:
@@ -276,17 +268,6 @@ def _checked_size(asker: str, name: str, value: int, shape: Sequence[int], axis:
             " length."
         )
     return size
-
-
-def _checked_axis(axis: int, shape: Sequence[int]) -> int:
-    """Counted from the first."""
-    number = _integer("windows", "axis", axis)
-    if not -len(shape) <= number < len(shape):
-        raise ValueError(
-            f"windows(axis={number}): the shape {tuple(shape)} has {len(shape)} axes. Allowed: from -{len(shape)} up to"
-            f" {len(shape) - 1}."
-        )
-    return number % len(shape)
 
 
 def _integer(asker: str, name: str, value: Any) -> int:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_accel.ops.arrays import as_tensors, common_library
+from lightning_accel.ops.arrays import as_tensors, common_library, plain
 from lightning_accel.ops.nonzeros import Entries, Kept, collect, count
 
 Layout = Literal["csr", "coo"]
@@ -47,28 +46,21 @@ def to_csr(x: Any) -> Any:
 
     Raises:
         TypeError: ``x`` is no array, is sparse already, or is of a dtype that its library has no sparse arrays of.
-        ValueError: ``x`` does not have two dimensions.
+        ValueError: ``x`` has a number of dimensions that its library has no such arrays of.
         ImportError: ``x`` is a NumPy array and SciPy is not installed.
     """
     return _convert("to_csr", x, "csr", "nonzero")
 
 
 def to_coo(x: Any) -> Any:
-    """The array as coordinates and values, in the order of rows.
-
-    Gradient, memory and waiting as with :func:`to_csr`.
+    """The array as coordinates and values, in the order of rows; all else as with :func:`to_csr`.
 
     Args:
         x: Dense, of NumPy, CuPy or torch. Any number of dimensions for torch, two for CuPy; for NumPy what the SciPy
             at hand takes: two, since version 1.13 also one, since 1.15 more.
 
     Returns:
-        Of the shape and dtype of ``x``. Indices are int64 for torch, elsewhere int32 where they fit.
-
-    Raises:
-        TypeError: ``x`` is no array, is sparse already, or is of a dtype that its library has no sparse arrays of.
-        ValueError: ``x`` has a number of dimensions that its library has no sparse arrays of.
-        ImportError: ``x`` is a NumPy array and SciPy is not installed.
+        Of the shape and dtype of ``x``.
     """
     return _convert("to_coo", x, "coo", "nonzero")
 
@@ -88,7 +80,6 @@ def sparse_relu(x: Any, layout: Layout = "csr") -> Any:
     Raises:
         TypeError: As those two; also where ``x`` is complex or boolean.
         ValueError: As those two; also for another layout.
-        ImportError: ``x`` is a NumPy array and SciPy is not installed.
     """
     if layout not in get_args(Layout):
         raise ValueError(f"sparse_relu(layout={layout!r}). Allowed: 'csr', 'coo'.")
@@ -106,7 +97,7 @@ def density(x: Any) -> float:
     """
     (tensor,), _ = as_tensors("density", x=x)
     _check_dense("density", tensor)
-    return count(tensor.detach().resolve_conj().resolve_neg(), "nonzero") / max(tensor.numel(), 1)
+    return count(plain(tensor), "nonzero") / max(tensor.numel(), 1)
 
 
 def _convert(asker: str, x: Any, layout: Layout, kept: Kept) -> Any:
@@ -115,7 +106,7 @@ def _convert(asker: str, x: Any, layout: Layout, kept: Kept) -> Any:
     _check(asker, tensor, layout, library, kept)
     if library == "torch":
         return _Sparse.apply(tensor, layout, kept)  # type: ignore[no-untyped-call]
-    make = _MAKERS[library](asker, layout)
+    make = _maker(asker, library, layout)
     entries = collect(tensor, kept, compress_rows=layout == "csr", narrow=True)
     if library == "CuPy" and entries.indices.dtype != torch.int32:
         # It would be given, and cut off.
@@ -123,7 +114,24 @@ def _convert(asker: str, x: Any, layout: Layout, kept: Kept) -> Any:
             f"{asker}(x=...) has shape {tuple(tensor.shape)} and {len(entries.values)} values. CuPy's indices have 32"
             " bits: convert it in parts, or as a tensor (torch.from_dlpack)."
         )
-    return _sparse_array(make, entries, tensor.shape, back)
+    values, indices = back(entries.values), tuple(back(index) for index in entries.indices)
+    parts = (values, indices) if entries.row_starts is None else (values, *indices, back(entries.row_starts))
+    made = make(parts, shape=tuple(tensor.shape))
+    made.has_canonical_format = True  # known here, and else found out by looking at every index
+    return made
+
+
+def _maker(asker: str, library: str, layout: Layout) -> Any:
+    """The class of sparse arrays of SciPy, or of CuPy."""
+    if library == "CuPy":
+        from cupyx.scipy import sparse
+
+        return sparse.csr_matrix if layout == "csr" else sparse.coo_matrix
+    try:
+        from scipy import sparse
+    except ImportError as error:
+        raise ImportError(f"{asker}(x=...) makes SciPy arrays of NumPy's. Install SciPy: pip install scipy") from error
+    return sparse.csr_array if layout == "csr" else sparse.coo_array
 
 
 def _check(asker: str, x: Tensor, layout: Layout, library: str, kept: Kept) -> None:
@@ -161,8 +169,7 @@ class _Sparse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, kept: Kept) -> Tensor:
         # Conjugated and negated views have no memory of their own that says so; these alone are copied.
-        dense = x.detach().resolve_conj().resolve_neg()
-        entries = collect(dense, kept, compress_rows=layout == "csr", narrow=False)
+        entries = collect(plain(x), kept, compress_rows=layout == "csr", narrow=False)
         ctx.shape, ctx.is_relu = x.shape, kept == "relu"
         if ctx.is_relu:
             ctx.save_for_backward(entries.indices, entries.row_starts)
@@ -180,68 +187,23 @@ class _Sparse(torch.autograd.Function):
 
 
 def _sparse_tensor(entries: Entries, shape: torch.Size) -> Tensor:
-    if entries.row_starts is None:
-        return torch.sparse_coo_tensor(
-            entries.indices,
-            entries.values,
-            shape,
-            device=entries.values.device,
-            is_coalesced=True,
-            check_invariants=False,
-        )
+    indices, values, row_starts = entries.indices, entries.values, entries.row_starts
+    common: dict[str, Any] = {"size": shape, "device": values.device, "check_invariants": False}
+    if row_starts is None:
+        return torch.sparse_coo_tensor(indices, values, is_coalesced=True, **common)
     _hear_of_beta()
-    return torch.sparse_csr_tensor(
-        entries.row_starts,
-        entries.indices[0],
-        entries.values,
-        shape,
-        device=entries.values.device,
-        check_invariants=False,
-    )
+    return torch.sparse_csr_tensor(row_starts, indices[0], values, **common)
 
 
 @functools.cache
 def _hear_of_beta() -> None:
-    """Lets torch say what it says of a first CSR tensor, which it does once a process, where nobody hears it.
+    """Lets torch say of a first CSR tensor, once a process and where nobody hears it, that they are in beta.
 
-    That is that they are in beta, and in torch 2.11 that their invariants are not checked, though it was told so.
-
-    Filters are process-wide, and every change of theirs makes Python repeat what it had warned of once; hence once.
+    And in torch 2.11 that their invariants are not checked, though it was told so. Once, as filters are process-wide
+    and every change of theirs makes Python repeat what it had warned of once.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
         warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled", UserWarning)
         start = torch.zeros(1, dtype=torch.int64, device="cpu")
         torch.sparse_csr_tensor(start, start[:0], start[:0], (0, 0), device="cpu", check_invariants=False)
-
-
-# -- SciPy and CuPy --------------------------------------------------------------------------------------------------
-
-
-def _scipy_maker(asker: str, layout: Layout) -> Any:
-    try:
-        from scipy import sparse
-    except ImportError as error:
-        raise ImportError(f"{asker}(x=...) makes SciPy arrays of NumPy's. Install SciPy: pip install scipy") from error
-    return sparse.csr_array if layout == "csr" else sparse.coo_array
-
-
-def _cupy_maker(asker: str, layout: Layout) -> Any:
-    from cupyx.scipy import sparse
-
-    return sparse.csr_matrix if layout == "csr" else sparse.coo_matrix
-
-
-_MAKERS = {"NumPy": _scipy_maker, "CuPy": _cupy_maker}
-
-
-def _sparse_array(make: Any, entries: Entries, shape: torch.Size, back: Callable[[Tensor], Any]) -> Any:
-    values = back(entries.values)
-    indices = tuple(back(index) for index in entries.indices)
-    made: Any
-    if entries.row_starts is None:
-        made = make((values, indices), shape=tuple(shape))
-    else:
-        made = make((values, *indices, back(entries.row_starts)), shape=tuple(shape))
-    made.has_canonical_format = True  # known here, and else found out by looking at every index
-    return made

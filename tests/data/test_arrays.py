@@ -14,7 +14,7 @@ import torch
 
 from lightning_accel import data
 from lightning_accel.data import Map, Position, Preprocess, Transform, arrays
-from lightning_accel.data.arrays import CupyArrays, NumpyArrays, why_no_cupy
+from lightning_accel.data.arrays import CupyArrays, NumpyArrays, why_no_cupy, writable
 
 pytestmark = pytest.mark.numbers
 
@@ -49,7 +49,7 @@ def test_bfloat16_is_read_as_float32() -> None:
 
 def test_bfloat16_is_written_as_its_bits() -> None:
     tensor = torch.zeros(2, dtype=torch.bfloat16)
-    NumpyArrays().writable(tensor)[:] = [0x3F80, 0xC000]
+    writable(NumpyArrays(), tensor)[:] = [0x3F80, 0xC000]
     assert tensor.tolist() == [1.0, -2.0]
 
 

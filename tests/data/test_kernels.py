@@ -212,11 +212,12 @@ def test_the_kernel_computes_what_single_pass_says(
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_more_samples_than_a_grid_holds_take_several_launches(shim: ctypes.CDLL, wide: bool) -> None:
+def test_more_samples_than_a_grid_holds_take_several_launches(
+    shim: ctypes.CDLL, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "MAX_GRID_Y", 3)
     images, single_pass = make_images((7, 3, 6, 6), "uint8"), make_pass(7, 3, (6, 6), (5, 5))
-    launch = plan_launch(
-        images.shape, elements(images), "uint8", single_pass, kind="bfloat16", channels_last=True, max_grid_y=3
-    )
+    launch = plan_launch(images.shape, elements(images), "uint8", single_pass, kind="bfloat16", channels_last=True)
     assert launch.samples == ((0, 3), (3, 3), (6, 1))
     launch = dataclasses.replace(launch, specialisation=dataclasses.replace(launch.specialisation, wide=wide))
     expected = reference(images, single_pass)

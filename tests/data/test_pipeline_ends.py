@@ -16,6 +16,7 @@ import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_accel.data import pipeline_iteration
 from support.pipeline_loaders import (
     Numbers,
     Transform,
@@ -186,7 +187,7 @@ def test_persistent_workers_serve_one_epoch_after_another() -> None:
     pipeline._iterator._shutdown_workers()
 
 
-def test_closing_does_not_wait_for_a_worker_that_is_stuck() -> None:
+def test_closing_does_not_wait_for_a_worker_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker is in batch 1 until the test lets go of it; the thread, which waits for it, ends with it."""
     let_go = multiprocessing.get_context("fork").Event()
 
@@ -198,7 +199,8 @@ def test_closing_does_not_wait_for_a_worker_that_is_stuck() -> None:
 
     batches = iter(on_cpu(DataLoader(Stuck(9), num_workers=1)))
     next(batches)
-    batches.close(patience_s=0.05)
+    monkeypatch.setattr(pipeline_iteration, "PATIENCE_S", 0.05)
+    batches.close()
     (thread,) = pipeline_threads()
     let_go.set()
     thread.join(LONG_S)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_accel.data.single_pass import PassBuilder, SinglePass, run_on_host
+from lightning_accel.data.single_pass import SinglePass, run_on_host
 
 pytestmark = pytest.mark.numbers
 
@@ -116,7 +116,7 @@ steps = st.lists(
 def test_steps_put_together_are_the_steps_one_after_another(chosen: list[tuple[str, int]]) -> None:
     """Any order of flips, one padded crop and one normalisation."""
     images = np.random.default_rng(0).random((3, 2, 6, 7), dtype=np.float32)
-    onto, expected, seen = PassBuilder(*images.shape, is_uint8=False), images, set()
+    onto, expected, seen = SinglePass.copying(*images.shape), images, set()
     for name, seed in chosen:
         if name != "flip" and name in seen:
             continue
@@ -137,14 +137,14 @@ def test_steps_put_together_are_the_steps_one_after_another(chosen: list[tuple[s
             scale, bias = rng.uniform(0.5, 2, (2, 2)).astype(np.float32)
             onto.normalize(scale, bias)
             expected = expected * scale[:, None, None] + bias[:, None, None]
-    actual = run(images, onto.build(), "float32")
+    actual = run(images, onto, "float32")
     np.testing.assert_array_equal(actual.numpy(), expected)
     assert (onto.height, onto.width) == expected.shape[2:]
 
 
 def test_a_pass_of_nothing_is_a_copy() -> None:
     images = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 5), np.uint8)
-    actual = run(images, PassBuilder(*images.shape, is_uint8=True).build(), "float32")
+    actual = run(images, SinglePass.copying(*images.shape), "float32")
     np.testing.assert_array_equal(actual.numpy(), images)
 
 

@@ -1,7 +1,8 @@
-"""Says what flash attention sees in a model: what was captured at each site, what matched, and the first thing that did not."""
+"""Says what flash attention sees in a model: what was captured, what matched, and the first thing that did not."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -86,18 +87,18 @@ def _told(capture: Capture) -> list[str]:
 
 def _place(node: Node) -> str:
     """The line of the user's code that a node comes from."""
-    lines = [line.strip() for line in (node.stack_trace or "").strip().splitlines()]
-    if len(lines) < 2:
+    found = re.findall(r'File "(.*)", line (\d+).*\n(.*)', node.stack_trace or "")
+    if not found:
         return f"softmax `{node.name}`"
-    file, _, rest = lines[-2].removeprefix("File ").partition(", line ")
-    return f"softmax in {file.strip(chr(34))}:{rest.partition(',')[0]}: `{lines[-1]}`"
+    file, line, code = found[-1]
+    return f"softmax in {file}:{line}: `{code.strip()}`"
 
 
 def _matched(finding: Finding) -> str:
     form = finding.form
     assert form is not None
     steps = ["query @ key", *(_edit(edit) for edit in form.edits), "softmax"]
-    steps += [f"dropout {form.dropout_p:g}"] * (form.dropout_p > 0) + ["@ value"]
+    steps += [f"dropout {form.dropout_p}"] * (form.dropout_p != 0) + ["@ value"]
     return "attention, fused: " + " → ".join(steps)
 
 

@@ -48,7 +48,7 @@ class Form:
             it follows from queries and keys. The last is that of the values.
         edits: What is done to the scores.
         out_order: Where in the result each of (batch…, T, Dv) stands.
-        dropout_p: Zero outside of training.
+        dropout_p: A number, or the node that gives it; zero outside of training.
         zero_rows: Whether a query whose keys are all given -inf gets zeros, instead of NaN.
         chain: The nodes that go when it is fused; the last is the second product.
     """
@@ -59,7 +59,7 @@ class Form:
     levels: tuple[Sequence[Any], ...]
     edits: tuple[Edit, ...]
     out_order: tuple[int, ...]
-    dropout_p: float
+    dropout_p: Any
     zero_rows: bool
     chain: tuple[Node, ...]
 

@@ -112,7 +112,8 @@ class FusedAttention(nn.Module):
         v = _folded(v, levels[-1], pair, whole=True)
         # Scores in float32 of a bfloat16 model: all in the wider one.
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-        call = AttentionCall(query=q.to(dtype), key=k.to(dtype), value=v.to(dtype), dropout_p=form.dropout_p)
+        dropout_p = float(given.get(form.dropout_p, form.dropout_p))
+        call = AttentionCall(query=q.to(dtype), key=k.to(dtype), value=v.to(dtype), dropout_p=dropout_p)
         out = attend_edited(call, edits, attend, zero_rows=form.zero_rows).to(self._dtype)
         out = out.reshape(*levels[-1], *out.shape[-2:]).permute(form.out_order)
         return out.contiguous() if self._is_contiguous else out

@@ -105,7 +105,7 @@ class _Reader:
         self.batch = [label for label in self.labels if label not in (self.row, self.column)]
         self.levels: list[Sequence[Any]] = [()]
         self.edits: list[Edit] = []
-        self.dropout_p = 0.0
+        self.dropout_p: Any = 0.0
         self.spare: set[Node] = set()
         self.shifts: set[Node] = set()  # of those, what was subtracted from the scores
 
@@ -328,9 +328,9 @@ class _Reader:
         elif name == "dropout":
             p = argument(node, 1, "p", 0.5)
             is_training = argument(node, 2, "training", argument(node, 2, "train", True))
-            is_known = isinstance(p, int | float) and isinstance(is_training, bool)
-            _need(is_known and not (self.dropout_p and is_training), "the dropout of its weights is not understood")
-            self.dropout_p = max(self.dropout_p, float(p) if is_training else 0.0)
+            is_known = isinstance(is_training, bool) and not (self.dropout_p and is_training)
+            _need(is_known, "the dropout of its weights is not understood")
+            self.dropout_p = p if is_training else self.dropout_p
         else:
             is_cast = name in ("same", "to") and node.args[0] is before and value(node).is_floating_point()
             _need(is_cast, f"`{name or node.target}` stands between the softmax and the product with the values")

@@ -36,7 +36,7 @@ _PURE_NAMES = (
     " expand_as repeat transpose permute to bool int long byte same masked_fill where flip detach narrow select"
 )
 _PURE = frozenset(_PURE_NAMES.split())
-_ASK_FOR_SHAPE = frozenset(("size", "ones_like", "zeros_like", "full_like", "view_as", "expand_as", "reshape_as"))
+_ASK_FOR_SHAPE = frozenset(("size", "ones_like", "zeros_like", "full_like"))
 _KEEP_SHAPE = frozenset(("add", "sub", "mul", "div", "masked_fill", "softmax", "dropout", "to", "same"))
 _FRESH = frozenset(("matmul", "einsum", "baddbmm", "add", "sub", "mul", "div", "masked_fill", "where"))
 
@@ -106,10 +106,10 @@ def stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
 def _take_sizes_from_operands(graph: Graph) -> None:
     """Lets whoever wants nothing but the shape of scores ask their operands: the scores will not be there."""
     for node in list(graph.nodes):
-        if op_name(node) not in _ASK_FOR_SHAPE:
+        is_like = op_name(node).endswith("_as") or op_name(node) == "to"  # x.type_as(scores) is x.to(scores)
+        if not (is_like or op_name(node) in _ASK_FOR_SHAPE) or len(node.args) <= is_like:
             continue
-        place = 1 if op_name(node).endswith("_as") else 0
-        like: Any = node.args[place] if len(node.args) > place else None
+        like: Any = node.args[is_like]
         root = like
         while is_tensor(root) and read_product(root) is None and op_name(root) in _KEEP_SHAPE:
             root = root.args[0]
@@ -122,7 +122,7 @@ def _take_sizes_from_operands(graph: Graph) -> None:
             size.meta = {"example_value": value(like).shape}
             made = graph.call_function(stand_in, (size, value(like).dtype, value(like).device))
         made.meta = dict(like.meta)
-        node.update_arg(place, made)
+        node.update_arg(int(is_like), made)
 
 
 # -- the replacement -----------------------------------------------------------------------------------------------
@@ -134,7 +134,8 @@ def _replace(
     graph, last = module.graph, form.last
     sources = {edit.by: source for edit in form.edits if (source := _mask_source(module, edit)) is not None}
     given = [operand[0] for operand in (form.query, form.key, form.value)]
-    given += [size for sizes in form.levels for size in sizes if isinstance(size, Node)]
+    numbers = [form.dropout_p, *(size for sizes in form.levels for size in sizes)]
+    given += [number for number in numbers if isinstance(number, Node)]
     for edit in form.edits:
         given += sources[edit.by].leaves if edit.by in sources else [edit.by] if isinstance(edit.by, Node) else []
     leaves, inner = _traced_back(last, lambda node: node in given or node.op == "placeholder")

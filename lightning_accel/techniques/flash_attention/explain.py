@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.fx import Node
 
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.patch import MethodPatch, PatchSet
+from lightning_accel.core.trial import one_line
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
 from lightning_accel.techniques.flash_attention.finder import find_sites
-from lightning_accel.techniques.flash_attention.form import Edit, Finding
-from lightning_accel.techniques.flash_attention.hand_written import Capture, HandWrittenSite
-from lightning_accel.techniques.flash_attention.sites import Forward
+from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
+from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 
 
 def explain(module: nn.Module, *inputs: Any, **kwargs: Any) -> str:
@@ -34,81 +33,48 @@ def explain(module: nn.Module, *inputs: Any, **kwargs: Any) -> str:
         A text to print: a paragraph a site.
     """
     sites = list(find_sites(module))
-    by_hand = [site for site in sites if isinstance(site, HandWrittenSite)]
-    is_run = bool(by_hand and (inputs or kwargs))
-    if is_run:
+    failures: dict[str, str] = {}
+    if inputs or kwargs:
         patches = PatchSet()
-        for site in by_hand:
-            patches.add(MethodPatch(site.site, "captured", site.module, "forward", _through(site)))
+        for site in sites:
+            if isinstance(site, HandWrittenSite):
+                patches.add(MethodPatch(site.site, "captured", site.module, "forward", _through(site, failures)))
         with isolated(module):
             patches.apply()
             try:
                 module(*inputs, **kwargs)
             finally:
                 patches.undo()
-    lines: list[str] = []
-    told: set[Capture] = set()
-    for claim in sites:
-        kind = type(module.get_submodule(claim.site)).__name__
-        lines.append(f"{claim.site or 'the module itself'} ({kind})")
-        if isinstance(claim, Refusal):
-            lines.append(f"  left alone: {claim.reason}")
-        elif not isinstance(claim, HandWrittenSite):
-            lines.append(f"  {claim.what}: taken at its word, nothing to capture")
-        elif not is_run:
-            lines.append("  names a softmax and a matrix product: give explain() the inputs of a call to see more")
-        elif claim.capture is None:
-            lines.append(
-                f"  not captured: {claim.nothing_found() or 'this call did not come to it, or hooks watch it'}"
-            )
-        elif claim.capture in told:
-            lines.append("  runs the same code as one above")
-        else:
-            told.add(claim.capture)
-            lines += [f"  {line}" for line in _told(claim.capture)]
+    lines = []
+    for site in sites:
+        lines.append(f"{site.site or 'the module itself'} ({type(module.get_submodule(site.site)).__name__})")
+        told = [f"failed: {failures[site.site]}"] if site.site in failures else _told(site, bool(inputs or kwargs))
+        lines += [f"  {line}" for line in told]
     return "\n".join(lines) or "no attention: no module's code names both a softmax and a matrix product"
 
 
-def _through(site: HandWrittenSite) -> Any:
+def _through(site: HandWrittenSite, failures: dict[str, str]) -> Callable[[Forward], Forward]:
     def wrap(original: Forward) -> Forward:
-        return lambda module, *args, **kwargs: site.fused(BACKENDS["sdpa"], original, args, kwargs)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return site.fused(BACKENDS["sdpa"], original, args, kwargs)
+            except Exception as error:
+                failures[site.site] = one_line(error)
+                return original(module, *args, **kwargs)  # raises what is the user's own
+
+        return forward
 
     return wrap
 
 
-def _told(capture: Capture) -> list[str]:
-    lines = [f"captured in {capture.graphs} graph" + "s" * (capture.graphs != 1)]
-    lines += [] if capture.findings else ["no softmax in what was captured"]
-    for finding in capture.findings:
-        lines.append(_place(finding.softmax))
-        lines.append(f"  {_matched(finding)}" if finding.form else f"  left alone: {finding.reason}")
-    return lines
-
-
-def _place(node: Node) -> str:
-    """The line of the user's code that a node comes from."""
-    found = re.findall(r'File "(.*)", line (\d+).*\n(.*)', node.stack_trace or "")
-    if not found:
-        return f"softmax `{node.name}`"
-    file, line, code = found[-1]
-    return f"softmax in {file}:{line}: `{code.strip()}`"
-
-
-def _matched(finding: Finding) -> str:
-    form = finding.form
-    assert form is not None
-    steps = ["query @ key", *(_edit(edit) for edit in form.edits), "softmax"]
-    steps += [f"dropout {form.dropout_p}"] * (form.dropout_p != 0) + ["@ value"]
-    return "attention, fused: " + " → ".join(steps)
-
-
-def _edit(edit: Edit) -> str:
-    by = (
-        f"`{edit.by.name}`"
-        if isinstance(edit.by, Node)
-        else f"{edit.by:.4g}"
-        if isinstance(edit.by, float)
-        else edit.by
-    )
-    verb = {"multiply": "times", "divide": "divided by", "add": "plus", "cast": "cast to"}.get(edit.kind)
-    return f"{verb} {by}" if verb else f"{edit.fill:g} where {by} is {edit.kind == 'hide'}"
+def _told(site: AttentionSite | Refusal, is_run: bool) -> list[str]:
+    if isinstance(site, Refusal):
+        return [f"left alone: {site.reason}"]
+    if not isinstance(site, HandWrittenSite):
+        return [f"{site.what}: taken at its word, nothing to capture"]
+    if not is_run:
+        return ["names a softmax and a matrix product: give explain() the inputs of a call to see more"]
+    if site.capture is None:
+        return [f"not captured: {site.nothing_found() or 'this call did not come to it'}"]
+    found = dict.fromkeys(line for finding in site.capture.findings for line in str(finding).splitlines())
+    return list(found) or [f"nothing to fuse: {site.nothing_found()}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,6 +38,13 @@ class Edit:
     level: int = 0
     order: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        by = (
+            f"`{self.by}`" if isinstance(self.by, Node) else f"{self.by:.4g}" if isinstance(self.by, float) else self.by
+        )
+        verb = {"multiply": "times", "divide": "divided by", "add": "plus", "cast": "cast to"}.get(self.kind)
+        return f"{verb} {by}" if verb else f"{self.fill:g} where {by} is {self.kind == 'hide'}"
+
 
 @dataclass(frozen=True)
 class Form:
@@ -67,6 +75,10 @@ class Form:
     def last(self) -> Node:
         return self.chain[-1]
 
+    def __str__(self) -> str:
+        dropout = [f"dropout {self.dropout_p}"] if self.dropout_p != 0 else []
+        return " → ".join(["query @ key", *map(str, self.edits), "softmax", *dropout, "@ value"])
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -81,3 +93,8 @@ class Finding:
     softmax: Node
     form: Form | None = None
     reason: str = ""
+
+    def __str__(self) -> str:
+        found = re.findall(r'File "(.*)", line (\d+).*\n(.*)', self.softmax.stack_trace or "")
+        place = f"{found[-1][0]}:{found[-1][1]}: `{found[-1][2].strip()}`" if found else f"`{self.softmax}`"
+        return f"softmax in {place}\n" + (f"attention: {self.form}" if self.form else f"left alone: {self.reason}")

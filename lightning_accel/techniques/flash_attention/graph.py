@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,18 @@ VIEWS = frozenset(_VIEWS.split())
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name) for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)
 ) - {operator.index, operator.inv, operator.invert}
+# Operations that give a tensor of one number: which of their arguments it is.
+_FILLED = {
+    **dict.fromkeys(("full", "full_like"), (1, "fill_value")),
+    **dict.fromkeys(("tensor", "scalar_tensor", "to", "same", "expand", "expand_as"), (0, "data")),
+    **{"new_full": (2, "fill_value"), "new_tensor": (1, "data")},
+}
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "neg": operator.neg,
+    "mul": operator.mul,
+    "add": operator.add,
+    "sub": operator.sub,
+}
 _OF_TORCH = ("torch", operator.add.__module__, "operator")
 
 
@@ -114,37 +126,21 @@ def equal_sizes(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
-def constant(node: Any, seen: set[Node], depth: int = 8) -> float | None:
-    """The number that a node holds everywhere, if it was built from nothing but numbers.
-
-    Args:
-        node: A node, or a number.
-        seen: Takes the nodes that such a number was built from.
-        depth: How far back to go.
-    """
+def constant(node: Any, seen: set[Node]) -> float | None:
+    """The number that a node holds everywhere, if it was built from nothing but numbers; ``seen`` takes those nodes."""
     if isinstance(node, int | float):
         return float(node)
-    if not isinstance(node, Node) or depth == 0:
+    if not isinstance(node, Node):
         return None
-
-    def of(operand: Any) -> float | None:
-        return constant(operand, seen, depth - 1)
-
     name = op_name(node)
     found: float | None = None
-    if name in ("full", "full_like", "new_full"):
-        found = of(argument(node, 2 if name == "new_full" else 1, "fill_value"))
-    elif name in ("tensor", "scalar_tensor", "new_tensor"):
-        found = of(argument(node, 1 if name == "new_tensor" else 0, "data"))
-    elif name in ("ones_like", "zeros_like", "ones", "zeros"):
+    if name in ("ones_like", "zeros_like", "ones", "zeros"):
         found = float(name.startswith("ones"))
-    elif name in ("to", "neg", "expand_as", "expand"):
-        inner = of(node.args[0])
-        found = inner if inner is None or name != "neg" else -inner
-    elif name in ("mul", "add", "sub"):
-        left, right = (of(side) for side in node.args[:2])
-        if left is not None and right is not None:
-            found = {"mul": left * right, "add": left + right, "sub": left - right}[name]
+    elif name in _FILLED:
+        found = constant(argument(node, *_FILLED[name]), seen)
+    elif name in _ARITHMETIC:
+        numbers = [constant(operand, seen) for operand in node.args]
+        found = _ARITHMETIC[name](*numbers) if None not in numbers else None
     if found is not None:
         seen.add(node)
     return found

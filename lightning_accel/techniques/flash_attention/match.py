@@ -220,30 +220,16 @@ class _Reader:
 
     def _read_addition(self, name: str, node: Node, before: Node) -> None:
         other = self._other(name, node, before)
-        shift = self._made_from(before, other)
         if not is_tensor(other):
             return  # a number added to every score changes no weight
-        if shift and self._is_same_for_all_keys(other):
-            self.shifts |= shift  # the highest score: nor does a number for each query
+        shift = [other]
+        while is_tensor(shift[-1]) and shift[-1] is not before:
+            shift.append(argument(shift[-1], 0, "input"))
+        if shift[-1] is before and self._is_same_for_all_keys(other):
+            self.shifts |= set(shift[:-1])  # nor does a number for each query: the highest of its scores
             return
         _need(name == "add" or value(other).dtype != torch.bool, "booleans are subtracted from its scores")
         self._edit_by_tensor("add", other, factor=1 if name == "add" else -1)
-
-    def _made_from(self, scores: Node, other: Any) -> set[Node]:
-        """What is computed on the way from the scores to ``other``."""
-        inner: set[Node] = set()
-        waiting = [other] if isinstance(other, Node) else []
-        order = {node: index for index, node in enumerate(scores.graph.nodes)}
-        while waiting:
-            node = waiting.pop()
-            if order[node] > order[scores] and node not in inner:
-                inner.add(node)
-                waiting += node.all_input_nodes
-        reaching = {scores}
-        for node in sorted(inner, key=order.__getitem__):
-            if any(source in reaching for source in node.all_input_nodes):
-                reaching.add(node)
-        return reaching - {scores}
 
     def _is_same_for_all_keys(self, tensor: Node) -> bool:
         from_end = len(self.labels) - self.labels.index(self.column)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Node
-from typing_extensions import override
 
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.form import Edit, Form, Order
@@ -33,63 +32,45 @@ Rehearse = Callable[[Callable[..., Tensor], Callable[..., Tensor], tuple[Any, ..
 
 @dataclass(frozen=True)
 class MaskSource:
-    """A mask as a calculation from few values, to be run only if it must.
-
-    Attributes:
-        compute: Gives the mask.
-        leaves: What from.
-        is_constant: Whether they are the module's own, rather than a caller's.
-    """
+    """A mask as a calculation from few values, to be run only if it must. A constant one has the module's own."""
 
     compute: Callable[..., Tensor]
     leaves: list[Node]
     is_constant: bool
 
 
-class FusedAttention(nn.Module):
-    """Attention of a :class:`Form`, whose nodes are given at a call.
+@dataclass(eq=False)
+class FusedAttention:
+    """Attention of a form, whose nodes are given at a call.
 
-    Args:
+    Attributes:
         form: What was matched.
         inputs: The nodes that a call gives the values of.
         sources: Those masks that are calculated from inputs.
-        attend: Computes an :class:`AttentionCall`.
         original: What was there before, as a function of the inputs.
-        rehearsal: Tells, when asked at a call, whether and by what the call is tried.
         is_contiguous: Whether somebody relies on how the result lies in memory.
+        attend: Computes one attention.
+        rehearsal: Tells, when asked at a call, whether and by what the call is tried.
     """
 
-    def __init__(
-        self,
-        form: Form,
-        inputs: list[Node],
-        sources: dict[Node, MaskSource],
-        attend: Attend,
-        original: Callable[..., Tensor],
-        rehearsal: Callable[[], Rehearse | None],
-        is_contiguous: bool,
-    ) -> None:
-        super().__init__()
-        self._form = form
-        self._inputs = inputs
-        self._sources = sources
-        self._attend = attend
-        self._original = original
-        self._rehearsal = rehearsal
-        self._memory = MaskMemory()
-        self._dtype = value(form.last).dtype
-        self._is_contiguous = is_contiguous
+    form: Form
+    inputs: list[Node]
+    sources: dict[Node, MaskSource]
+    original: Callable[..., Tensor]
+    is_contiguous: bool
+    attend: Attend
+    rehearsal: Callable[[], Rehearse | None]
 
-    @override
-    def forward(self, *args: Any) -> Tensor:
-        rehearse = self._rehearsal()
-        if rehearse is None:
-            return self._fused(self._attend, *args)
-        return rehearse(self._original, self._fused, args)
+    def __post_init__(self) -> None:
+        self._memory = MaskMemory()
+
+    def call(self, *args: Any) -> Tensor:
+        rehearse = self.rehearsal()
+        return self._fused(self.attend, *args) if rehearse is None else rehearse(self.original, self._fused, args)
 
     def _fused(self, attend: Attend, *args: Any) -> Tensor:
-        form = self._form
-        given = dict(zip(self._inputs, args, strict=True))
+        form = self.form
+        given = dict(zip(self.inputs, args, strict=True))
         q, k, v = (_arranged(given[node], order) for node, order in (form.query, form.key, form.value))
         batches = [q.shape[:-2], k.shape[:-2]]
         if len(form.levels) == 1:  # through reshapes the batch of the values is known to be that of the weights
@@ -114,13 +95,13 @@ class FusedAttention(nn.Module):
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
         dropout_p = float(given.get(form.dropout_p, form.dropout_p))
         call = AttentionCall(query=q.to(dtype), key=k.to(dtype), value=v.to(dtype), dropout_p=dropout_p)
-        out = attend_edited(call, edits, attend, zero_rows=form.zero_rows).to(self._dtype)
+        out = attend_edited(call, edits, attend, zero_rows=form.zero_rows).to(value(form.last).dtype)
         out = out.reshape(*levels[-1], *out.shape[-2:]).permute(form.out_order)
-        return out.contiguous() if self._is_contiguous else out
+        return out.contiguous() if self.is_contiguous else out
 
     def _bound(self, edit: Edit, given: dict[Node, Any], level: Shape, pair: Shape, is_traced: bool) -> list[Edit]:
         """The edit with its tensor, (B, H, T, S) or broadcastable; none if it hides nothing."""
-        source = self._sources.get(edit.by)
+        source = self.sources.get(edit.by)
         if source is None:
             mask = given[edit.by]
         else:
@@ -148,7 +129,7 @@ class FusedAttention(nn.Module):
 
     def _is_alone(self, edit: Edit) -> bool:
         # Two large numbers added up are not what hiding twice is, and scaled they may no longer be large.
-        edits = self._form.edits
+        edits = self.form.edits
         return all(other.kind in ("multiply", "divide") for other in edits[:-1]) and edit is edits[-1]
 
 

@@ -226,9 +226,8 @@ def read_product(node: Any) -> Product | None:
     if name == "matmul":
         return _matmul(argument(node, 0, "input"), argument(node, 1, "other", node.kwargs.get("mat2")))
     if name == "baddbmm":
-        return _matmul(
-            argument(node, 1, "batch1", node.kwargs.get("mat1")), argument(node, 2, "batch2", node.kwargs.get("mat2"))
-        )
+        left, right = node.kwargs.get("mat1"), node.kwargs.get("mat2")
+        return _matmul(argument(node, 1, "batch1", left), argument(node, 2, "batch2", right))
     return _einsum(node) if name == "einsum" else None
 
 
@@ -296,22 +295,20 @@ def product_size(left: Tensor, right: Tensor, labels: tuple[Labels, Labels], out
 
 def permuted(node: Node, labels: Labels) -> Labels | None:
     """The labels after a transposition of any spelling; None if the node is none."""
-    name, dims = op_name(node), len(labels)
+    name = op_name(node)
     if name == "getattr" and len(node.args) == 2:  # x.mT
         name = str(node.args[1])
-    if name in ("mT", "T", "t", "adjoint", "mH"):
-        return (*labels[:-2], labels[-1], labels[-2]) if name in ("mT", "adjoint", "mH") or dims == 2 else None
-    if name == "transpose":
+    order: Any = list(range(len(labels)))
+    if name in ("mT", "adjoint", "mH") or (name in ("T", "t") and len(labels) == 2):
+        order[-2:] = order[:-3:-1]
+    elif name == "transpose":
         first, second = argument(node, 1, "dim0"), argument(node, 2, "dim1")
-        if not (isinstance(first, int) and isinstance(second, int)):
-            return None
-        swapped = list(labels)
-        swapped[first], swapped[second] = swapped[second], swapped[first]
-        return tuple(swapped)
-    if name == "permute":
-        order: Any = _listed(node.args[1:]) or node.kwargs.get("dims", ())
-        return tuple(labels[i] for i in order) if all(isinstance(i, int) for i in order) else None
-    return None
+        order[first], order[second] = order[second], order[first]
+    elif name == "permute":
+        order = _listed(node.args[1:]) or node.kwargs["dims"]
+    else:
+        return None
+    return tuple(labels[index] for index in order)
 
 
 def sizes_of_view(node: Node) -> Sequence[Any]:

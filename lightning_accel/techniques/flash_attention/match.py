@@ -211,11 +211,9 @@ class _Reader:
     def _other(self, name: str, node: Node, before: Node) -> Any:
         """What the scores are added to or multiplied by."""
         left, right = argument(node, 0, "input"), argument(node, 1, "other")
-        _need(left is before or not is_in_place(node), "its scores are added to a tensor that is there already")
+        is_turned = left is not before and (is_in_place(node) or name in ("sub", "div"))
         is_known = left is not right and all(given in ("input", "other") for given in node.kwargs)
-        _need(is_known, f"`{name}` between its first product and the softmax is not understood")
-        is_turned = right is before and name in ("sub", "div")
-        _need(not is_turned, "its scores are subtracted from something, or divide it")
+        _need(is_known and not is_turned, f"`{name}` between its first product and the softmax is not understood")
         return right if left is before else left
 
     def _read_addition(self, name: str, node: Node, before: Node) -> None:
@@ -244,9 +242,8 @@ class _Reader:
         is_same = self._is_same_for_all_keys(other)
         _need(is_same, "its scores are multiplied by something that differs from key to key")
         is_first = all(edit.kind in ("multiply", "divide") for edit in self.edits)
-        _need(is_first, "its scores are scaled by a tensor after they were masked")
-        is_whole = len(self.levels) == 1 or rank(other) == 0
-        _need(is_whole, "its scores are scaled by a tensor after they were reshaped")
+        is_first = is_first and (len(self.levels) == 1 or rank(other) == 0)
+        _need(is_first, "its scores are scaled by a tensor after they were masked or reshaped")
         self._edit_by_tensor(kind, other)
 
     def _scale(self, kind: Any, by: Any) -> None:

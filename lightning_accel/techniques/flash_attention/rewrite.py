@@ -59,7 +59,7 @@ def fuse_attention(
     findings: list[Finding] = []
     for finding in find_attention(module.graph):
         if finding.form is not None:
-            _replace(module, finding.form, attend, rehearsal, f"fused_attention_{len(findings)}")
+            _replace(module, finding.form, attend, rehearsal)
         findings.append(finding)
     if any(finding.form for finding in findings):
         module.recompile()
@@ -84,12 +84,8 @@ def _read_writes_as_values(graph: Graph) -> None:
             target, mask, fill = node.args
             is_mask = is_tensor(mask) and value(mask).dtype == torch.bool and rank(mask) == rank(target)
             is_fresh = is_tensor(target) and op_name(target) in _FRESH and not is_in_place(target)
-            if (
-                is_mask
-                and is_fresh
-                and not is_tensor(fill)
-                and all(place[user] >= place[node] for user in target.users)
-            ):
+            is_unread = is_fresh and all(place[user] >= place[node] for user in target.users)
+            if is_mask and is_unread and not is_tensor(fill):
                 with graph.inserting_before(node):
                     filled = graph.call_method("masked_fill", (target, mask, fill))
                 filled.meta = {"example_value": value(target)}
@@ -128,9 +124,7 @@ def _take_sizes_from_operands(graph: Graph) -> None:
 # -- the replacement -----------------------------------------------------------------------------------------------
 
 
-def _replace(
-    module: GraphModule, form: Form, attend: Attend, rehearsal: Callable[[], Rehearse | None], name: str
-) -> None:
+def _replace(module: GraphModule, form: Form, attend: Attend, rehearsal: Callable[[], Rehearse | None]) -> None:
     graph, last = module.graph, form.last
     sources = {edit.by: source for edit in form.edits if (source := _mask_source(module, edit)) is not None}
     given = [operand[0] for operand in (form.query, form.key, form.value)]
@@ -142,10 +136,9 @@ def _replace(
     inputs = list(dict.fromkeys([*given, *leaves]))
     original = _function(module, inner, inputs, last)
     is_contiguous = _layout_matters(last) and value(last).is_contiguous()
-    fused = FusedAttention(form, inputs, sources, attend, original, rehearsal, is_contiguous)
-    module.add_module(name, fused)
+    fused = FusedAttention(form, inputs, sources, original, is_contiguous, attend, rehearsal)
     with graph.inserting_before(last):
-        call = graph.call_module(name, tuple(inputs))
+        call = graph.call_function(fused.call, tuple(inputs))
     call.meta = dict(last.meta)
     last.replace_all_uses_with(call)
     for node in reversed(list(graph.nodes)):

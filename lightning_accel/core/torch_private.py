@@ -6,7 +6,16 @@ torch has dropped then fails in one test of tests/core/test_torch_private.py, wh
 
 from __future__ import annotations
 
-from torch import Tensor
+import importlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _python_dispatch
 
 # -- sparse tensors ----------------------------------------------------------------------------------------------------
 
@@ -21,3 +30,111 @@ def coo_parts(tensor: Tensor) -> list[Tensor]:
     if tensor.is_coalesced():
         return [tensor.indices(), tensor.values()]
     return [tensor._indices(), tensor._values()]
+
+
+# -- calls of modules ----------------------------------------------------------------------------------------------
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """A module's own forward hooks, forward pre-hooks, backward hooks and backward pre-hooks, each by its handle.
+
+    Whoever hooks a module sees its inputs and outputs, and torch can only add hooks, not list them. Known since torch
+    2.0; where one is missing (a module may answer for its own attributes), as if it were empty.
+    """
+    return tuple(vars(module).get(name) or {} for name in _HOOKS)
+
+
+# -- who holds a tensor, who sees operations -----------------------------------------------------------------------
+
+
+def saved_tensors_are_packed() -> bool:
+    """Whether ``saved_tensors_hooks`` are in force (checkpointing, offloading), which torch does not say publicly.
+
+    ``_top_saved_tensors_default_hooks`` with its argument since torch 2.7.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+# -- saved tensors ---------------------------------------------------------------------------------------------------
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often ``tensor`` was changed in place: ``_version``, since torch 0.4.
+
+    Autograd compares it for what it saves, and so must whoever saves in its stead. Without it nothing is offloaded.
+    """
+    return tensor._version
+
+
+# -- modes -----------------------------------------------------------------------------------------------------------
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Has nobody who watches operations see those inside: ``_disable_current_modes``, since torch 2.0.
+
+    Somebody may be counting FLOPs while a trial runs. Without it every trial fails, and says so.
+    """
+    return _python_dispatch._disable_current_modes()
+
+
+# -- attention by hand -----------------------------------------------------------------------------------------------
+
+
+def has_modes() -> bool:
+    """Whether dispatch or function modes see every operation: lengths of two stacks, since torch 2.0.
+
+    TorchDynamo captures nothing, or anew, under them. Without the names every captured attention runs as it was
+    written, for the reason that the AttributeError gives.
+    """
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+@contextmanager
+def without_function_modes() -> Iterator[list[Any]]:
+    """Takes the function modes away, yields them, outermost first, and puts them back.
+
+    ``_pop_mode`` and ``_push_mode`` of ``torch.overrides``, since torch 2.0; a mode's own exit may do more than that.
+    As for :func:`has_modes`.
+    """
+    overrides: Any = torch.overrides
+    modes = [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
+    try:
+        yield modes
+    finally:
+        for mode in modes:
+            overrides._push_mode(mode)
+
+
+def hooks_on_all_modules() -> list[Any]:
+    """The forward hooks and pre-hooks on every module: ``_global_forward_hooks``, ``_global_forward_pre_hooks``.
+
+    Since torch 1.8; torch can only add them. They are to see each part of an attention called, which no graph calls.
+    Without the names captured attention runs as it was written.
+    """
+    return [*all_modules._global_forward_hooks.values(), *all_modules._global_forward_pre_hooks.values()]
+
+
+def dynamo_is_off() -> bool:
+    """Whether ``torch.compiler.set_stance("force_eager")`` or TORCHDYNAMO_DISABLE is in force: ``_stance``, torch 2.6.
+
+    Set publicly, and asked nowhere. A capture then runs what it captured as it was written, out of sight of modes.
+    """
+    eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
+    return bool(eval_frame._stance.stance == "force_eager" or eval_frame.config.disable)
+
+
+@contextmanager
+def outside_of_ddp() -> Iterator[None]:
+    """Has Dynamo capture whole graphs inside DDP's forward pass: ``_active_ddp_module``, since torch 1.12.
+
+    By DDP's buckets it would cut them up, through attention too; the public setting is for the whole process. Without
+    the name graphs are cut, and attention across a cut is left alone.
+    """
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    DistributedDataParallel._active_ddp_module = None
+    try:
+        yield
+    finally:
+        DistributedDataParallel._active_ddp_module = active

@@ -28,6 +28,7 @@ class Attention(nn.Module):
         self.softmax = nn.Softmax(dim=-1)
         self.temperature = nn.Parameter(torch.full((self.heads, 1, 1), 1.3))
         self.relative = nn.Parameter(0.3 * torch.randn(self.heads, MAX_LEN, MAX_LEN))
+        self.register_buffer("root", torch.tensor(2.5))
         self.register_buffer("lower", torch.tril(torch.ones(MAX_LEN, MAX_LEN)))
 
     def split(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +21,8 @@ from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.hand_written import Capture, HandWrittenSite
 from lightning_accel.techniques.flash_attention.sites import Forward
 
-_SOFTMAX = frozenset(("softmax", "Softmax", "_softmax"))
-_PRODUCT = frozenset(("matmul", "bmm", "mm", "baddbmm", "einsum", "__matmul__", "contract"))
+_PRODUCTS = frozenset(("matmul", "bmm", "mm", "baddbmm", "addmm", "einsum", "__matmul__", "contract"))
+_SOFTMAXES = frozenset(("softmax", "Softmax", "_softmax", "_safe_softmax"))
 _DEPTH = 6  # functions calling functions
 
 
@@ -36,7 +37,7 @@ def find_hand_written(
     """
     shared: dict[Forward, Capture] = {}
     is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
-    for site, module in candidates(model).items():
+    for site, module in _candidates(model).items():
         if module in claimed:
             continue
         if is_unmade:
@@ -49,19 +50,16 @@ def find_hand_written(
             yield HandWrittenSite(site, module, shared)
 
 
-def candidates(model: nn.Module) -> dict[str, nn.Module]:
+def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Site → module, for the modules whose code names a softmax and a product."""
-    modules = {site: module for site, module in model.named_modules() if _has_own_code(module)}
-    whole = {site: module for site, module in modules.items() if _names(module) == {"softmax", "product"}}
-    shared = {
-        site: module
-        for site, module in modules.items()
-        if site not in whole
-        # The softmax, masked perhaps, in a module of its own: but not a whole model with attention further down.
-        and _names(module) == {"product"}
-        and any(_names(child) == {"softmax"} for child in module.children())
-    }
-    found = {site: module for site, module in modules.items() if site in whole or site in shared}
+    found = {}
+    for site, module in model.named_modules():
+        parts = _parts_in(module)
+        # The softmax, masked perhaps, may be in a module of its own: but not a whole model with attention further down.
+        if parts == {"product"} and any(_parts_in(child) == {"softmax"} for child in module.children()):
+            parts = {"product", "softmax"}
+        if len(parts) == 2:
+            found[site] = module
     # What holds attention further down is more likely a whole model with a softmax at its end; captured, it would
     # take its parts' attention along.
     return {site: module for site, module in found.items() if not any(_is_inside(other, site) for other in found)}
@@ -71,68 +69,47 @@ def _is_inside(site: str, other: str) -> bool:
     return site != other and site.startswith(f"{other}." if other else "")
 
 
-def _has_own_code(module: nn.Module) -> bool:
-    return not type(module).__module__.startswith("torch.") and not isinstance(module, torch.jit.ScriptModule)
-
-
-def _names(module: nn.Module) -> set[str]:
+def _parts_in(module: nn.Module) -> set[str]:
+    """Which of ``"softmax"`` and ``"product"`` a module's own code names."""
     if isinstance(module, nn.Softmax):
         return {"softmax"}
-    if not _has_own_code(module):
-        return set()
     forward = getattr(type(module), "forward", None)
-    return _Names(module).of(forward) if isinstance(forward, types.FunctionType) else set()
+    is_torch = type(module).__module__.startswith("torch.") or isinstance(module, torch.jit.ScriptModule)
+    parts: set[str] = set()
+    if isinstance(forward, types.FunctionType) and not is_torch:
+        _read(forward, module, _DEPTH, parts, set())
+    return parts
 
 
-class _Names:
-    """What a module's functions name, those that they call included."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._seen: set[types.CodeType] = set()
-        self._found: set[str] = set()
-
-    def of(self, function: Any) -> set[str]:
-        self._read_callable(function, _DEPTH)
-        return self._found
-
-    def _read_callable(self, function: Any, depth: int) -> None:
-        if isinstance(function, functools.partial):
-            function = function.func
-        function = getattr(function, "__wrapped__", function)
-        function = getattr(function, "__func__", function)
-        if not isinstance(function, types.FunctionType):
-            function = vars(type(function)).get("__call__")  # of an object of the user's own
-        if not isinstance(function, types.FunctionType) or (function.__module__ or "").startswith("torch."):
-            return
-        self._read(function.__code__, function.__globals__, depth)
-        for cell in function.__closure__ or ():
-            self._follow(_content(cell), depth)
-
-    def _read(self, code: types.CodeType, variables: dict[str, Any], depth: int) -> None:
-        if code in self._seen or depth == 0:
-            return
-        self._seen.add(code)
-        names, has_product = _names_in(code)
-        if has_product or names & _PRODUCT:
-            self._found.add("product")
-        if names & _SOFTMAX:
-            self._found.add("softmax")
-        for name in names:
-            if isinstance(self._module._modules.get(name), nn.Softmax):
-                self._found.add("softmax")
-            self._follow(vars(self._module).get(name), depth)
-            if name != "forward":
-                self._follow(getattr(type(self._module), name, None), depth)
-            found = variables.get(name)
-            self._follow(found, depth)
-            if isinstance(found, types.ModuleType) and not found.__name__.startswith(("torch", "numpy")):
-                for attribute in names:
-                    self._follow(vars(found).get(attribute), depth)
-
-    def _follow(self, value: Any, depth: int) -> None:
+def _read(function: Any, module: nn.Module, depth: int, parts: set[str], seen: set[types.CodeType]) -> None:
+    """Adds what a function, and those that it calls, name of the two."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__wrapped__", function)
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType):
+        function = vars(type(function)).get("__call__")  # of an object of the user's own
+    if not isinstance(function, types.FunctionType) or (function.__module__ or "").startswith("torch."):
+        return
+    if function.__code__ in seen or depth == 0:
+        return
+    seen.add(function.__code__)
+    names, has_product = _names_in(function.__code__)
+    if has_product or names & _PRODUCTS:
+        parts.add("product")
+    is_by_exp = "exp" in names and names & {"sum", "logsumexp", "log_softmax"}
+    is_by_module = any(name in names and isinstance(child, nn.Softmax) for name, child in module.named_children())
+    if names & _SOFTMAXES or is_by_exp or is_by_module:
+        parts.add("softmax")
+    called = [_content(cell) for cell in function.__closure__ or ()]
+    for name in names:
+        found = function.__globals__.get(name)
+        called += [found, inspect.getattr_static(module, name, None) if name != "forward" else None]
+        if isinstance(found, types.ModuleType) and not found.__name__.startswith(("torch", "numpy")):
+            called += [vars(found).get(attribute) for attribute in names]
+    for value in called:
         if callable(value) and not isinstance(value, type | nn.Module):
-            self._read_callable(value, depth - 1)
+            _read(value, module, depth - 1, parts, seen)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +19,8 @@ from lightning_accel.core.host import Host
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
-from lightning_accel.techniques.flash_attention.masking import Masking, attend_masked
-from lightning_accel.techniques.flash_attention.masks import MaskMemory, causal_fill, look_into
+from lightning_accel.techniques.flash_attention.form import Edit
+from lightning_accel.techniques.flash_attention.masks import MaskMemory, attend_edited, is_causal_mask
 
 _memory = MaskMemory()
 
@@ -95,21 +94,13 @@ def _is_causal_mask(module: MultiheadAttention, mask: Tensor | None) -> bool:
     if mask.device.type != "cpu" or mask.requires_grad:
         return False
 
-    def look() -> bool:
-        return look_into(~mask).is_causal if mask.dtype == torch.bool else causal_fill(mask) == -math.inf
-
-    return bool(_memory.recall((mask,), look))
+    return bool(_memory.recall((mask,), lambda: is_causal_mask(mask)))
 
 
 def _attend_as_with_weights(call: AttentionCall, mask: Tensor, backend: Backend) -> Tensor:
     # Computing weights, torch gives NaN to a query without keys; asked for none, its kernels give zeros.
-    masking = Masking(call.query.shape[2], call.key.shape[2], mask.device)
-    masking.multiply(call.true_scale)
-    if mask.dtype == torch.bool:
-        masking.hide(mask, -math.inf)
-    else:
-        masking.add(mask)
-    return attend_masked(call, masking, lambda call: attend(call, backend))
+    edits = Edit("multiply", call.true_scale), Edit("keep" if mask.dtype == torch.bool else "add", mask)
+    return attend_edited(call, edits, lambda call: attend(call, backend))
 
 
 class FlashMultiheadAttention(MultiheadAttention):

@@ -1,0 +1,321 @@
+"""The small form in which a captured graph is read: one name for an operation, whatever its spelling, and labels for
+the dimensions that it moves.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Labels = tuple[Hashable, ...]
+
+_SPELLINGS = {
+    "matmul": "bmm mm __matmul__ imatmul linalg_matmul",
+    "baddbmm": "addmm",
+    "div": "truediv itruediv true_divide divide __truediv__",
+    "mul": "imul multiply __mul__ __rmul__",
+    "add": "iadd __add__ __radd__",
+    "sub": "isub subtract __sub__",
+    "view": "reshape",
+    "transpose": "swapaxes swapdims",
+    "to": "float half bfloat16 double type_as type",
+    "same": "clone contiguous",
+    "softmax": "special_softmax",
+    "log_softmax": "special_log_softmax",
+    "logsumexp": "special_logsumexp",
+}
+_NAMES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
+_VIEWS = "getitem getattr unsqueeze squeeze view expand expand_as transpose permute detach narrow select to"
+VIEWS = frozenset(_VIEWS.split())
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, name) for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)
+) - {operator.index, operator.inv, operator.invert}
+# Operations that give a tensor of one number: which of their arguments it is.
+_FILLED = {
+    **dict.fromkeys(("full", "full_like"), (1, "fill_value")),
+    **dict.fromkeys(("tensor", "scalar_tensor", "to", "same", "expand", "expand_as"), (0, "data")),
+    **{"new_full": (2, "fill_value"), "new_tensor": (1, "data")},
+}
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "neg": operator.neg,
+    "mul": operator.mul,
+    "add": operator.add,
+    "sub": operator.sub,
+}
+_OF_TORCH = ("torch", operator.add.__module__, "operator")
+
+
+def op_name(node: Node) -> str:
+    """The operation in one spelling, ``"matmul"`` for ``@``, ``bmm`` and ``Tensor.matmul`` alike; "" if not torch's."""
+    if node.target is getattr:  # x.mT
+        return "getattr"
+    if node.op == "call_function":
+        module = getattr(node.target, "__module__", None) or "torch"
+        if module.partition(".")[0] not in _OF_TORCH:
+            return ""
+    name = _plain_name(node)
+    name = name[:-1] if is_in_place(node) and name.endswith("_") else name
+    return _NAMES.get(name, name)
+
+
+def _plain_name(node: Node) -> str:
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function":
+        return ""
+    name: str = getattr(node.target, "__name__", "")
+    return name.partition(".")[0]  # torch.ops.aten.mul.Scalar
+
+
+def is_in_place(node: Node) -> bool:
+    """Whether the node overwrites its first argument and returns it."""
+    name = _plain_name(node)
+    return node.target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+def written_by(node: Node) -> list[Any]:
+    """What a node overwrites: its target, an ``out=``, the input of a function with ``inplace=True``."""
+    written: list[Any] = [node.args[0]] if is_in_place(node) or node.target is operator.setitem else []
+    if node.kwargs.get("out") is not None:
+        written.append(node.kwargs["out"])
+    place = _place_of_inplace(node.target) if node.op == "call_function" else None
+    if place is not None and argument(node, place, "inplace"):
+        written.append(argument(node, 0, "input"))
+    return written
+
+
+@functools.cache
+def _place_of_inplace(function: Any) -> int | None:
+    try:
+        return list(inspect.signature(function).parameters).index("inplace")
+    except (TypeError, ValueError):  # has none, or is built in: whatever of those overwrites says so by its name
+        return None
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument by place or by keyword."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def value(node: Any) -> Any:
+    """What the node held when the graph was captured: a fake tensor with its shape and dtype, a number, a symbol."""
+    return node.meta.get("example_value") if isinstance(node, Node) else node
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(value(node), Tensor)
+
+
+def rank(node: Any) -> int:
+    return value(node).dim() if is_tensor(node) else -1
+
+
+def equal_sizes(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be the same, without a guard on a symbol."""
+    return len(sizes) == len(others) and all(
+        statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
+    )
+
+
+def constant(node: Any, seen: set[Node]) -> float | None:
+    """The number that a node holds everywhere, if it was built from nothing but numbers; ``seen`` takes those nodes."""
+    if isinstance(node, int | float):
+        return float(node)
+    if not isinstance(node, Node):
+        return None
+    name = op_name(node)
+    found: float | None = None
+    if name in ("ones_like", "zeros_like", "ones", "zeros"):
+        found = float(name.startswith("ones"))
+    elif name in _FILLED:
+        found = constant(argument(node, *_FILLED[name]), seen)
+    elif name in _ARITHMETIC:
+        numbers = [constant(operand, seen) for operand in node.args]
+        found = _ARITHMETIC[name](*numbers) if None not in numbers else None
+    if found is not None:
+        seen.add(node)
+    return found
+
+
+# -- softmax -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """A softmax of any spelling.
+
+    Attributes:
+        scores: What of.
+        dim: Over which dimension; None if that is not said.
+        nodes: What it is spelled with, its result last.
+        is_safe: Whether a row of -inf gives zeros, instead of NaN.
+    """
+
+    scores: Node
+    dim: Any
+    nodes: tuple[Node, ...]
+    is_safe: bool = False
+
+
+def read_softmax(node: Node) -> Softmax | None:
+    """The node as the result of a softmax; None if it is something else."""
+    name = op_name(node)
+    inner = argument(node, 0, "input")
+    if not (is_tensor(node) and is_tensor(inner)):
+        return None
+    if name in ("softmax", "_safe_softmax"):
+        return Softmax(inner, argument(node, 1, "dim"), (node,), is_safe=name == "_safe_softmax")
+    if name == "exp" and op_name(inner) == "log_softmax":
+        return Softmax(argument(inner, 0, "input"), argument(inner, 1, "dim"), (inner, node))
+    if name == "exp" and op_name(inner) == "sub":
+        return _normalised(argument(inner, 0, "input"), argument(inner, 1, "other"), "logsumexp", (inner, node))
+    if name == "div" and op_name(inner) == "exp":
+        found = _normalised(inner, argument(node, 1, "other"), "sum", (inner, node))
+        return replace(found, scores=argument(inner, 0, "input")) if found else None
+    return None
+
+
+def _normalised(source: Node, by: Any, name: str, nodes: tuple[Node, ...]) -> Softmax | None:
+    """A softmax put together, if ``by`` is the sum or logsumexp of ``source`` over one dimension, kept as one."""
+    kept = by
+    while is_tensor(by) and op_name(by) in ("unsqueeze", "getitem"):
+        nodes, by = (by, *nodes), by.args[0]
+    if not is_tensor(by) or op_name(by) != name or argument(by, 0, "input") is not source:
+        return None
+    dims = argument(by, 1, "dim")
+    dim = dims[0] if isinstance(dims, list | tuple) and len(dims) == 1 else dims
+    if not isinstance(dim, int):
+        return None
+    sizes = list(value(source).shape)
+    sizes[dim] = 1
+    return Softmax(source, dim, (by, *nodes)) if equal_sizes(value(kept).shape, sizes) else None
+
+
+# -- products ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product, each dimension of its operands and its result labelled.
+
+    Attributes:
+        operands: Left and right.
+        labels: Of the left operand's dimensions, and of the right's.
+        out: Of the result's.
+        contracted: The label summed over.
+    """
+
+    operands: tuple[Node, Node]
+    labels: tuple[Labels, Labels]
+    out: Labels
+    contracted: Hashable
+
+
+def read_product(node: Any) -> Product | None:
+    """The node as a product of two matrices, or stacks of them; None if it is something else."""
+    name = op_name(node) if is_tensor(node) else ""
+    if name == "matmul":
+        return _matmul(argument(node, 0, "input"), argument(node, 1, "other", node.kwargs.get("mat2")))
+    if name == "baddbmm":
+        left, right = node.kwargs.get("mat1"), node.kwargs.get("mat2")
+        return _matmul(argument(node, 1, "batch1", left), argument(node, 2, "batch2", right))
+    return _einsum(node) if name == "einsum" else None
+
+
+def _matmul(left: Any, right: Any) -> Product | None:
+    if rank(left) < 2 or rank(right) < 2:
+        return None
+
+    def labels(count: int, row: str, column: str) -> Labels:
+        return (*_batch(count - 2), row, column)
+
+    sides = labels(rank(left), "row", "in"), labels(rank(right), "in", "column")
+    return Product((left, right), sides, labels(max(rank(left), rank(right)), "row", "column"), "in")
+
+
+def _batch(count: int) -> Labels:
+    """Labels of so many dimensions in front, counted from the last: that is how they broadcast."""
+    return tuple(("batch", index) for index in reversed(range(count)))
+
+
+def _einsum(node: Node) -> Product | None:
+    args: Any = node.args
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or not all(is_tensor(operand) for operand in operands):
+        return None
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    sides = inputs.split(",")
+    if len(sides) != 2:
+        return None
+    if not arrow:  # then it is the letters that come once, in the order of the alphabet
+        output = "..." * ("." in inputs) + "".join(sorted(c for c in inputs if c.isalpha() and inputs.count(c) == 1))
+    left, right = (_letters(side, rank(operand)) for side, operand in zip(sides, operands, strict=True))
+    extra = max(sum(isinstance(label, tuple) for label in labels) for labels in (left, right))
+    out = _letters(output, len(output.replace("...", "")) + (extra if "..." in output else 0))
+    shared = [label for label in left if label in right and label not in out]
+    repeats = any(len(set(labels)) != len(labels) for labels in (left, right, out))
+    lost = [label for label in (*left, *right) if label not in out and label not in shared]
+    if repeats or lost or len(shared) != 1:
+        return None
+    contracted = [
+        value(operand).shape[labels.index(shared[0])] for operand, labels in zip(operands, (left, right), strict=True)
+    ]
+    if not equal_sizes(contracted[:1], contracted[1:]):  # one of one is stretched to the other
+        return None
+    return Product((operands[0], operands[1]), (left, right), out, shared[0])
+
+
+def _letters(side: str, dims: int) -> Labels:
+    before, dots, after = side.partition("...")
+    return (*before, *_batch(dims - len(before) - len(after)), *after) if dots else tuple(side)
+
+
+def product_size(left: Tensor, right: Tensor, labels: tuple[Labels, Labels], out: Labels) -> torch.Size:
+    """The size that a product of the two will have."""
+    sizes: dict[Hashable, int] = {}
+    for tensor, names in zip((left, right), labels, strict=True):
+        for name, size in zip(names, tensor.shape, strict=True):
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+    return torch.Size(sizes[name] for name in out)
+
+
+# -- shapes --------------------------------------------------------------------------------------------------------
+
+
+def permuted(node: Node, labels: Labels) -> Labels | None:
+    """The labels after a transposition of any spelling; None if the node is none."""
+    name = op_name(node)
+    if name == "getattr" and len(node.args) == 2:  # x.mT
+        name = str(node.args[1])
+    order: Any = list(range(len(labels)))
+    if name in ("mT", "adjoint", "mH") or (name in ("T", "t") and len(labels) == 2):
+        order[-2:] = order[:-3:-1]
+    elif name == "transpose":
+        first, second = argument(node, 1, "dim0"), argument(node, 2, "dim1")
+        order[first], order[second] = order[second], order[first]
+    elif name == "permute":
+        order = _listed(node.args[1:]) or node.kwargs["dims"]
+    else:
+        return None
+    return tuple(labels[index] for index in order)
+
+
+def sizes_of_view(node: Node) -> Sequence[Any]:
+    """The sizes that ``view`` or ``reshape`` was given: numbers, symbols, -1."""
+    by_name: Any = node.kwargs.get("shape", node.kwargs.get("size", ()))
+    return _listed(node.args[1:]) or list(by_name)
+
+
+def _listed(args: Any) -> list[Any]:
+    return list(args[0]) if len(args) == 1 and isinstance(args[0], list | tuple | torch.Size) else list(args)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accel.techniques.flash_attention import discards
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Sdpa
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights, discards_second_item
@@ -336,16 +335,6 @@ def test_every_place_in_the_code_is_judged_by_itself(
 
     assert twice(x) is not None
     assert recorder.count == 1
-
-
-def test_verdicts_do_not_pile_up(attn: FlashMultiheadAttention, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discards, "_MAX_VERDICTS", 4)
-    for number in range(20):
-        names: dict[str, Any] = {"__name__": "script"}
-        exec(f"def caller{number}(attn, x):\n    out, _ = attn(x, x, x)\n    return out", names)
-        names[f"caller{number}"](attn, x)
-
-    assert len(discards._verdicts) <= 4
 
 
 def test_a_known_place_costs_a_few_microseconds() -> None:

@@ -77,3 +77,17 @@ def saved_tensors_are_packed() -> bool:
     ``_top_saved_tensors_default_hooks`` with its argument since torch 2.7.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+
+def register_constant(kind: type[Any]) -> None:
+    """Has Dynamo take objects of a class for constants, as ``torch.utils._pytree.register_constant`` since torch 2.7.
+
+    Dynamo of torch 2.11 takes no key of a dict that is a string by inheritance. Where it is missing, nothing is done:
+    models of transformers are then captured with graph breaks.
+    """
+    register = getattr(torch.utils._pytree, "register_constant", None)
+    if register is not None:
+        register(kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -58,3 +58,9 @@ class AttentionSite(ABC):
     def close(self) -> None:
         """Forgets what was captured."""
         return
+
+    def is_named(self, names: Iterable[str]) -> bool:
+        """Whether one of ``names`` is its class, its path or the path of a module around it."""
+        return any(
+            name in (type(self.module).__name__, self.site) or self.site.startswith(f"{name}.") for name in names
+        )

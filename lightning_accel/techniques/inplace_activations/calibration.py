@@ -70,6 +70,7 @@ class _Probe(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self._held: list[Any] = []
         self.act = nn.ReLU()
         kind = kind_of(self.act)
         assert kind is not None
@@ -77,7 +78,8 @@ class _Probe(nn.Module):
         self.act.forward = self._recorder.rebound(nn.ReLU.forward).__get__(self.act)  # type: ignore[method-assign]
 
     def numbers_of(self, call: Callable[[_Probe], Any]) -> Numbers | None:
-        self._recorder.numbers, self._held = None, []
+        self._recorder.numbers = None
+        self._held.clear()
         call(self)
         return self._recorder.numbers
 

@@ -195,8 +195,9 @@ def _is_only_read(module: nn.Module, caller: FrameType | None) -> bool:
             return False
         if caller.f_code is not _SEQUENTIAL:
             call = call_in(caller)
-            is_shown = call is not None and call.reader is not None and _part(parent, call.callee) is module
-            return is_shown and only_reads(_part(parent, call.reader))
+            if call is None or call.reader is None or _part(parent, call.callee) is not module:
+                return False
+            return only_reads(_part(parent, call.reader))
         layers = list(parent)
         if layers.count(module) != 1:
             return False

@@ -6,10 +6,11 @@ torch has dropped then fails in one test of tests/core/test_torch_private.py, wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import _C, Tensor, nn
 from torch.autograd import forward_ad
 
 # -- calls of modules ----------------------------------------------------------------------------------------------
@@ -44,17 +45,19 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return tensor._backward_hooks is not None
 
 
-def handles_on_tensor(tensor: Tensor) -> int:
-    """How many hold the tensor from C++: ``_use_count``, since torch 2.1.
+handles_on_tensor: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
+"""How many hold a tensor from C++: ``_use_count``, since torch 2.1; nothing else shows what autograd or DLPack holds.
 
-    Nothing else shows what autograd or DLPack holds. Where it is missing the AttributeError leaves the tensor alone.
-    """
-    return tensor._use_count()  # type: ignore[attr-defined,no-any-return]
+Where it is missing, 0 of every tensor, by which nobody can be told to hold one: then activations are never in place.
+"""
 
 
 def handles_on_storage(storage: torch.UntypedStorage) -> int:
-    """How many tensors and others hold the memory: ``_storage_Use_Count``, since torch 2.1; as for the tensor."""
-    return torch._C._storage_Use_Count(storage._cdata)
+    """How many tensors and others hold memory: ``_storage_Use_Count``, since torch 2.1, of ``_cdata``.
+
+    Where it is missing, the AttributeError goes to the caller, who then leaves the memory alone.
+    """
+    return _C._storage_Use_Count(storage._cdata)
 
 
 def operations_are_watched() -> bool:
@@ -64,9 +67,9 @@ def operations_are_watched() -> bool:
     for: the AttributeError goes to the caller, who then leaves things as they are.
     """
     return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        _C._len_torch_dispatch_stack()
+        or _C._len_torch_function_stack()
+        or _C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
     )
 
@@ -76,7 +79,7 @@ def saved_tensors_are_packed() -> bool:
 
     ``_top_saved_tensors_default_hooks`` with its argument since torch 2.7.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 # -- attention -----------------------------------------------------------------------------------------------------

@@ -26,30 +26,21 @@ _MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest 
 class Dispatch(Patch):
     """Lets a site's calls go to backends. Undone, all go to the original: other techniques may stand on top of it.
 
-    Attributes:
-        choices: Shape class → the name of a backend, or ``"original"``.
-        tried: The same for what was tried in this step. It is in force from the next step on: this step's backward
-            pass may recompute its forward.
-        verdict: What the trial step found.
-        is_open: Whether calls may go elsewhere than to the original yet.
-        is_refused: Whether none ever may.
-        is_differentiated_twice: Whether a gradient penalty was seen: kernels have no second derivative.
-
     Args:
         attention: The site.
         judge: Tries backends on calls.
-        revise: Told with a site's name what holds there from now on, other than a trial step found.
+        revise: Told with a site's name what holds there from now on, other than the trial step found.
     """
 
     def __init__(self, attention: AttentionSite, judge: Judge, revise: Callable[[str, Verdict], None]) -> None:
         super().__init__(attention.site, f"{attention.what} → fused")
         self.attention = attention
-        self.choices: dict[str, str] = {}
-        self.tried: dict[str, str] = {}
-        self.verdict: Verdict | None = None
-        self.is_open = False
-        self.is_refused = False
-        self.is_differentiated_twice = False
+        self.choices: dict[str, str] = {}  # class of shapes → the name of a backend, or "original"
+        self.tried: dict[str, str] = {}  # in this step, whose backward pass may recompute its forward: in force later
+        self.verdict: Verdict | None = None  # of the trial step
+        self.is_open = False  # whether calls may go elsewhere than to the original yet
+        self.is_refused = False  # whether none ever may
+        self.is_differentiated_twice = False  # by a gradient penalty: kernels have no second derivative
         self._judge = judge
         self._revise = revise
         self._method = MethodPatch(attention.site, "", attention.module, "forward", self._wrap)

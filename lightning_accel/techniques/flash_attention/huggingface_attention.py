@@ -1,4 +1,4 @@
-"""The attention function that transformers calls by one of our names: through a backend, or the module's own eager one."""
+"""The attention function that transformers calls by one of our names: through a backend, or as the module's own."""
 
 from __future__ import annotations
 
@@ -56,16 +56,8 @@ def accel_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers calls it under ``OWN_MASKS``, through the backend of the module's request.
 
-    Args:
-        module: Whose attention it is.
-        query: (B, H, T, D).
-        key: (B, G, S, D), H a multiple of G.
-        value: (B, G, S, Dv).
-        attention_mask: 4-D, boolean or added to the scores; None: all keys, or those up to the query's own.
-        scaling: None: 1/sqrt(D).
-        dropout: Probability with which a weight is dropped in training.
-        is_causal: What a missing mask means; None: what the module says.
-        options: The rest, of which ``position_bias`` is added to the scores.
+    Query (B, H, T, D), key (B, G, S, D) and value (B, G, S, Dv), H a multiple of G. ``is_causal`` says what a missing
+    mask means; None: as the module says. Of the options ``position_bias`` is added to the scores.
 
     Returns:
         (B, T, H, Dv) and no weights; without a request, or where the options ask for more than an
@@ -104,7 +96,7 @@ def accel_attention(
         request.missed = _unable(query, key, mask, options)
         if request.missed is None and isinstance(request.backend, Backend):
             return fused(request.backend, *tensors)  # type: ignore[no-any-return]
-        if request.missed is None:
+        if request.missed is None and isinstance(request.backend, Rehearsal):
             # The eager function may call modules of the module's, a dropout say: of a copy, which nobody watches.
             request.backend.rehearse(
                 functools.partial(eagerly, silent_twin(module)),

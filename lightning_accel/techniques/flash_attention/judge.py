@@ -17,21 +17,13 @@ _LATER_TIMED_S = 0.25  # for a class of shapes that turns up in mid-run
 
 @dataclass
 class Judge:
-    """What the sites of one model share.
+    """What the sites of one model share."""
 
-    Attributes:
-        backends: By name, in order of preference.
-        verify: Whether they are tried at all, or the first is taken.
-        may_time: Whether the clock decides between them.
-        untimed: Names of sites at which it never does.
-        is_trial_step: Whether this is the step in which sites are tried for the first time.
-    """
-
-    backends: dict[str, WatchedBackend]
-    verify: bool
-    may_time: bool
-    untimed: tuple[str, ...] = ()
-    is_trial_step: bool = False
+    backends: dict[str, WatchedBackend]  # in order of preference
+    verify: bool  # or the first is taken untried
+    may_time: bool  # whether the clock decides between them
+    untimed: tuple[str, ...] = ()  # names of sites at which it never does
+    is_trial_step: bool = False  # in which sites are tried for the first time
     _timed: dict[tuple[Any, ...], Judgement] = field(default_factory=dict)
 
     def goes_by_clock(self, site: AttentionSite) -> bool:

@@ -24,17 +24,11 @@ ORIGINAL = "original"
 
 @dataclass(frozen=True)
 class Judgement:
-    """What came out of a trial.
+    """What came out of a trial."""
 
-    Attributes:
-        choice: The name of a backend, or ``"original"``.
-        reason: What was measured, or why none of the backends may.
-        is_wrong: Whether every backend failed or had other numbers, so that none may be tried there again.
-    """
-
-    choice: str
-    reason: str
-    is_wrong: bool = False
+    choice: str  # the name of a backend, or "original"
+    reason: str  # what was measured, or why none of the backends may
+    is_wrong: bool = False  # every backend failed or had other numbers, so that none may be tried there again
 
 
 class WatchedBackend(Backend):
@@ -134,11 +128,7 @@ class Rehearsal:
         return ""
 
     def judgement(self, nothing_found: str | None) -> Judgement:
-        """What came out.
-
-        Args:
-            nothing_found: What the site says of the call, where there was nothing to fuse.
-        """
+        """What came out; ``nothing_found`` is what the site says of a call in which there was nothing to fuse."""
         if nothing_found is not None and not self._failures:
             return Judgement(ORIGINAL, nothing_found)
         if not self._num_attentions:

@@ -41,6 +41,7 @@ from lightning_accel import AccelPlugin, Plan, accelerate
 from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.claims.measure import timed_ms
 from lightning_accel.techniques.flash_attention.dispatch import ORIGINAL, Dispatch, shape_class
+from lightning_accel.techniques.flash_attention.judge import Judge
 from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite
 
 BATCH_SIZE = 8
@@ -176,8 +177,8 @@ def rebound(module: nn.Module, inputs: tuple[Tensor, ...], **settings: Any) -> n
 
 def left_to_itself(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...]) -> nn.Module:
     """``module`` whose own attention was found the fastest: every call is looked at, since other shapes may differ."""
-    dispatch = Dispatch(MultiheadSite("site", module), lambda *_: None, lambda *_: None)
-    dispatch.install()
+    dispatch = Dispatch(MultiheadSite("site", module), Judge({}, verify=True, may_time=True), lambda *_: None)
+    dispatch.apply()
     dispatch.choose({shape_class(module, inputs, {}): ORIGINAL})
     return module
 

@@ -7,12 +7,13 @@ torch has dropped then fails in one test of tests/core/test_torch_private.py, wh
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import _C, Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as all_modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
@@ -34,6 +35,19 @@ def coo_parts(tensor: Tensor) -> list[Tensor]:
 
 # -- calls of modules ----------------------------------------------------------------------------------------------
 
+
+# -- calls of modules ----------------------------------------------------------------------------------------------
+
+
+def eager_call(target: nn.Module | type[nn.Module]) -> Any:
+    """``_call_impl`` of a module or of the class: its call as it is without ``module.compile()``, hooks and all.
+
+    Its frame lies between a caller and a forward pass, and compiled calls go round it. Known since torch 1.7; where it
+    is missing, ``__call__`` itself.
+    """
+    return getattr(target, "_call_impl", target.__call__)
+
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -49,12 +63,46 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
 # -- who holds a tensor, who sees operations -----------------------------------------------------------------------
 
 
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether ``tensor.register_hook`` was called: ``_backward_hooks``, since torch 0.2; torch cannot be asked."""
+    return tensor._backward_hooks is not None
+
+
+handles_on_tensor: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
+"""How many hold a tensor from C++: ``_use_count``, since torch 2.1; nothing else shows what autograd or DLPack holds.
+
+Where it is missing, 0 of every tensor, by which nobody can be told to hold one: then activations are never in place.
+"""
+
+
+def handles_on_storage(storage: torch.UntypedStorage) -> int:
+    """How many tensors and others hold memory: ``_storage_Use_Count``, since torch 2.1, of ``_cdata``.
+
+    Where it is missing, the AttributeError goes to the caller, who then leaves the memory alone.
+    """
+    return _C._storage_Use_Count(storage._cdata)
+
+
+def operations_are_watched() -> bool:
+    """Whether somebody sees, or transforms, every operation: a mode, a transform of torch.func, forward mode.
+
+    Torch has no public question for any of the four, known since torch 2.0. Where one is missing, so is what it asks
+    for: the AttributeError goes to the caller, who then leaves things as they are.
+    """
+    return bool(
+        _C._len_torch_dispatch_stack()
+        or _C._len_torch_function_stack()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
 def saved_tensors_are_packed() -> bool:
     """Whether ``saved_tensors_hooks`` are in force (checkpointing, offloading), which torch does not say publicly.
 
     ``_top_saved_tensors_default_hooks`` with its argument since torch 2.7.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 # -- saved tensors ---------------------------------------------------------------------------------------------------
@@ -88,7 +136,7 @@ def has_modes() -> bool:
     TorchDynamo captures nothing, or anew, under them. Without the names every captured attention runs as it was
     written, for the reason that the AttributeError gives.
     """
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+    return bool(_C._len_torch_dispatch_stack() or _C._len_torch_function_stack())
 
 
 @contextmanager
@@ -99,7 +147,7 @@ def without_function_modes() -> Iterator[list[Any]]:
     As for :func:`has_modes`.
     """
     overrides: Any = torch.overrides
-    modes = [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
+    modes = [overrides._pop_mode() for _ in range(_C._len_torch_function_stack())][::-1]
     try:
         yield modes
     finally:
@@ -138,3 +186,14 @@ def outside_of_ddp() -> Iterator[None]:
         yield
     finally:
         DistributedDataParallel._active_ddp_module = active
+
+
+def register_constant(kind: type[Any]) -> None:
+    """Has Dynamo take objects of a class for constants, as ``torch.utils._pytree.register_constant`` since torch 2.7.
+
+    Dynamo of torch 2.11 takes no key of a dict that is a string by inheritance. Where it is missing, nothing is done:
+    models of transformers are then captured with graph breaks.
+    """
+    register = getattr(torch.utils._pytree, "register_constant", None)
+    if register is not None:
+        register(kind)

@@ -6,16 +6,12 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_cudnn_attention,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
+from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
@@ -24,20 +20,50 @@ from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 
 _HALF = (torch.float16, torch.bfloat16)
 
+TORCH_KERNELS = {
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, cuda.can_use_cudnn_attention),
+    "flash": (SDPBackend.FLASH_ATTENTION, cuda.can_use_flash_attention),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, cuda.can_use_efficient_attention),
+}
+"""The kernels that are built into torch, each with what says whether it takes a call."""
+
 # What torch's kernels for AMD cards, AOTriton's, are built for; some of it is experimental, which torch itself says of
 # each call (`lacks`). From evaluate_platform_supports_flash_attention in torch/testing/_internal/common_cuda.py.
-_AOTRITON_ARCHITECTURES = (
-    "gfx90a",
-    "gfx942",
-    "gfx950",
-    "gfx1100",
-    "gfx1101",
-    "gfx1102",
-    "gfx1150",
-    "gfx1151",
-    "gfx1200",
-    "gfx1201",
-)
+_AOTRITON = tuple(f"gfx{n}" for n in ("90a", 942, 950, 1100, 1101, 1102, 1150, 1151, 1200, 1201))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a backend needs of a machine."""
+
+    capability: tuple[int, int]  # of a GPU, at the least
+    majors: tuple[int, ...] = ()  # that it is built for; none: all from that capability on
+    is_nvidias: bool = False  # and not for AMD's GPUs
+    package: str = ""  # that it is in, with the way to get that
+    compiler: bool = False  # to build it on the spot
+
+    def missing(self, name: str, host: Host) -> str | None:
+        """What ``host`` lacks for the backend ``name``, with the mend; None: nothing."""
+        if name in TORCH_KERNELS and host.kind == "cpu":
+            return None if name == "flash" else f"torch has no {name} attention kernel for the CPU: use 'sdpa'"
+        if self.is_nvidias and host.kind == "rocm":
+            return f"it is for NVIDIA's GPUs, and {host.device_name} is AMD's: use 'sdpa'"
+        if host.kind not in ("cuda", "rocm"):
+            return f"runs on NVIDIA and AMD GPUs, not on {host.kind}: use 'sdpa'"
+        is_built = host.kind != "rocm" or not host.arch or host.arch.startswith(_AOTRITON)
+        if name in TORCH_KERNELS and not is_built:
+            return f"torch has no {name} attention kernel for AMD's {host.arch}: use 'sdpa'"
+        if host.capability is not None and host.capability < self.capability:
+            have, want = (f"{major}.{minor}" for major, minor in (host.capability, self.capability))
+            return f"{host.device_name} is too old for it: compute capability {have}, {want} is needed; use 'sdpa'"
+        if self.majors and host.capability is not None and host.capability[0] not in self.majors:
+            built = " and ".join(f"{major}.x" for major in self.majors)
+            return f"is built for compute capability {built}, {host.device_name} has {host.capability[0]}.x: use 'sdpa'"
+        if self.package and name not in host.kernels:
+            return f"needs the package {self.package}"
+        if self.compiler and host.compiler is None:
+            return "needs Triton and a C compiler to build its kernel"
+        return None
 
 
 class Backend(ABC):
@@ -45,13 +71,15 @@ class Backend(ABC):
 
     Attributes:
         name: What ``flash_attention=`` takes.
+        needs: What it needs of the machine; None: nothing.
     """
 
     name: str
+    needs: Needs | None = None
 
     def unavailable(self, host: Host) -> str | None:
         """Why it does not work on ``host``, with the mend; None where it does."""
-        return None
+        return None if self.needs is None else self.needs.missing(self.name, host)
 
     def lacks(self, call: AttentionCall) -> str | None:
         """What this call needs that the backend does not have: a head size, a dtype, a mask; None if nothing."""
@@ -75,22 +103,10 @@ class Sdpa(Backend):
 class SdpaKernel(Backend):
     """One kernel of ``scaled_dot_product_attention``, and no other."""
 
-    def __init__(self, name: str, kernel: SDPBackend, min_capability: tuple[int, int]) -> None:
+    def __init__(self, name: str, needs: Needs, *, kernel: str = "") -> None:
         self.name = name
-        self._kernel = kernel
-        self._min_capability = min_capability
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind == "cpu":
-            return (
-                None if self.name == "flash" else f"torch has no {self.name} attention kernel for the CPU: use 'sdpa'"
-            )
-        if self._kernel == SDPBackend.CUDNN_ATTENTION:
-            return _needs_nvidia(host, self._min_capability)
-        if host.kind == "rocm" and host.arch and not host.arch.startswith(_AOTRITON_ARCHITECTURES):
-            return f"torch has no {self.name} attention kernel for AMD's {host.arch}: use 'sdpa'"
-        return _needs_gpu(host, self._min_capability)
+        self.needs = needs
+        self._kernel, self._takes = TORCH_KERNELS[kernel or name]
 
     @override
     def lacks(self, call: AttentionCall) -> str | None:
@@ -98,12 +114,7 @@ class SdpaKernel(Backend):
         q, k, v, mask = call.query, call.key, call.value, call.mask
         if q.device.type == "cpu":
             return _cpu_flash_lacks(call)
-        may_use = {
-            SDPBackend.FLASH_ATTENTION: can_use_flash_attention,
-            SDPBackend.EFFICIENT_ATTENTION: can_use_efficient_attention,
-            SDPBackend.CUDNN_ATTENTION: can_use_cudnn_attention,
-        }[self._kernel]
-        if may_use(SDPAParams(q, k, v, mask, call.dropout_p, call.is_causal, False), False):
+        if self._takes(cuda.SDPAParams(q, k, v, mask, call.dropout_p, call.is_causal, False), False):
             return None
         masked = "no mask" if mask is None else f"a mask of {tuple(mask.shape)}"
         return f"the {self.name} kernel takes no {_kind(q)} with {masked} on this device"
@@ -119,23 +130,6 @@ class FlashImplementation(SdpaKernel):
 
     https://docs.pytorch.org/docs/stable/nn.attention.html
     """
-
-    def __init__(self, name: str, package: str, majors: tuple[int, ...], mend: str) -> None:
-        super().__init__(name, SDPBackend.FLASH_ATTENTION, (min(majors), 0))
-        self._majors = majors  # as torch asks for them in torch/nn/attention/_fa3.py and _fa4.py
-        self._package = package
-        self._mend = mend
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        reason = _needs_nvidia(host, self._min_capability)
-        if reason is None and host.capability is not None and host.capability[0] not in self._majors:
-            built = " and ".join(f"{major}.x" for major in self._majors)
-            has = f"{host.device_name} has {host.capability[0]}.x"
-            return f"is built for compute capability {built}, and {has}: use 'sdpa'"
-        if reason is None and self.name not in host.kernels:
-            reason = f"needs the package {self._package!r}: {self._mend}"
-        return reason
 
     @override
     def lacks(self, call: AttentionCall) -> str | None:
@@ -156,18 +150,11 @@ class FlashAttn(Backend):
     """
 
     name = "flash-attn"
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        reason = _needs_gpu(host, (8, 0))
-        if reason is None and self.name not in host.kernels:
-            mend = (
-                "build it from github.com/Dao-AILab/flash-attention, which says how for ROCm"
-                if host.kind == "rocm"
-                else "pip install 'lightning-accel[flash]' --no-build-isolation"
-            )
-            reason = f"needs the package 'flash-attn': {mend}"
-        return reason
+    needs = Needs(
+        capability=(8, 0),
+        package="'flash-attn': pip install 'lightning-accel[flash]' --no-build-isolation; for ROCm build it from"
+        " github.com/Dao-AILab/flash-attention",
+    )
 
     @override
     def lacks(self, call: AttentionCall) -> str | None:
@@ -213,13 +200,7 @@ class Flex(Backend):
     """
 
     name = "flex"
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        reason = _needs_gpu(host, (8, 0))
-        if reason is None and host.compiler is None:
-            reason = "needs Triton and a C compiler to build its kernel"
-        return reason
+    needs = Needs(capability=(8, 0), compiler=True)
 
     @override
     def lacks(self, call: AttentionCall) -> str | None:
@@ -231,40 +212,43 @@ class Flex(Backend):
 
     @override
     def __call__(self, call: AttentionCall) -> Tensor:
-        return flex(call, _compiled_flex())
+        mask, is_causal, window = call.mask, call.is_causal, call.window
+        sizes = (0, 0, 0, 0) if mask is None else mask.shape
+
+        def score(value: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            if mask is not None:
+                # A dimension of size one is one and the same for all.
+                indices = (index if size > 1 else index * 0 for index, size in zip((b, h, i, j), sizes, strict=True))
+                at = mask[tuple(indices)]
+                value = torch.where(at, value, -float("inf")) if mask.dtype == torch.bool else value + at
+            if is_causal:
+                value = torch.where(i >= j, value, -float("inf"))
+            if window is not None:
+                value = torch.where((i - j <= window[0]) & (j - i <= window[1]), value, -float("inf"))
+            return value
+
+        score_mod = None if mask is None and not is_causal and window is None else score
+        out = _compiled_flex()(call.query, call.key, call.value, score_mod=score_mod, scale=call.true_scale)
+        assert isinstance(out, Tensor)
+        return out
 
 
-def flex(call: AttentionCall, flex_attention: Any) -> Tensor:
-    """The call through ``flex_attention``, compiled or not; masks and causality become its score function."""
-    mask, is_causal, window = call.mask, call.is_causal, call.window
-    sizes = (0, 0, 0, 0) if mask is None else mask.shape
-
-    def score(value: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if mask is not None:
-            # A dimension of size one is one and the same for all.
-            at = mask[tuple(index if size > 1 else index * 0 for index, size in zip((b, h, i, j), sizes, strict=True))]
-            value = torch.where(at, value, -float("inf")) if mask.dtype == torch.bool else value + at
-        if is_causal:
-            value = torch.where(i >= j, value, -float("inf"))
-        if window is not None:
-            value = torch.where((i - j <= window[0]) & (j - i <= window[1]), value, -float("inf"))
-        return value
-
-    is_plain = mask is None and not is_causal and window is None
-    out = flex_attention(call.query, call.key, call.value, score_mod=None if is_plain else score, scale=call.true_scale)
-    assert isinstance(out, Tensor)
-    return out
-
+_SOURCE = "github.com/Dao-AILab/flash-attention"
+# The majors are those that torch asks for in torch/nn/attention/_fa3.py and _fa4.py.
+_FA3 = Needs(
+    capability=(9, 0), majors=(9,), is_nvidias=True, package=f"'flash_attn_interface': build it from {_SOURCE}"
+)
+_FA4 = Needs(capability=(9, 0), majors=(9, 10), is_nvidias=True, package="'flash_attn.cute': pip install flash-attn-4")
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Sdpa(),
-        SdpaKernel("cudnn", SDPBackend.CUDNN_ATTENTION, (8, 0)),
-        SdpaKernel("flash", SDPBackend.FLASH_ATTENTION, (8, 0)),
-        SdpaKernel("efficient", SDPBackend.EFFICIENT_ATTENTION, (5, 0)),
-        FlashImplementation("fa3", "flash_attn_interface", (9,), "build it from github.com/Dao-AILab/flash-attention"),
-        FlashImplementation("fa4", "flash_attn.cute", (9, 10), "pip install flash-attn-4"),
+        SdpaKernel("cudnn", Needs(capability=(8, 0), is_nvidias=True)),
+        SdpaKernel("flash", Needs(capability=(8, 0))),
+        SdpaKernel("efficient", Needs(capability=(5, 0))),
+        FlashImplementation("fa3", _FA3, kernel="flash"),
+        FlashImplementation("fa4", _FA4, kernel="flash"),
         FlashAttn(),
         Flex(),
     )
@@ -277,31 +261,12 @@ def installed_backends(host: Host) -> list[Backend]:
 
 
 def attend(call: AttentionCall, backend: Backend) -> Tensor:
-    """The call through ``backend``; through torch's own choice where the backend lacks what the call needs.
-
-    Returns:
-        (B, H, T, Dv).
-    """
+    """The call through ``backend``, or torch's own choice where it lacks what the call needs: (B, H, T, Dv)."""
     return sdpa(call) if backend.lacks(call) is not None else backend(call)
 
 
 def _kind(query: Tensor) -> str:
     return f"{str(query.dtype).removeprefix('torch.')} heads of {query.shape[-1]}"
-
-
-def _needs_nvidia(host: Host, min_capability: tuple[int, int]) -> str | None:
-    if host.kind == "rocm":
-        return f"for NVIDIA's GPUs, and {host.device_name} is AMD's: use 'sdpa'"
-    return _needs_gpu(host, min_capability)
-
-
-def _needs_gpu(host: Host, min_capability: tuple[int, int]) -> str | None:
-    if host.kind not in ("cuda", "rocm"):
-        return f"runs on NVIDIA and AMD GPUs, not on {host.kind}: use 'sdpa'"
-    if host.capability is not None and host.capability < min_capability:
-        have, want = (f"{major}.{minor}" for major, minor in (host.capability, min_capability))
-        return f"{host.device_name} is too old for it: compute capability {have}, {want} is needed; use 'sdpa'"
-    return None
 
 
 def _cpu_flash_lacks(call: AttentionCall) -> str | None:

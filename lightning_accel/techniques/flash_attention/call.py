@@ -12,19 +12,17 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """The arguments of one attention: softmax(scale * query @ key^T + mask) @ value.
+    """The arguments of one attention, all of one dtype: softmax(scale * query @ key^T + mask) @ value.
 
     Attributes:
         query: (B, H, T, D).
-        key: (B, H, S, D), of the query's dtype.
-        value: (B, H, S, Dv), of the query's dtype.
-        mask: Broadcastable to (B, H, T, S), 4-D: bool (True takes part) or floating (added to the scores); None: all
-            keys take part.
+        key: (B, H, S, D).
+        value: (B, H, S, Dv).
+        mask: Broadcastable to (B, H, T, S), 4-D: bool (True takes part) or floating (added to the scores).
         is_causal: Query ``i`` sees keys ``0 … i`` (aligned at the top left) and of those only what the mask allows.
         dropout_p: Probability with which a weight is dropped.
         scale: None: 1/sqrt(D).
-        window: How many keys to the left and to the right of its own position a query sees; None: all. Backends
-            without windows are given them as a mask.
+        window: How many keys to the left and to the right of its own position a query sees; None: all.
     """
 
     query: Tensor
@@ -70,18 +68,7 @@ class AttentionCall:
 
 
 def sdpa(call: AttentionCall) -> Tensor:
-    """The call through ``torch.nn.functional.scaled_dot_product_attention``, the kernel being torch's choice.
-
-    Returns:
-        (B, H, T, Dv).
-    """
+    """The call through torch's ``scaled_dot_product_attention``, which chooses the kernel: (B, H, T, Dv)."""
     call = call.with_dense_mask()
-    return F.scaled_dot_product_attention(
-        call.query,
-        call.key,
-        call.value,
-        attn_mask=call.mask,
-        dropout_p=call.dropout_p,
-        is_causal=call.is_causal,
-        scale=call.scale,
-    )
+    q, k, v, mask = call.query, call.key, call.value, call.mask
+    return F.scaled_dot_product_attention(q, k, v, mask, call.dropout_p, call.is_causal, scale=call.scale)

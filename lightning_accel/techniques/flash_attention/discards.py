@@ -14,21 +14,17 @@ from types import CodeType
 import torch
 from torch import nn
 
+from lightning_accel.core.call_sites import at_call, remembered, variables
+from lightning_accel.core.torch_private import eager_call
+
 _OWN_PACKAGE = __name__.partition(".")[0]
 
 # What lies between a user's call of a module and the module's forward pass. With hooks, torch goes through a function
 # inside `_call_impl`, which is not named here on purpose: hooks see the weights.
-_PASSED_ON = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+_PASSED_ON = (eager_call(nn.Module).__code__, nn.Module.__call__.__code__)
 
-_CALLS = {"CALL", "CALL_KW", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_FUNCTION_EX", "CALL_METHOD", "PRECALL"}
-_PADDING = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL"}
-_CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT"}
 # Names in code that may read a local variable without loading it.
 _READS_ALL_LOCALS = {"locals", "vars", "eval", "exec", "breakpoint", "set_trace", "_getframe", "currentframe"}
-
-# By identity, since hashing a code object hashes all that it holds; the code is kept so that no other takes its id.
-_verdicts: dict[tuple[int, int], tuple[CodeType, bool]] = {}
-_MAX_VERDICTS = 4096
 
 
 def caller_discards_weights() -> bool:
@@ -49,52 +45,41 @@ def caller_discards_weights() -> bool:
         if frame.f_back is None:
             return False
         frame = frame.f_back
-    code, offset = frame.f_code, frame.f_lasti
-    key = (id(code), offset)
-    known = _verdicts.get(key)
-    if known is None:
-        if len(_verdicts) >= _MAX_VERDICTS:  # code made over and over, in a notebook or by a compiler
-            _verdicts.clear()
-        known = _verdicts[key] = (code, discards_second_item(code, offset))
-    return known[1]
+    return _discards(frame)
 
 
 def discards_second_item(code: CodeType, offset: int) -> bool:
     """Whether ``code``, in a call at byte ``offset``, certainly never reads the second item of the call's result."""
-    # In 3.11 a call of a Python function stands at the cache entries behind its instruction: the last one before.
-    instructions = [i for i in dis.get_instructions(code) if i.opname not in _PADDING]
-    at = sum(i.offset <= offset for i in instructions) - 1
-    if at < 0 or instructions[at].opname not in _CALLS or at + 2 >= len(instructions):
+    found, at = at_call(code, offset)
+    if at < 0 or not found[at].opname.startswith("CALL") or at + 2 >= len(found):
         return False
-    first, second = instructions[at + 1 : at + 3]
-    if first.opname in _CONSTANTS:
+    first, second = found[at + 1 : at + 3]
+    if first.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
         is_index = second.opname == "BINARY_SUBSCR" or (second.opname == "BINARY_OP" and second.argrepr == "[]")
         return is_index and type(first.argval) is int and first.argval == 0
     if first.opname != "UNPACK_SEQUENCE" or first.arg != 2:
         return False
-    name = _second_target(instructions[at + 2 : at + 4])
+    name = _second_target(found[at + 2 : at + 4])
     if name is None or name in code.co_cellvars or not _READS_ALL_LOCALS.isdisjoint(code.co_names):
         return False
-    return not any(name in _loaded(instruction) for instruction in instructions)
+    return not any(name in _loaded(instruction) for instruction in found)
+
+
+_discards = remembered(discards_second_item)
 
 
 def _second_target(stores: list[dis.Instruction]) -> str | None:
     """The local variable that takes the second item, if it is one."""
     if stores[0].opname == "STORE_FAST_STORE_FAST":
-        return _names(stores[0])[1]
+        return variables(stores[0])[1]
     is_plain = stores[0].opname in ("STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL", "POP_TOP")
     if is_plain and len(stores) == 2 and stores[1].opname in ("STORE_FAST", "STORE_FAST_LOAD_FAST"):
-        return _names(stores[1])[0]
+        return variables(stores[1])[0]
     return None
 
 
 def _loaded(instruction: dis.Instruction) -> tuple[str, ...]:
     """The local variables that it reads."""
     if instruction.opname == "STORE_FAST_LOAD_FAST":
-        return _names(instruction)[1:]
-    return _names(instruction) if instruction.opname.startswith("LOAD_FAST") else ()
-
-
-def _names(instruction: dis.Instruction) -> tuple[str, ...]:
-    names = instruction.argval  # of the instructions for two variables at once: a pair
-    return (names,) if isinstance(names, str) else tuple(names)
+        return variables(instruction)[1:]
+    return variables(instruction) if instruction.opname.startswith("LOAD_FAST") else ()

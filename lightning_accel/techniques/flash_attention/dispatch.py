@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,52 +14,50 @@ from typing_extensions import override
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.techniques.flash_attention.rehearsal import ORIGINAL
+from lightning_accel.core.trial import one_line
+from lightning_accel.techniques.flash_attention.judge import Judge, is_checkpoint_signal
+from lightning_accel.techniques.flash_attention.rehearsal import ORIGINAL, Judgement
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+from lightning_accel.techniques.notes import Verdict
 
-MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest of them decides
-
-# A key is plain text: it travels in checkpoints, and from rank 0 to the others.
-Meet = Callable[["Dispatch", str, Forward, tuple[Any, ...], dict[str, Any]], Any]
+_MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest of them decides
 
 
-class Dispatch:
-    """One site at work.
-
-    Attributes:
-        choices: Shape class → the name of a backend, or ``"original"``.
-        is_open: Whether calls may go elsewhere than to the original yet.
-        is_refused: Whether none ever may.
-        is_differentiated_twice: Whether a gradient penalty was seen: kernels have no second derivative.
+class Dispatch(Patch):
+    """Lets a site's calls go to backends. Undone, all go to the original: other techniques may stand on top of it.
 
     Args:
         attention: The site.
-        meet: Computes the first call of a shape class that has no choice yet, and may make one.
-        run: Runs the site's forward pass through the named backend.
+        judge: Tries backends on calls.
+        revise: Told with a site's name what holds there from now on, other than the trial step found.
     """
 
-    def __init__(self, attention: AttentionSite, meet: Meet, run: Callable[..., Any]) -> None:
+    def __init__(self, attention: AttentionSite, judge: Judge, revise: Callable[[str, Verdict], None]) -> None:
+        super().__init__(attention.site, f"{attention.what} → fused")
         self.attention = attention
-        self.choices: dict[str, str] = {}
-        self.is_open = False
-        self.is_refused = False
-        self.is_differentiated_twice = False
-        self._meet = meet
-        self._run = run
+        self.choices: dict[str, str] = {}  # class of shapes → the name of a backend, or "original"
+        self.tried: dict[str, str] = {}  # in this step, whose backward pass may recompute its forward: in force later
+        self.verdict: Verdict | None = None  # of the trial step
+        self.is_open = False  # whether calls may go elsewhere than to the original yet
+        self.is_refused = False  # whether none ever may
+        self.is_differentiated_twice = False  # by a gradient penalty: kernels have no second derivative
+        self._judge = judge
+        self._revise = revise
         self._method = MethodPatch(attention.site, "", attention.module, "forward", self._wrap)
 
-    @property
-    def change(self) -> str:
-        """For the report."""
-        return f"{self.attention.what} → fused"
+    @override
+    def _apply(self) -> None:
+        self._method.apply()
+        self.is_refused = False
+
+    @override
+    def _undo(self) -> None:
+        self.is_refused = True
 
     @property
     def is_fusing(self) -> bool:
         """Whether some class of calls goes to a backend."""
         return self.is_open and not self.is_refused and any(choice != ORIGINAL for choice in self.choices.values())
-
-    def install(self) -> None:
-        self._method.apply()
 
     def remove(self) -> None:
         """Takes the site's forward back; what was bound over it must be gone by then."""
@@ -66,8 +65,25 @@ class Dispatch:
         self.attention.close()
 
     def choose(self, choices: Mapping[str, str]) -> None:
+        """Opens the site, with these choices."""
+        if self.is_differentiated_twice:
+            self.refuse("gradients through it are differentiated again, which fused kernels cannot")
+            return
         self.choices.update(choices)
         self.is_open = True
+
+    def take_over(self) -> None:
+        """Puts in force what was tried in the step before."""
+        if self.is_open:
+            self.choices.update(self.tried)
+        self.tried = {}
+
+    def refuse(self, reason: str) -> None:
+        """Sends all calls to the original from now on."""
+        self.is_refused = True
+        self._revise(self.site, Verdict(keep=False, reason=reason))
+
+    # -- a call ------------------------------------------------------------------------------------------------
 
     def _wrap(self, original: Forward) -> Forward:
         dispatch = self
@@ -86,18 +102,73 @@ class Dispatch:
             module is self.attention.module
             and not self.is_refused
             and not torch.compiler.is_compiling()
-            and not torch._C._get_tracing_state()
+            and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         )
 
     def _send(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = shape_class(self.attention.module, args, kwargs)
-        choice = self.choices.get(key)
+        shapes = shape_class(self.attention.module, args, kwargs)
+        choice = self.choices.get(shapes)
         if choice is None and not is_trial():
-            outputs = self._meet(self, key, original, args, kwargs)
+            outputs = self._meet(shapes, original, args, kwargs)
             return outputs if self.is_open else self._watched(outputs)
         if choice is None or choice == ORIGINAL or not self.is_open:
             return original(self.attention.module, *args, **kwargs)
-        return self._run(self, choice, original, args, kwargs)
+        return self._run(choice, original, args, kwargs)
+
+    def _run(self, name: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        backend = self._judge.backends.get(name)
+        if backend is None:  # a decision from a machine that had it
+            return original(self.attention.module, *args, **kwargs)
+        try:
+            result = self.attention.fused(backend, original, args, kwargs)
+        except Exception as error:
+            if is_checkpoint_signal(error):
+                raise
+            # An error of the user's own code comes out of the original, as it always did.
+            result = original(self.attention.module, *args, **kwargs)
+            self.refuse(f"failed in mid-run: {one_line(error)}")
+            return result
+        given_up = self.attention.given_up()
+        if given_up is not None:
+            self.refuse(given_up)
+        return result
+
+    def _meet(self, shapes: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Computes the first call of a class of shapes, and decides where later ones go."""
+        is_trial_step = self._judge.is_trial_step
+        may_try = self.verdict is None if is_trial_step else self.is_open
+        if shapes in self.tried or not may_try:  # tried: this is perhaps the recomputation of that call
+            return original(self.attention.module, *args, **kwargs)
+        choice = None if is_trial_step else self._known_choice(shapes)
+        if choice is not None:
+            self.choices[shapes] = choice
+            return self._send(original, args, kwargs)
+        judgement, outputs = self._judge.judge(self.attention, shapes, original, args, kwargs)
+        self.tried[shapes] = judgement.choice
+        (self._note_first if is_trial_step else self._note_late)(shapes, judgement)
+        return outputs
+
+    def _known_choice(self, shapes: str) -> str | None:
+        """What holds for a class without a trial."""
+        if not self._judge.verify:
+            return next(iter(self._judge.backends))
+        known = nearest_choice(shapes, self.choices)
+        is_full = len(self.choices) >= _MAX_CLASSES
+        return known if is_full or (known == ORIGINAL and not self._judge.goes_by_clock(self.attention)) else None
+
+    def _note_first(self, shapes: str, judgement: Judgement) -> None:
+        choices = {} if judgement.is_wrong else {shapes: judgement.choice}
+        self.verdict = Verdict(keep=judgement.choice != ORIGINAL, reason=judgement.reason, choices=choices)
+
+    def _note_late(self, shapes: str, judgement: Judgement) -> None:
+        known = nearest_choice(shapes, self.choices)
+        keep = judgement.choice != ORIGINAL
+        if judgement.is_wrong:
+            self.refuse(judgement.reason)
+        elif known is None or (keep and known == ORIGINAL):
+            reason = f"{self.change}: {judgement.reason}" if keep else judgement.reason
+            choices = {**self.choices, shapes: judgement.choice}
+            self._revise(self.site, Verdict(keep=keep, reason=reason, choices=choices))
 
     def _watched(self, outputs: Any) -> Any:
         """Notes, before anything is fused, whether gradients through the site are differentiated again."""
@@ -111,21 +182,7 @@ class Dispatch:
         return outputs
 
 
-class DispatchPatch(Patch):
-    """Lets a site's calls go to backends. Undone, all go to the original: other techniques may stand on top of it."""
-
-    def __init__(self, dispatch: Dispatch) -> None:
-        super().__init__(dispatch.attention.site, dispatch.change)
-        self.dispatch = dispatch
-
-    @override
-    def _apply(self) -> None:
-        self.dispatch.install()
-        self.dispatch.is_refused = False
-
-    @override
-    def _undo(self) -> None:
-        self.dispatch.is_refused = True
+# -- classes of shapes: plain text, which travels in checkpoints and from rank 0 to the others -------------------------
 
 
 def shape_class(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -152,21 +209,19 @@ def _shape_class(facts: tuple[Any, ...]) -> str:
     return f"{head}: {' '.join(sizes)}".replace("torch.", "")
 
 
-def nearest_choice(key: str, choices: Mapping[str, str]) -> str | None:
+def nearest_choice(shapes: str, choices: Mapping[str, str]) -> str | None:
     """The choice of the class whose sizes are nearest, among those of the same mode and dtypes if there are any."""
-    if not choices:
-        return None
-    head, _, sizes = key.partition(": ")
+    head, _, sizes = shapes.partition(": ")
+    exponents = _numbers(sizes)
 
     def distance(other: str) -> tuple[bool, int]:
         other_head, _, other_sizes = other.partition(": ")
-        exponents, others = _numbers(sizes), _numbers(other_sizes)
+        others = _numbers(other_sizes)
         far = sum(abs(a - b) for a, b in zip(exponents, others, strict=False)) + 100 * abs(len(exponents) - len(others))
         return head != other_head, far
 
-    return choices[min(choices, key=distance)]
+    return choices[min(choices, key=distance)] if choices else None
 
 
 def _numbers(sizes: str) -> list[int]:
-    lists = [part.partition("]")[0] for part in sizes.split("[")[1:]]
-    return [int(number) for numbers in lists for number in numbers.split(",") if number.strip()]
+    return [int(number) for number in re.findall(r"\b\d+\b", sizes)]  # and not those in the names of dtypes

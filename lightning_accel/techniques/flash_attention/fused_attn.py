@@ -13,15 +13,9 @@ from typing_extensions import override
 
 from lightning_accel.core.isolation import silent_twin
 from lightning_accel.techniques.base import Refusal
-from lightning_accel.techniques.flash_attention.backends import Backend
+from lightning_accel.techniques.flash_attention.backends import TORCH_KERNELS, Backend
 from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
-
-_KERNELS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
 
 
 def find_fused_attn(model: nn.Module) -> Iterator[FusedAttnSite | Refusal]:
@@ -31,9 +25,9 @@ def find_fused_attn(model: nn.Module) -> Iterator[FusedAttnSite | Refusal]:
     """
     for site, module in model.named_modules():
         switch = vars(module).get("fused_attn")
-        if not isinstance(switch, bool) or not _reads_switch(type(module)):
-            continue
-        yield Refusal(site, "fused already: its fused_attn is True") if switch else FusedAttnSite(site, module)
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if isinstance(switch, bool) and code is not None and "fused_attn" in code.co_names:
+            yield Refusal(site, "fused already: its fused_attn is True") if switch else FusedAttnSite(site, module)
 
 
 class FusedAttnSite(AttentionSite):
@@ -61,27 +55,21 @@ class FusedAttnSite(AttentionSite):
 
 
 def _switched_on(
-    module: nn.Module, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Any, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    state: Any = module
-    before = state.fused_attn
+    before = module.fused_attn
     try:
-        state.fused_attn = True
+        module.fused_attn = True
         with _preferring(backend):
             return original(module, *args, **kwargs)
     finally:
-        state.fused_attn = before
+        module.fused_attn = before
 
 
 def _preferring(backend: Backend) -> AbstractContextManager[Any]:
     """Torch's attention with the backend's kernel first, if it is one of torch's, and the others behind it."""
-    kernel = _KERNELS.get(backend.name)
-    if kernel is None:
+    if backend.name not in TORCH_KERNELS:
         return nullcontext()
-    others = [each for each in (*_KERNELS.values(), SDPBackend.MATH) if each is not kernel]
-    return sdpa_kernel([kernel, *others], set_priority=True)
-
-
-def _reads_switch(kind: type[nn.Module]) -> bool:
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return code is not None and "fused_attn" in code.co_names
+    first = TORCH_KERNELS[backend.name][0]
+    others = [kernel for kernel, _ in TORCH_KERNELS.values() if kernel is not first]
+    return sdpa_kernel([first, *others, SDPBackend.MATH], set_priority=True)

@@ -1,29 +1,21 @@
-"""What is registered in transformers' attention interface: our attention function, our masks, and their names.
+"""All that is private of transformers and used here: its registries, a config's attention, who collects weights.
 
-See https://huggingface.co/docs/transformers/attention_interface. There are two names, since transformers builds masks
-by the name too. Under :data:`EAGER_MASKS` the masks are those of "eager", floats with everything in them. Under
+See https://huggingface.co/docs/transformers/attention_interface. Two names are registered, since transformers builds
+masks by the name too. Under :data:`EAGER_MASKS` the masks are those of "eager", floats with everything in them. Under
 :data:`OWN_MASKS` there is none where attention is plainly causal. Under either, a module that is given no backend runs
 its own eager attention.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_accel.core.isolation import silent_twin
-from lightning_accel.techniques.flash_attention.backends import Backend, attend
-from lightning_accel.techniques.flash_attention.call import AttentionCall
-from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
+from lightning_accel.core.torch_private import register_constant
 
 EagerAttention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -40,146 +32,79 @@ class _Name(str):
         return str, ("eager",)
 
 
-# For Dynamo of torch 2.11, which takes no key that is a string by inheritance, but does take a constant.
-torch.utils._pytree.register_constant(_Name)
+register_constant(_Name)  # for Dynamo of torch 2.11, which takes no key that is a string by inheritance
 
 EAGER_MASKS = _Name("lightning_accel_eager_masks")
 OWN_MASKS = _Name("lightning_accel")
 
-all_without_mask: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules that call themselves causal and yet, eagerly, were seen to attend to all keys when given no mask."""
 
-_HIDDEN = -1e4
-"""Whatever is lower in a mask hides its key, be it -inf, the lowest number of a dtype or one that looked big enough."""
-
-_UNABLE = ("softcap", "sinks", "s_aux", "head_mask", "cache", "indices", "block_indices")
-_rows_of_masks: Any = WeakTensorKeyDictionary()
-_eager_functions: dict[type[nn.Module], EagerAttention | None] = {}
-
-
-class Request:
-    """A call's backend, or rehearsal, left on the module for :func:`accel_attention`, and what became of it.
-
-    On the module, not in a context variable, which torch.compile cannot read.
-
-    Attributes:
-        missed: Why the backend did not compute the attention; None if it did.
-    """
-
-    NAME = "_accel_request"
-
-    def __init__(self, backend: Backend | Rehearsal) -> None:
-        self.backend = backend
-        self.missed: str | None = "its forward did not come to call transformers' attention interface"
-
-
-def accel_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention as transformers calls it under :data:`OWN_MASKS`, through the backend of the module's request.
+class Registration:
+    """Functions of ours in transformers' registries, there while somebody holds them.
 
     Args:
-        module: Whose attention it is.
-        query: (B, H, T, D).
-        key: (B, G, S, D), H a multiple of G.
-        value: (B, G, S, Dv).
-        attention_mask: 4-D, boolean or added to the scores; None: all keys, or those up to the query's own.
-        scaling: None: 1/sqrt(D).
-        dropout: Probability with which a weight is dropped in training.
-        is_causal: What a missing mask means; None: what the module says.
-        options: The rest, of which ``position_bias`` is added to the scores.
-
-    Returns:
-        (B, T, H, Dv) and no weights; without a request, or where the options ask for more than an
-        :class:`AttentionCall` has a place for, what the module's own eager attention returns.
+        attention: By name, as transformers' own ``eager_attention_forward``.
     """
-    mask = attention_mask
-    if mask is not None and mask.dim() == 4 and mask.shape[-1] > key.shape[2]:
-        mask = mask[..., : key.shape[2]]  # made for all that a cache will ever hold
-    is_causal = _is_causal(module, query, mask, is_causal)
 
-    def eagerly(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        eager = eager_function(type(module))
-        assert eager is not None
-        given = options if bias is None else {**options, "position_bias": bias}
-        mask = _as_eager_mask(mask, query, key, is_causal)
-        return eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **given)
+    def __init__(self, attention: Mapping[str, EagerAttention]) -> None:
+        self._attention = attention
+        self._holders = 0
 
-    def fused(
-        backend: Backend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        rows = _blind_rows(mask) if mask is not None and _may_read(mask) else None
-        if rows is not None and mask is not None and len(rows) == mask.shape[2]:
-            return eagerly(module, query, key, value, mask, bias)
-        call = AttentionCall(
-            query=query,
-            key=key,
-            value=value,
-            mask=mask,
-            is_causal=is_causal,
-            dropout_p=dropout if module.training else 0.0,
-            scale=scaling,
-        )
-        out = attend(_prepared(call, bias, rows), backend).transpose(1, 2)
-        if rows is not None and mask is not None:
-            if bias is not None and bias.shape[2] > 1:
-                bias = bias[:, :, rows]
-            by_hand, _ = eagerly(module, query[:, :, rows], key, value, mask[:, :, rows], bias)
-            out = out.index_copy(1, rows, by_hand.to(out.dtype))
-        return out.contiguous(), None
+    def hold(self) -> None:
+        self._holders += 1
+        if self._holders == 1:
+            attention, masks = _registries()
+            attention.update(self._attention)
+            masks.update({OWN_MASKS: _mask, EAGER_MASKS: masks["eager"]})
 
-    bias = options.pop("position_bias", None)
-    request: Request | None = vars(module).get(Request.NAME)
-    if request is not None:
-        request.missed = _unable(query, key, mask, options)
-    if request is None or request.missed is not None:
-        return eagerly(module, query, key, value, mask, bias)
-    if not isinstance(request.backend, Rehearsal):
-        return fused(request.backend, query, key, value, mask, bias)
-    # The eager function may call modules of the module's, a dropout say: of a copy, which nobody watches.
-    request.backend.rehearse(
-        functools.partial(eagerly, silent_twin(module)),
-        lambda backend: functools.partial(fused, backend),
-        (query, key, value, mask, bias),
-        judged=lambda outputs: outputs[0],
-    )
-    return eagerly(module, query, key, value, mask, bias)
+    def release(self) -> None:
+        self._holders -= 1
+        if self._holders == 0:
+            for registry in _registries():
+                for name in self._attention:
+                    registry.pop(name, None)
 
 
-def accel_attention_under_eager_masks(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    is_causal: bool | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The same under :data:`EAGER_MASKS`: eager attention knows no causality but its mask's."""
-    if _is_causal(module, query, attention_mask, is_causal):
-        all_without_mask.add(module)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        attention_mask = attention_mask.to(query.dtype)  # eager attention adds it up, for what that is worth
-    return accel_attention(module, query, key, value, attention_mask, is_causal=False, **options)
+def _registries() -> tuple[dict[str, Any], dict[str, Any]]:
+    # What register() writes to; there is no unregister(). transformers is there, or nobody would ask.
+    attention: Any = sys.modules["transformers.modeling_utils"]
+    masks: Any = sys.modules["transformers.masking_utils"]
+    return attention.AttentionInterface._global_mapping, masks.AttentionMaskInterface._global_mapping
 
 
-def accel_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Transformers' mask for ``scaled_dot_product_attention``; plain padding as (B, 1, 1, S), not (B, 1, T, S)."""
     mask: Tensor | None = _registries()[1]["sdpa"](*args, **kwargs)
     plain = getattr(sys.modules["transformers.masking_utils"], "bidirectional_mask_function", None)
     if mask is not None and plain is not None and kwargs.get("mask_function") is plain:
         return mask[:, :, :1].clone()  # some kernels skip padding; and the whole mask is free to go
     return mask
+
+
+def has_implementation(config: Any) -> bool:
+    """Whether a config says which attention is used."""
+    return hasattr(config, "_attn_implementation")
+
+
+def implementation(config: Any) -> str:
+    """Which attention a config says: ``"eager"``, ``"sdpa"``, one of our names."""
+    return config._attn_implementation or "eager"  # None where no model was made from it: eager attention then
+
+
+def implementation_attribute(config: Any) -> str:
+    """Where a config keeps it; the public property sets the configs below it as well."""
+    internal = "_attn_implementation_internal"
+    return internal if internal in vars(config) else "_attn_implementation"
+
+
+def weights_are_collected() -> bool:
+    """Whether transformers 5 has been asked for attention weights that its hooks collect from the outputs."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    collected = collector.get() if collector is not None else None
+    return any("attentions" in key for key in collected or ())
+
+
+_eager_functions: dict[type[nn.Module], EagerAttention | None] = {}
 
 
 def eager_function(kind: type[nn.Module]) -> EagerAttention | None:
@@ -191,34 +116,6 @@ def eager_function(kind: type[nn.Module]) -> EagerAttention | None:
     if kind not in _eager_functions:
         _eager_functions[kind] = _find_eager_function(kind)
     return _eager_functions[kind]
-
-
-class Registration:
-    """Our names in transformers' registries, there while somebody holds them."""
-
-    def __init__(self) -> None:
-        self._holders = 0
-
-    def hold(self) -> None:
-        self._holders += 1
-        if self._holders == 1:
-            attention, masks = _registries()
-            attention.update({OWN_MASKS: accel_attention, EAGER_MASKS: accel_attention_under_eager_masks})
-            masks.update({OWN_MASKS: accel_mask, EAGER_MASKS: masks["eager"]})
-
-    def release(self) -> None:
-        self._holders -= 1
-        if self._holders == 0:
-            for registry in _registries():
-                registry.pop(OWN_MASKS, None)
-                registry.pop(EAGER_MASKS, None)
-
-
-def _registries() -> tuple[dict[str, Any], dict[str, Any]]:
-    # What register() writes to; there is no unregister(). transformers is there, or nobody would ask.
-    attention: Any = sys.modules["transformers.modeling_utils"]
-    masks: Any = sys.modules["transformers.masking_utils"]
-    return attention.AttentionInterface._global_mapping, masks.AttentionMaskInterface._global_mapping
 
 
 def _find_eager_function(kind: type[nn.Module]) -> EagerAttention | None:
@@ -235,90 +132,3 @@ def _find_eager_function(kind: type[nn.Module]) -> EagerAttention | None:
 
 def _names_sdpa(constants: Any) -> bool:
     return any(each == "sdpa" or (isinstance(each, tuple | frozenset) and _names_sdpa(each)) for each in constants)
-
-
-def _is_causal(module: nn.Module, query: Tensor, mask: Tensor | None, asked: bool | None) -> bool:
-    # As transformers reads it for torch's attention; a single query comes after all its keys.
-    said = getattr(module, "is_causal", True) if asked is None else asked
-    return bool(said) and mask is None and query.shape[2] > 1
-
-
-def _unable(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> str | None:
-    given = [name for name in _UNABLE if options.get(name) is not None]
-    if given:
-        return f"its attention has the option {given[0]!r}, which fused attention lacks"
-    if options.get("output_attentions"):
-        return "its attention weights are asked for"
-    if query.dim() != 4 or query.shape[1] % key.shape[1] or (mask is not None and mask.dim() != 4):
-        return f"its attention is of another form: queries of {tuple(query.shape)}, keys of {tuple(key.shape)}"
-    return None
-
-
-def _blind_rows(mask: Tensor) -> Tensor | None:
-    """The queries that, in some sample, see no key, as indices; None if there are none.
-
-    Their eager weights are all the same, for a score plus the lowest number is the lowest number. Kernels that keep
-    the logarithm of a row's sum cannot tell that sum from one, and return gradients many times too large; so such
-    queries are computed by hand. To read the mask is to wait for the device: once for all layers that share it.
-    """
-    version = -1 if mask.is_inference() else mask._version
-    known, rows = _rows_of_masks.get(mask, (-1, None))
-    if version == -1 or known != version:
-        sees = mask if mask.dtype == torch.bool else mask.detach() > _HIDDEN
-        rows = (~sees.any(dim=-1)).any(dim=1).any(dim=0).nonzero()[:, 0]
-        _rows_of_masks[mask] = (version, rows)
-    return rows if len(rows) else None
-
-
-def _may_read(mask: Tensor) -> bool:
-    return not (torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()))
-
-
-def _prepared(call: AttentionCall, bias: Tensor | None, rows: Tensor | None) -> AttentionCall:
-    """The call in the form that every backend takes."""
-    query, key, value, mask, is_causal = call.query, call.key, call.value, call.mask, call.is_causal
-    if is_causal and key.shape[2] > query.shape[2]:
-        # A cache of fixed size that is not full yet: see transformers' integrations/sdpa_attention.py.
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    query, key, value = _alike(query, key, value)
-    if rows is not None and mask is not None:  # the result for these is not used; it must be finite, no more
-        mask = mask.index_fill(2, rows, mask.dtype == torch.bool)
-    elif mask is not None and not _may_read(mask):
-        # Nothing can depend on what is in the mask. Without a query all weights are the same; the gradients of their
-        # scores, which eager attention has by accident, are left out.
-        sees = mask if mask.dtype == torch.bool else mask > _HIDDEN
-        blind = ~sees.any(dim=-1, keepdim=True)
-        query, mask = query.masked_fill(blind, 0.0), mask.masked_fill(blind, mask.dtype == torch.bool)
-    if bias is not None:
-        mask = _as_eager_mask(mask, query, key, is_causal)
-        bias = bias[..., : key.shape[2]]
-        mask = bias if mask is None else bias + mask
-        is_causal = False
-    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
-        # The lowest number of a wider type would become -inf.
-        mask = mask.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
-    return replace(call, query=query, key=key, value=value, mask=mask, is_causal=is_causal)
-
-
-def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three with as many heads and samples each, and of one dtype."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if query.shape[0] != key.shape[0]:  # learned queries, the same for all samples
-        batch = max(query.shape[0], key.shape[0])
-        query, key, value = (t.expand(batch, -1, -1, -1) for t in (query, key, value))
-    device = query.device.type
-    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
-        # Rotary embeddings leave queries and keys in float32, values not.
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    return query, key, value
-
-
-def _as_eager_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
-    if mask is None and is_causal:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), torch.finfo(query.dtype).min)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +25,9 @@ from lightning_accel.techniques.flash_attention.form import Edit
 from lightning_accel.techniques.flash_attention.masks import MaskMemory, attend_edited, is_causal_mask
 
 _memory = MaskMemory()
+
+# Torch's words for masks of two kinds, which it adds as numbers.
+_MISMATCHED = "Support for mismatched key_padding_mask and attn_mask is deprecated. Use same type for both instead."
 
 
 def multihead_forward(
@@ -151,33 +156,12 @@ class FlashMultiheadAttention(MultiheadAttention):
         self.backend = backend
 
     @override
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """As :meth:`nn.MultiheadAttention.forward`; shapes and masks in :func:`multihead_forward`."""
         # Not in the constructor: a module may be made where no GPU is and moved to one.
         if self.backend != "sdpa" and not torch.compiler.is_compiling():
             _check_available(self.backend, query.device)
-        return multihead_forward(
-            self,
-            query,
-            key,
-            value,
-            key_padding_mask,
-            need_weights,
-            attn_mask,
-            average_attn_weights,
-            is_causal,
-            backend=BACKENDS[self.backend],
-        )
+        return multihead_forward(self, query, *args, **kwargs, backend=BACKENDS[self.backend])
 
     def __prepare_scriptable__(self) -> MultiheadAttention:
         """What ``torch.jit.script`` compiles in its place, with the same parameters: it reads no code of this kind."""
@@ -209,32 +193,29 @@ def _fits(
     is_tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
     if is_tracing or query.is_nested or key.is_nested or value.is_nested:
         return False
-    if query.dim() == 3:
-        batch, rows, width = query.shape if module.batch_first else (query.shape[1], query.shape[0], query.shape[2])
-        columns = key.shape[1 if module.batch_first else 0] if key.dim() == 3 else -1
-        sizes: tuple[int, ...] = (batch, columns) if module.batch_first else (columns, batch)
-        padding_shape: tuple[int, ...] = (batch, columns)
-    elif query.dim() == 2:
-        batch, (rows, width) = 1, query.shape
-        columns = key.shape[0] if key.dim() == 2 else -1
-        sizes = padding_shape = (columns,)
-    else:
+    if query.dim() not in (2, 3) or key.dim() != query.dim():
         return False
-    if width != module.embed_dim or key.shape != (*sizes, module.kdim) or value.shape != (*sizes, module.vdim):
+    at = 1 if query.dim() == 3 and module.batch_first else 0  # of the sequence
+    rows, columns = query.shape[at], key.shape[at]
+    batches = () if query.dim() == 2 else (query.shape[1 - at],)
+    sizes = (*batches, columns) if at else (columns, *batches)
+    if query.shape[-1] != module.embed_dim:
+        return False
+    if key.shape != (*sizes, module.kdim) or value.shape != (*sizes, module.vdim):
         return False
     if (module.bias_k is None) != (module.bias_v is None):
         return False
     bias = module.in_proj_bias
     if bias is not None and bias.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
         return False
-    if key_padding_mask is not None and (key_padding_mask.shape != padding_shape or not _is_mask(key_padding_mask)):
+    if key_padding_mask is not None and not _is_mask(key_padding_mask, (*batches, columns)):
         return False
-    mask_shapes = ((rows, columns), (batch * module.num_heads, rows, columns))
-    return attn_mask is None or (attn_mask.shape in mask_shapes and _is_mask(attn_mask))
+    per_head = (math.prod(batches) * module.num_heads, rows, columns)
+    return attn_mask is None or _is_mask(attn_mask, (rows, columns), per_head)
 
 
-def _is_mask(mask: Tensor) -> bool:
-    return mask.dtype == torch.bool or mask.is_floating_point()
+def _is_mask(mask: Tensor, *shapes: tuple[int, ...]) -> bool:
+    return mask.shape in shapes and (mask.dtype == torch.bool or mask.is_floating_point())
 
 
 def _project(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -288,21 +269,24 @@ def _mask(
     """Both of torch's masks as one of :class:`AttentionCall`'s: (B or 1, H or 1, T or 1, S), True takes part."""
     padding, mask = key_padding_mask, attn_mask
     if padding is not None and mask is not None and padding.dtype != mask.dtype:
-        # Torch adds the two as numbers, and says that it would rather not.
-        padding = F._canonical_mask(padding, "key_padding_mask", mask.dtype, "attn_mask", query.dtype)
-        mask = F._canonical_mask(mask, "attn_mask", None, "", query.dtype, check_other=False)
+        warnings.warn(_MISMATCHED, stacklevel=3)
+        padding, mask = _added(padding, query.dtype), _added(mask, query.dtype)
     if padding is not None:
         padding = (padding if padding.dim() == 2 else padding[None])[:, None, None]
     if mask is not None:
         heads = (mask.shape[0] // module.num_heads, module.num_heads)
         mask = mask[None, None] if mask.dim() == 2 else mask.view(*heads, *mask.shape[1:])
-    if padding is None or mask is None:
-        merged = padding if mask is None else mask
-        if merged is None:
-            return None
-    else:
-        merged = padding | mask if mask.dtype == torch.bool else padding + mask
+    if padding is not None and mask is not None:
+        mask = padding | mask if mask.dtype == torch.bool else padding + mask
+    merged = padding if mask is None else mask
+    if merged is None:
+        return None
     extra_keys = _num_extra_keys(module)
     if extra_keys:
         merged = F.pad(merged, (0, extra_keys))  # seen by all: False and 0 alike
     return ~merged if merged.dtype == torch.bool else merged
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as one that is added to the scores."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf) if mask.dtype == torch.bool else mask

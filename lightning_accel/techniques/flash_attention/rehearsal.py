@@ -1,4 +1,4 @@
-"""Decides where the calls of a site go, for one class of shapes: same numbers? which is the fastest?
+"""Tries backends on one call of a site: same numbers? which is the fastest?
 
 Nothing of the user's runs an extra time for that. A site computes its call once, as ever, and at the place where its
 attention stands it hands the original and the fused form to a :class:`Rehearsal`, which tries them on the very tensors.
@@ -7,7 +7,7 @@ attention stands it hands the original and the fused form to a :class:`Rehearsal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,43 +24,36 @@ ORIGINAL = "original"
 
 @dataclass(frozen=True)
 class Judgement:
-    """What came out of a trial.
+    """What came out of a trial."""
 
-    Attributes:
-        choice: The name of a backend, or ``"original"``.
-        reason: What was measured, or why none of the backends may.
-        is_wrong: Whether every backend failed or had other numbers, so that none may be tried there again.
-    """
-
-    choice: str
-    reason: str
-    is_wrong: bool = False
+    choice: str  # the name of a backend, or "original"
+    reason: str  # what was measured, or why none of the backends may
+    is_wrong: bool = False  # every backend failed or had other numbers, so that none may be tried there again
 
 
-@dataclass
 class WatchedBackend(Backend):
-    """A backend that remembers what it was asked for and could not do; torch's own choice takes its place.
+    """A backend that says what it was asked for and could not do; torch's own choice takes its place.
 
-    Attributes:
+    Args:
         backend: The one that does the work.
-        lacking: What it was asked for and lacks.
+        complain: Called with what it lacks, once for each such thing.
     """
 
-    backend: Backend
-    lacking: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.name = self.backend.name
+    def __init__(self, backend: Backend, complain: Callable[[str], None] = lambda lack: None) -> None:
+        self.name = backend.name
+        self.lacking: list[str] = []
+        self._backend, self._complain = backend, complain
 
     @override
     def __call__(self, call: AttentionCall) -> Tensor:
         if is_dropout_off():  # which the kernels of other packages cannot know
             call = replace(call, dropout_p=0.0)
-        lack = self.backend.lacks(call)
+        lack = self._backend.lacks(call)
         if lack is None:
-            return self.backend(call)
+            return self._backend(call)
         if lack not in self.lacking:
             self.lacking.append(lack)
+            self._complain(lack)
         return sdpa(call)
 
 
@@ -78,7 +71,7 @@ class Rehearsal:
         self._by_clock = by_clock
         self._timed_s = timed_s
         self._failures: dict[str, str] = {}
-        self._ms: dict[str, tuple[float, float]] = {}
+        self._ms: dict[str, tuple[float, float]] = {}  # of the original, and of the backend
         self._num_attentions = 0
 
     def rehearse(
@@ -112,11 +105,10 @@ class Rehearsal:
             wide=original if module is None else None,
         )
         for backend in self._backends:
-            if backend.name in self._failures:
-                continue
-            failure = self._try(trial, Contender(original), Contender(fused(backend)), backend)
-            if failure:
-                self._failures[backend.name] = failure
+            if backend.name not in self._failures:
+                failure = self._try(trial, Contender(original), Contender(fused(backend)), backend)
+                if failure:
+                    self._failures[backend.name] = failure
 
     def _try(self, trial: Trial, original: Contender, candidate: Contender, backend: WatchedBackend) -> str:
         found = trial.numbers(original, candidate)
@@ -124,22 +116,19 @@ class Rehearsal:
             return found.failure
         if backend.lacking and len(self._backends) > 1:
             return backend.lacking[-1]
-        if self._by_clock:
-            timed = trial.time(original, candidate)
-            if timed.failure:
-                return timed.failure
-            assert timed.original_ms is not None
-            assert timed.candidate_ms is not None
-            before = self._ms.get(backend.name, (0.0, 0.0))
-            self._ms[backend.name] = before[0] + timed.original_ms, before[1] + timed.candidate_ms
+        if not self._by_clock:
+            return ""
+        found = trial.time(original, candidate)
+        if found.failure:
+            return found.failure
+        assert found.original_ms is not None
+        assert found.candidate_ms is not None
+        before, after = self._ms.get(backend.name, (0.0, 0.0))
+        self._ms[backend.name] = before + found.original_ms, after + found.candidate_ms
         return ""
 
     def judgement(self, nothing_found: str | None) -> Judgement:
-        """What came out.
-
-        Args:
-            nothing_found: What the site says of the call, where there was nothing to fuse.
-        """
+        """What came out; ``nothing_found`` is what the site says of a call in which there was nothing to fuse."""
         if nothing_found is not None and not self._failures:
             return Judgement(ORIGINAL, nothing_found)
         if not self._num_attentions:
@@ -152,7 +141,7 @@ class Rehearsal:
         if not self._by_clock:
             return Judgement(agreeing[0], f"by {agreeing[0]}")
         speeds = {name: self._ms[name][0] / self._ms[name][1] for name in agreeing}
-        best = max(speeds, key=lambda name: speeds[name])
+        best = max(agreeing, key=speeds.__getitem__)
         before, after = self._ms[best]
         measured = f"{speeds[best]:.2f}x the speed here ({before:.2f} → {after:.2f} ms a pass)"
         # At the same speed, too, the fused form wins: its memory grows with the length, not with its square.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -15,29 +15,19 @@ Forward = Callable[..., Any]
 
 
 class AttentionSite(ABC):
-    """A module whose attention another backend may compute.
+    """A module whose attention another backend may compute."""
 
-    Attributes:
-        site: Its qualified name in the model.
-        module: The module.
-        what: What was found there, for the report: ``"nn.MultiheadAttention"``.
-    """
-
-    what: str
+    what: str  # was found there, for the report: "nn.MultiheadAttention"
 
     def __init__(self, site: str, module: nn.Module) -> None:
-        self.site = site
+        self.site = site  # its qualified name in the model
         self.module = module
 
     @abstractmethod
     def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward pass, with its attention through ``backend``.
+        """The module's forward pass of these arguments, with its attention through ``backend``.
 
-        Args:
-            backend: Which kernel; where it lacks what a call needs, torch's own choice takes its place.
-            original: The module's own ``forward``, as a function of ``(module, *args, **kwargs)``.
-            args: The positional arguments of this call.
-            kwargs: Its keyword arguments.
+        ``original`` is the module's own ``forward``, as a function of ``(module, *args, **kwargs)``.
         """
 
     @abstractmethod
@@ -58,3 +48,9 @@ class AttentionSite(ABC):
     def close(self) -> None:
         """Forgets what was captured."""
         return
+
+    def is_named(self, names: Iterable[str]) -> bool:
+        """Whether one of ``names`` is its class, its path or the path of a module around it."""
+        return any(
+            name in (type(self.module).__name__, self.site) or self.site.startswith(f"{name}.") for name in names
+        )

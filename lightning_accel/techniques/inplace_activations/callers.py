@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
 
-_QUIET = frozenset({"CACHE", "NOP", "EXTENDED_ARG", "RESUME", "PRECALL"})
+from lightning_accel.core.call_sites import at_call, variables
+
 _CALLS = frozenset({"CALL", "CALL_METHOD", "CALL_FUNCTION"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 # With one of them in an argument, what stands before a call is not what made its argument, or not all of it.
@@ -36,14 +37,13 @@ class Call:
 
 def read_call(code: CodeType, offset: int) -> Call | None:
     """Reads the call at ``offset`` of ``code``; None where it is of another form than can be told for certain."""
-    found = [i for i in dis.get_instructions(code) if i.opname not in _QUIET or i.is_jump_target]
-    at = next((n for n, instruction in enumerate(found) if instruction.offset == offset), None)
-    if at is None or (callee := _callee(found, at)) is None:
+    found, at = at_call(code, offset)
+    if at < 0 or found[at].offset != offset or (callee := _callee(found, at)) is None:
         return None
     last = found[at - 1]
-    if _loaded(last) is not None and last.argval != _loaded(last):
-        return None  # two variables by one instruction
     argument = _loaded(last)
+    if argument is not None and variables(last) != (argument,):
+        return None  # two variables by one instruction
     parameters = inspect.getargs(code)
     return Call(
         callee=_name(code, found, callee),
@@ -105,7 +105,7 @@ def _name(code: CodeType, found: Sequence[dis.Instruction], callee: int) -> str:
     origins = {
         found[n - 1].argval if found[n - 1].opname in _ATTRIBUTES and not i.is_jump_target else ""
         for n, i in enumerate(found)
-        if "STORE_FAST" in i.opname and variable in (i.argval, *_pair(i))
+        if "STORE_FAST" in i.opname and variable in variables(i)
     }
     return str(origins.pop()) if len(origins) == 1 else ""
 
@@ -130,18 +130,10 @@ def _reader(code: CodeType, found: Sequence[dis.Instruction], at: int, callee: i
 
 def _loaded(instruction: dis.Instruction) -> str | None:
     """The variable whose value an instruction leaves on top of the stack."""
-    if "LOAD_FAST" not in instruction.opname:
-        return None
-    return str((_pair(instruction) or (instruction.argval,))[-1])
+    return str(variables(instruction)[-1]) if "LOAD_FAST" in instruction.opname else None
 
 
 def _stored(instruction: dis.Instruction) -> str | None:
     """The variable that an instruction stores the top of the stack in."""
-    if not instruction.opname.startswith("STORE_FAST") or instruction.is_jump_target:
-        return None
-    return str((_pair(instruction) or (instruction.argval,))[0])
-
-
-def _pair(instruction: dis.Instruction) -> tuple[str, ...]:
-    """The variables of an instruction that has two, as there are from Python 3.13 on."""
-    return instruction.argval if isinstance(instruction.argval, tuple) else ()
+    is_store = instruction.opname.startswith("STORE_FAST") and not instruction.is_jump_target
+    return str(variables(instruction)[0]) if is_store else None

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_accel.core.host import Host
+from lightning_accel.core.torch_private import hooks_of
 
 _COPIES = "in place PyTorch copies its input for the backward pass: nothing is saved, and the copy takes time"
 _ROUNDS = "in place its gradient is computed from its rounded result: other numbers (in bfloat16, far off)"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -23,36 +23,36 @@ class Kind:
     """How one ``forward`` of torch's is done in place.
 
     Attributes:
-        run: That forward as a function of the module, its input, and whether to overwrite it. (The module's own
-            ``inplace`` is not touched: another thread may be reading it.)
+        run: That forward in place, as a function of the module and its input. (The module's own ``inplace`` is not
+            touched: another thread may be reading it.)
         not_in_training: Why it stays as it is where a gradient is due; empty: it does not.
         saves_result: Whether the backward pass then needs the result, where that of the original needs the input.
         is_dropout: Whether it hands out its very input in evaluation and with p=0.
     """
 
-    run: Callable[[Any, Tensor, bool], Tensor]
+    run: Callable[[Any, Tensor], Tensor]
     not_in_training: str = ""
     saves_result: bool = False
     is_dropout: bool = False
 
 
 _KINDS: dict[Any, Kind] = {
-    nn.ReLU.forward: Kind(lambda m, x, inplace: F.relu(x, inplace)),
-    nn.LeakyReLU.forward: Kind(lambda m, x, inplace: F.leaky_relu(x, m.negative_slope, inplace), saves_result=True),
-    nn.RReLU.forward: Kind(lambda m, x, inplace: F.rrelu(x, m.lower, m.upper, m.training, inplace), saves_result=True),
-    nn.Dropout.forward: Kind(lambda m, x, inplace: F.dropout(x, m.p, m.training, inplace), is_dropout=True),
-    nn.Dropout1d.forward: Kind(lambda m, x, inplace: F.dropout1d(x, m.p, m.training, inplace), is_dropout=True),
-    nn.Dropout2d.forward: Kind(lambda m, x, inplace: F.dropout2d(x, m.p, m.training, inplace), is_dropout=True),
-    nn.Dropout3d.forward: Kind(lambda m, x, inplace: F.dropout3d(x, m.p, m.training, inplace), is_dropout=True),
-    nn.ELU.forward: Kind(lambda m, x, inplace: F.elu(x, m.alpha, inplace), _ROUNDS),
-    nn.CELU.forward: Kind(lambda m, x, inplace: F.celu(x, m.alpha, inplace), _ROUNDS),
-    nn.SELU.forward: Kind(lambda m, x, inplace: F.selu(x, inplace), _ROUNDS),
-    nn.Hardtanh.forward: Kind(lambda m, x, inplace: F.hardtanh(x, m.min_val, m.max_val, inplace), _COPIES),
-    nn.Hardsigmoid.forward: Kind(lambda m, x, inplace: F.hardsigmoid(x, inplace), _COPIES),
-    nn.Hardswish.forward: Kind(lambda m, x, inplace: F.hardswish(x, inplace), _COPIES),
-    nn.SiLU.forward: Kind(lambda m, x, inplace: F.silu(x, inplace), _COPIES),
-    nn.Mish.forward: Kind(lambda m, x, inplace: F.mish(x, inplace), _COPIES),
-    nn.Threshold.forward: Kind(lambda m, x, inplace: F.threshold(x, m.threshold, m.value, inplace), _COPIES),
+    nn.ReLU.forward: Kind(lambda m, x: F.relu(x, True)),
+    nn.LeakyReLU.forward: Kind(lambda m, x: F.leaky_relu(x, m.negative_slope, True), saves_result=True),
+    nn.RReLU.forward: Kind(lambda m, x: F.rrelu(x, m.lower, m.upper, m.training, True), saves_result=True),
+    nn.Dropout.forward: Kind(lambda m, x: F.dropout(x, m.p, m.training, True), is_dropout=True),
+    nn.Dropout1d.forward: Kind(lambda m, x: F.dropout1d(x, m.p, m.training, True), is_dropout=True),
+    nn.Dropout2d.forward: Kind(lambda m, x: F.dropout2d(x, m.p, m.training, True), is_dropout=True),
+    nn.Dropout3d.forward: Kind(lambda m, x: F.dropout3d(x, m.p, m.training, True), is_dropout=True),
+    nn.ELU.forward: Kind(lambda m, x: F.elu(x, m.alpha, True), _ROUNDS),
+    nn.CELU.forward: Kind(lambda m, x: F.celu(x, m.alpha, True), _ROUNDS),
+    nn.SELU.forward: Kind(lambda m, x: F.selu(x, True), _ROUNDS),
+    nn.Hardtanh.forward: Kind(lambda m, x: F.hardtanh(x, m.min_val, m.max_val, True), _COPIES),
+    nn.Hardsigmoid.forward: Kind(lambda m, x: F.hardsigmoid(x, True), _COPIES),
+    nn.Hardswish.forward: Kind(lambda m, x: F.hardswish(x, True), _COPIES),
+    nn.SiLU.forward: Kind(lambda m, x: F.silu(x, True), _COPIES),
+    nn.Mish.forward: Kind(lambda m, x: F.mish(x, True), _COPIES),
+    nn.Threshold.forward: Kind(lambda m, x: F.threshold(x, m.threshold, m.value, True), _COPIES),
 }
 
 # They read what they are given, keep it only for their backward pass, and give something new.
@@ -84,16 +84,7 @@ def unfit(module: nn.Module, host: Host) -> str | None:
         return "in place, a GPU's dropout keeps a full-width mask, not one byte an element, and draws other numbers"
     if is_rewired(module):
         return "its forward or __call__ is not the one of its class"
-    hook = hook_on(module)
-    return f"{hook} on it may keep its input" if hook else None
-
-
-def hook_on(module: nn.Module) -> str | None:
-    """What kind of hook ``module`` carries, in words; None without any."""
-    for kind in _HOOKS:
-        if getattr(module, kind, None):
-            return f"a {kind.strip('_').removesuffix('s').replace('_', ' ')}"
-    return None
+    return "a hook on it may keep its input" if any(hooks_of(module)) else None
 
 
 def is_rewired(module: nn.Module) -> bool:
@@ -111,4 +102,4 @@ def only_reads(module: nn.Module | None) -> bool:
 
 
 def _is_plain(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    return type(module).forward is forward and not is_rewired(module) and hook_on(module) is None
+    return type(module).forward is forward and not is_rewired(module) and not any(hooks_of(module))

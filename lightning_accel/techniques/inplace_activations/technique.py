@@ -14,8 +14,9 @@ from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.inplace_activations.calibration import calibration
 from lightning_accel.techniques.inplace_activations.kinds import Kind, kind_of, unfit
-from lightning_accel.techniques.inplace_activations.ownership import SMALLEST, Site, calibration
+from lightning_accel.techniques.inplace_activations.ownership import SMALLEST, Site
 from lightning_accel.techniques.registry import register
 
 
@@ -101,7 +102,7 @@ class InplaceActivations(Technique):
         def step_aside(reason: str) -> None:
             self.notes.refuse(site, reason)
 
-        self.sites[site] = owner = Site(kind, names, self._smallest, step_aside)
+        self.sites[site] = owner = Site(kind, names, calibration, self._smallest, step_aside)
         change = "overwrites its input where nobody else can read it"
         change += f", without gradients only ({kind.not_in_training})" if kind.not_in_training else ""
         return MethodPatch(site, change, module, "forward", owner.rebound)

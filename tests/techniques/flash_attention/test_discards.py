@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accel.techniques.flash_attention import discards
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Sdpa
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights, discards_second_item
@@ -336,40 +334,3 @@ def test_every_place_in_the_code_is_judged_by_itself(
 
     assert twice(x) is not None
     assert recorder.count == 1
-
-
-def test_verdicts_do_not_pile_up(attn: FlashMultiheadAttention, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discards, "_MAX_VERDICTS", 4)
-    for number in range(20):
-        names: dict[str, Any] = {"__name__": "script"}
-        exec(f"def caller{number}(attn, x):\n    out, _ = attn(x, x, x)\n    return out", names)
-        names[f"caller{number}"](attn, x)
-
-    assert len(discards._verdicts) <= 4
-
-
-def test_a_known_place_costs_a_few_microseconds() -> None:
-    class Asking(nn.Module):
-        pass
-
-    # As if it were a forward pass of this package.
-    package: dict[str, Any] = {"__name__": "lightning_accel.asking", "ask": caller_discards_weights}
-    exec("def forward(self, x): return ask(), None\ndef idle(self, x): return False, None", package)
-    asking, idle = Asking(), Asking()
-    asking.forward = package["forward"].__get__(asking)  # type: ignore[method-assign]
-    idle.forward = package["idle"].__get__(idle)  # type: ignore[method-assign]
-
-    def best_us(module: nn.Module) -> float:
-        def call() -> bool:
-            said, _ = module(None)
-            return said  # type: ignore[no-any-return]
-
-        times = []
-        for _round in range(200):
-            start = time.perf_counter()
-            for _call in range(20):
-                call()
-            times.append((time.perf_counter() - start) / 20)
-        return 1e6 * min(times)
-
-    assert best_us(asking) - best_us(idle) < 3

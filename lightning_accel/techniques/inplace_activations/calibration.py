@@ -1,0 +1,122 @@
+"""What is counted of a tensor that nobody else holds, in this interpreter and this torch: found by trying it out."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_accel.techniques.inplace_activations.callers import Call
+from lightning_accel.techniques.inplace_activations.kinds import kind_of
+from lightning_accel.techniques.inplace_activations.ownership import Counts, Numbers, Site
+
+_counts: Counts | None = None
+
+
+def calibration(*, anew: bool = False) -> Counts | str:
+    """The counts of this interpreter and this torch, found by the code that asks later; a reason where they are odd.
+
+    Args:
+        anew: Whether to count again: what holds frames (a compiler, a debugger) may have come since.
+    """
+    global _counts
+    if not anew and _counts is not None:
+        return _counts
+    try:
+        found = _calibrate()
+    except Exception as error:
+        return f"references could not be counted here: {type(error).__name__}: {error}"
+    # A profiler, say, holds frames while it looks: what is counted then is not for later.
+    if isinstance(found, Counts) and sys.getprofile() is None and sys.gettrace() is None:
+        _counts = found
+    return found
+
+
+def _calibrate() -> Counts | str:
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "without the GIL, Python's reference counts are not exact"
+    probe = _Probe()
+    with torch.inference_mode(False), torch.enable_grad():
+        temporary, spent, kept, *held = (probe.numbers_of(call) for call in _CALLS)
+    if temporary is None or spent is None or None in (kept, *held):
+        return "calls are made in a way here that is not known"
+    extra = spent[0] - temporary[0]
+    if kept != spent or extra not in (0, 1) or temporary[1:] != spent[1:] or temporary in held:
+        return "references are counted in a way here that is not known"
+    return Counts(temporary, spent, borrows=extra == 0)
+
+
+class _Recorder(Site):
+    numbers: Numbers | None = None
+
+    @override
+    def _judge(
+        self, module: nn.Module, x: Tensor, caller: FrameType, call: Call | None, numbers: Numbers
+    ) -> str | None:
+        is_spent = caller.f_code is _Probe.spent.__code__
+        is_as_written = call is not None and call.callee == "act" and call.is_spent is is_spent
+        self.numbers = numbers if is_as_written else None
+        return "only recorded"
+
+
+class _Probe(nn.Module):
+    """Calls an activation in several ways, the input held by nobody else or by somebody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[Any] = []
+        self.act = nn.ReLU()
+        kind = kind_of(self.act)
+        assert kind is not None
+        self._recorder = _Recorder(kind, frozenset({"act"}), lambda: "", smallest=0)
+        self.act.forward = self._recorder.rebound(nn.ReLU.forward).__get__(self.act)  # type: ignore[method-assign]
+
+    def numbers_of(self, call: Callable[[_Probe], Any]) -> Numbers | None:
+        self._recorder.numbers = None
+        self._held.clear()
+        call(self)
+        return self._recorder.numbers
+
+    def made(self, hold: Callable[[Tensor], Any], operation: Callable[[Tensor], Tensor] = torch.neg) -> Tensor:
+        x = operation(torch.ones(2, device="cpu", requires_grad=True))
+        self._held.append(hold(x))
+        return x
+
+    def temporary(self, hold: Callable[[Tensor], Any]) -> Tensor:
+        return self.act(self.made(hold))  # type: ignore[no-any-return]
+
+    def saved(self) -> Tensor:
+        return self.act(self.made(_nothing, torch.sigmoid))  # type: ignore[no-any-return]
+
+    def spent(self) -> Tensor:
+        x = self.made(_nothing)
+        x = self.act(x)
+        return x  # type: ignore[no-any-return]
+
+    def kept(self) -> tuple[Tensor, Tensor]:
+        x = self.made(_nothing)
+        y = self.act(x)
+        return x, y
+
+
+def _nothing(x: Tensor) -> None:
+    return None
+
+
+_CALLS: tuple[Callable[[_Probe], Any], ...] = (
+    lambda probe: probe.temporary(_nothing),
+    _Probe.spent,
+    _Probe.kept,
+    _Probe.saved,  # by the operation whose result it is, for its backward pass
+    lambda probe: probe.temporary(lambda x: x * x),  # saved by a later operation
+    lambda probe: probe.temporary(lambda x: x),
+    lambda probe: probe.temporary(lambda x: x[:1]),
+    lambda probe: probe.temporary(Tensor.detach),
+    lambda probe: probe.temporary(Tensor.untyped_storage),
+)

@@ -1,3 +1,158 @@
-"""Every name of Lightning's own that the library uses, one function each; see core/torch_private.py for the rules."""
+"""Every name of Lightning's own that the library uses, one function each; see core/torch_private.py for the rules.
+
+Where no version is named, every Lightning 2 has the name.
+"""
 
 from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.optim import Optimizer
+
+# -- loops ---------------------------------------------------------------------------------------------------------
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether no optimizer steps after the training batch under way: its gradients are added to the next one's.
+
+    Only the loop knows: it depends on the batch's number, on whether it is the last, and on the strategy.
+    Without the name: the same for the first two, which all but DeepSpeed go by.
+    """
+    if (should_accumulate := getattr(trainer.fit_loop, "_should_accumulate", None)) is not None:
+        return bool(should_accumulate())
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    is_last = progress.is_last_batch or progress.current.ready == trainer.num_training_batches
+    return not is_last and progress.current.ready % trainer.accumulate_grad_batches != 0
+
+
+def before_fetch(trainer: Trainer) -> str | None:
+    """The method that ``trainer.fit_loop.epoch_loop`` calls before it asks its loader for a batch.
+
+    It is there for the profiler; Lightning has no hook for users around a fetch.
+    Without the name: None, and the time that a run waits for its data is not measured.
+    """
+    return _name_of_method(trainer.fit_loop.epoch_loop, "_on_before_fetch")
+
+
+def after_fetch(trainer: Trainer) -> str | None:
+    """The same for the method that is called when the loader has given a batch."""
+    return _name_of_method(trainer.fit_loop.epoch_loop, "_on_after_fetch")
+
+
+def combined_loader(loop: Any) -> CombinedLoader | None:
+    """What one of the Trainer's loops iterates over, and through which its loaders can be exchanged.
+
+    The Trainer's public properties, ``train_dataloader`` and others, only show the loaders.
+    Without the name: None. Loaders then stay wrapped after a run, and the position of a batch is not known.
+    """
+    return getattr(loop, "_combined_loader", None)
+
+
+def is_sequential(combined: CombinedLoader) -> bool:
+    """Whether its loaders take turns, so that a batch comes from one of them, and is not one of each.
+
+    It takes ``mode`` in its constructor and has no public property of it.
+    Without the name: whether there is a single loader.
+    """
+    mode = getattr(combined, "_mode", None)
+    return len(combined.flattened) < 2 if mode is None else mode == "sequential"
+
+
+def logged_results(trainer: Trainer) -> dict[str, Any] | None:
+    """What ``self.log`` has put together in the loop under way: key → metric; None outside of loops.
+
+    A step that is repeated must not log twice; ``trainer.callback_metrics`` has only values that were reduced already.
+    Without the name: None, and what a failed step has logged is counted with its repetition.
+    """
+    return getattr(trainer, "_results", None)
+
+
+def batch_hook_caller(module: LightningModule | None) -> str | None:
+    """The method through which all hooks of a batch's transfer are called.
+
+    Only it knows whether the module's own hook or the datamodule's is called.
+    Without the name: None, and batches whose transfer the user has taken in hand are not preprocessed.
+    """
+    return _name_of_method(module, "_call_batch_hook")
+
+
+# -- precision -----------------------------------------------------------------------------------------------------
+
+
+def after_closure(precision: Precision, model: LightningModule, optimizer: Optimizer) -> None:
+    """Calls the hooks between the backward pass and the optimizer's step, and clips gradients.
+
+    A precision plugin that steps an optimizer by itself has to do so; there is no public way.
+    Without the name: an ``AttributeError``, as training without clipping would be silently wrong.
+    """
+    precision._after_closure(model, optimizer)
+
+
+# -- strategies ----------------------------------------------------------------------------------------------------
+
+
+def layer_sync(strategy: Strategy) -> LayerSync | None:
+    """What ``Trainer(sync_batchnorm=True)`` put into the strategy; None without it.
+
+    Without the name: None, and Lightning's own form is used, which computes on GPUs only.
+    """
+    return getattr(strategy, "_layer_sync", None)
+
+
+def replace_layer_sync(strategy: Strategy, sync: LayerSync) -> None:
+    """Puts another one in the place of what :func:`layer_sync` found."""
+    vars(strategy)["_layer_sync"] = sync
+
+
+def set_data_parallel_size(strategy: ModelParallelStrategy, size: int) -> None:
+    """Says over how many processes to shard, before the strategy makes its device mesh. Since Lightning 2.3.
+
+    It depends on the number of devices, which is not known when the strategy is constructed.
+    Without the name: nothing changes, and Lightning says that the sizes of the mesh do not fit.
+    """
+    vars(strategy)["_data_parallel_size"] = size
+
+
+def ddp_settings(strategy: DDPStrategy) -> dict[str, Any]:
+    """The arguments with which a strategy constructs DistributedDataParallel; a change holds from the next time on.
+
+    They depend on what the first step shows, and can publicly be given only when the strategy is constructed.
+    Without the name: an ``AttributeError``, as every wrapper would be the wrong one.
+    """
+    settings: dict[str, Any] = strategy._ddp_kwargs
+    return settings
+
+
+# -- environment ---------------------------------------------------------------------------------------------------
+
+
+def cluster_environment(trainer: Trainer) -> ClusterEnvironment | None:
+    """Where the processes of the run were started, SLURM say.
+
+    Strategies for several devices have it publicly, and those for one do not.
+    Without the name: theirs, or None.
+    """
+    connector = getattr(trainer, "_accelerator_connector", trainer.strategy)
+    return getattr(connector, "cluster_environment", None)
+
+
+# -- command line --------------------------------------------------------------------------------------------------
+
+
+def parser_actions(parser: Any) -> list[Any]:
+    """The arguments of a parser: argparse's own name, by which jsonargparse and Lightning's CLI are built.
+
+    A misspelt key is compared with all of them; publicly they are only in the text of the help.
+    Without the name: none, and the error names no nearest key.
+    """
+    return list(getattr(parser, "_actions", ()))
+
+
+def _name_of_method(owner: Any, name: str) -> str | None:
+    return name if callable(getattr(owner, name, None)) else None

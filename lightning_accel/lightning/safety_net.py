@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.core.checks import SettingError
-from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.patch import AttributePatch, MethodPatch, Patch
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import AccelError, Engine
 from lightning_accel.lightning.attempt import Attempt, SmallState, Step
@@ -60,33 +60,30 @@ class SafetyNet:
 
     def patches(self, strategy: Strategy) -> Iterator[Patch]:
         """The edits that put every step of ``strategy`` above the net."""
-
-        def guarded(original: Callable[..., Any], goes_backward: bool) -> Callable[..., Any]:
-            def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-                outputs = self._run(functools.partial(original, strategy), args, kwargs)
-                if not goes_backward:
-                    self._attempt = None  # its batch is not to be there beside the next one
-                return outputs
-
-            return step
-
         for name in _STEPS:
             goes_backward = name == "training_step" and self._module.automatic_optimization
-            wrap = functools.partial(guarded, goes_backward=goes_backward)
-            yield MethodPatch(f"{name}, guarded", "above a net", strategy, name, wrap)
+            guarded = functools.partial(self._guarded, goes_backward)
+            yield MethodPatch(f"{name}, guarded", "above a net", strategy, name, guarded)
+            # DistributedDataParallel calls the module's own step after it has sent rank 0's buffers to all.
+            if self._module.trainer.world_size > 1:
+                yield MethodPatch(f"{name}, kept again", "above a net", self._module, name, self._kept_again)
 
-        def noted(original: Callable[..., Any]) -> Callable[..., Any]:
-            def step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
-                if self._attempt is not None:
-                    self._attempt.note(self._state or SmallState(self._module))
-                return original(module, *args, **kwargs)
+    def _guarded(self, goes_backward: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+            outputs = self._run(functools.partial(original, strategy), args, kwargs)
+            if not goes_backward:
+                self._attempt = None  # its batch is not to be there beside the next one
+            return outputs
 
-            return step
+        return step
 
-        # DistributedDataParallel calls the module's own step after it has sent rank 0's buffers to all.
-        if self._module.trainer.world_size > 1:
-            for name in _STEPS:
-                yield MethodPatch(f"{name}, noted", "above a net", self._module, name, noted)
+    def _kept_again(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+            if self._attempt is not None:
+                self._attempt.keep_again(self._state)
+            return original(module, *args, **kwargs)
+
+        return step
 
     @property
     def is_spread(self) -> bool:
@@ -176,12 +173,12 @@ def _buffers_not_sent(model: nn.Module | None) -> Iterator[None]:
     if not isinstance(model, DistributedDataParallel):
         yield
         return
-    before = model.require_forward_param_sync
-    model.require_forward_param_sync = False
+    unsent = AttributePatch("", "sends no buffers", model, "require_forward_param_sync", False)
+    unsent.apply()
     try:
         yield
     finally:
-        model.require_forward_param_sync = before
+        unsent.undo()
 
 
 def _without_frames(error: Exception) -> Exception:

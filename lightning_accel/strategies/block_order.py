@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_accel.lightning.agreement import gather
+from lightning_accel.core.ranks import gather
 
 _ALWAYS, _THEN_EVERY = 20, 100  # steps: each of the first, then now and then
 

@@ -40,7 +40,6 @@ class Attempt:
     def __init__(self, step: Step, given: Any, module: LightningModule, state: SmallState | None) -> None:
         self.step = step
         self.given = given
-        self.has_gone_backward = False  # whether there are gradients of it
         self._module = module
         self._num_optimizer_steps = module.trainer.global_step
         # What Lightning does not see: optimizers that are stepped, and losses that go backward, by the module itself.

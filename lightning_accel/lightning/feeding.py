@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +15,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.torch_private import map_parts
 from lightning_accel.data import DevicePipeline, Position, Preprocess
 from lightning_accel.engine import Engine
+from lightning_accel.lightning.hooks import followed_by
 from lightning_accel.lightning.private import batch_hook_caller, combined_loader, is_sequential
 
 _DEPTH = 2  # batches prepared ahead
@@ -35,9 +37,6 @@ class Feeding:
         trainer: About to run.
         preprocess: What to do with each batch; None: only the transfer, where there is a device to transfer to.
         note: Told of loaders whose batches cannot be prepared ahead.
-
-    Attributes:
-        why_inline: Why there is no pipeline; empty where there is one.
     """
 
     def __init__(self, trainer: Trainer, preprocess: Preprocess | None, note: Callable[[str], None]) -> None:
@@ -46,21 +45,19 @@ class Feeding:
         self._takes_loader = is_param_in_hook_signature(
             trainer.lightning_module.training_step, "dataloader_iter", explicit=True
         )
-        self.why_inline = "" if self._takes_loader else _why_inline(trainer)
+        self.why_inline = "" if self._takes_loader else _why_inline(trainer)  # empty where there is a pipeline
         self._trainer = trainer
         self._note = note
         self._pipelines: weakref.WeakSet[DevicePipeline] = weakref.WeakSet()
 
     def patches(self) -> Iterator[Patch]:
         """The edits to the Trainer's strategy; none to one that asks :meth:`pipe` by itself."""
-        strategy, change = self._trainer.strategy, "preprocessing"
+        strategy, wrap = self._trainer.strategy, functools.partial(followed_by, self.pipe)
         if self.why_inline:
             if self.preprocess is not None:
-                yield MethodPatch(
-                    f"batch_to_device ({change})", change, strategy, "batch_to_device", self._transferring
-                )
+                yield MethodPatch("preprocess", "at the transfer", strategy, "batch_to_device", self._transferring)
         elif not getattr(strategy, "feeds_itself", False):
-            yield MethodPatch(f"process_dataloader ({change})", change, strategy, "process_dataloader", self._piping)
+            yield MethodPatch("preprocess", "in a pipeline", strategy, "process_dataloader", wrap)
 
     def pipe(self, loader: Any) -> Any:
         """A pipeline around ``loader``; the loader itself where its batches have to pass through Lightning's hooks."""
@@ -100,19 +97,12 @@ class Feeding:
                     one.loader if isinstance(one, DevicePipeline) else one for one in combined.flattened
                 ]
 
-    def _piping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def process_dataloader(strategy: Strategy, dataloader: Any) -> Any:
-            return self.pipe(original(strategy, dataloader))
-
-        return process_dataloader
-
     def _transferring(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def batch_to_device(strategy: Strategy, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            name = batch_hook_caller(strategy.lightning_module)
-            if name is None:
-                return original(strategy, batch, *args, **kwargs)
-            # Lightning's own seam between the two hooks. Only here: it moves example inputs through the same.
-            around = MethodPatch("hooks", "preprocessing", strategy.lightning_module, name, self._hooking)
+            around, module = PatchSet(), strategy.lightning_module
+            if (name := batch_hook_caller(module)) is not None:
+                # Lightning's own seam between the two hooks. Only here: it moves example inputs through the same.
+                around.add(MethodPatch("preprocess", "between hooks", module, name, self._hooking))
             around.apply()
             try:
                 return original(strategy, batch, *args, **kwargs)

@@ -34,10 +34,12 @@ def strategy_hooks(
         # Not left to `on_save_checkpoint`, which is not called for a checkpoint of weights only.
         ("lightning_module_state_dict", with_own_layouts),
     ):
-        yield MethodPatch(name, "in the run's layouts", strategy, name, functools.partial(_changed, change))
+        yield MethodPatch(name, "in the run's layouts", strategy, name, functools.partial(followed_by, change))
 
 
-def _changed(change: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def followed_by(change: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A strategy's method whose result passes through ``change``."""
+
     def method(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
         return change(original(strategy, *args, **kwargs))
 

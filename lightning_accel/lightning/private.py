@@ -34,12 +34,12 @@ def before_fetch(trainer: Trainer) -> str | None:
     It is there for the profiler; Lightning has no hook for users around a fetch.
     Without the name: None, and the time that a run waits for its data is not measured.
     """
-    return _name_of_method(trainer.fit_loop.epoch_loop, "_on_before_fetch")
+    return _if_there(trainer.fit_loop.epoch_loop, "_on_before_fetch")
 
 
 def after_fetch(trainer: Trainer) -> str | None:
     """The same for the method that is called when the loader has given a batch."""
-    return _name_of_method(trainer.fit_loop.epoch_loop, "_on_after_fetch")
+    return _if_there(trainer.fit_loop.epoch_loop, "_on_after_fetch")
 
 
 def combined_loader(loop: Any) -> CombinedLoader | None:
@@ -52,9 +52,8 @@ def combined_loader(loop: Any) -> CombinedLoader | None:
 
 
 def is_sequential(combined: CombinedLoader) -> bool:
-    """Whether its loaders take turns, so that a batch comes from one of them, and is not one of each.
+    """Whether a batch comes from one of its loaders, and is not one of each: there is no public property for that.
 
-    It takes ``mode`` in its constructor and has no public property of it.
     Without the name: whether there is a single loader.
     """
     mode = getattr(combined, "_mode", None)
@@ -64,34 +63,29 @@ def is_sequential(combined: CombinedLoader) -> bool:
 def logged_results(trainer: Trainer) -> dict[str, Any] | None:
     """What ``self.log`` has put together in the loop under way: key → metric; None outside of loops.
 
-    A step that is repeated must not log twice; ``trainer.callback_metrics`` has only values that were reduced already.
+    ``trainer.callback_metrics`` has only values that were reduced already.
     Without the name: None, and what a failed step has logged is counted with its repetition.
     """
     return getattr(trainer, "_results", None)
 
 
 def batch_hook_caller(module: LightningModule | None) -> str | None:
-    """The method through which all hooks of a batch's transfer are called.
+    """The method that calls all hooks of a batch's transfer, the module's own or the datamodule's.
 
-    Only it knows whether the module's own hook or the datamodule's is called.
     Without the name: None, and batches whose transfer the user has taken in hand are not preprocessed.
     """
-    return _name_of_method(module, "_call_batch_hook")
+    return _if_there(module, "_call_batch_hook")
 
 
-# -- precision -----------------------------------------------------------------------------------------------------
+# -- precision and strategies --------------------------------------------------------------------------------------
 
 
 def after_closure(precision: Precision, model: LightningModule, optimizer: Optimizer) -> None:
-    """Calls the hooks between the backward pass and the optimizer's step, and clips gradients.
+    """Calls the hooks between backward pass and optimizer's step, and clips gradients, as whoever steps has to.
 
-    A precision plugin that steps an optimizer by itself has to do so; there is no public way.
     Without the name: an ``AttributeError``, as training without clipping would be silently wrong.
     """
     precision._after_closure(model, optimizer)
-
-
-# -- strategies ----------------------------------------------------------------------------------------------------
 
 
 def layer_sync(strategy: Strategy) -> LayerSync | None:
@@ -108,32 +102,26 @@ def replace_layer_sync(strategy: Strategy, sync: LayerSync) -> None:
 
 
 def set_data_parallel_size(strategy: ModelParallelStrategy, size: int) -> None:
-    """Says over how many processes to shard, before the strategy makes its device mesh. Since Lightning 2.3.
+    """Says over how many processes to shard; the number is known later than the constructor. Since Lightning 2.3.
 
-    It depends on the number of devices, which is not known when the strategy is constructed.
-    Without the name: nothing changes, and Lightning says that the sizes of the mesh do not fit.
+    Without the name: nothing changes, and Lightning says that the sizes of the device mesh do not fit.
     """
     vars(strategy)["_data_parallel_size"] = size
 
 
 def ddp_settings(strategy: DDPStrategy) -> dict[str, Any]:
-    """The arguments with which a strategy constructs DistributedDataParallel; a change holds from the next time on.
+    """The arguments for DistributedDataParallel; they depend on the first step, which comes after the constructor.
 
-    They depend on what the first step shows, and can publicly be given only when the strategy is constructed.
     Without the name: an ``AttributeError``, as every wrapper would be the wrong one.
     """
     settings: dict[str, Any] = strategy._ddp_kwargs
     return settings
 
 
-# -- environment ---------------------------------------------------------------------------------------------------
-
-
 def cluster_environment(trainer: Trainer) -> ClusterEnvironment | None:
-    """Where the processes of the run were started, SLURM say.
+    """Where the processes of the run were started, SLURM say. Strategies for one device do not have it publicly.
 
-    Strategies for several devices have it publicly, and those for one do not.
-    Without the name: theirs, or None.
+    Without the name: what the strategy has, or None.
     """
     connector = getattr(trainer, "_accelerator_connector", trainer.strategy)
     return getattr(connector, "cluster_environment", None)
@@ -143,13 +131,12 @@ def cluster_environment(trainer: Trainer) -> ClusterEnvironment | None:
 
 
 def parser_actions(parser: Any) -> list[Any]:
-    """The arguments of a parser: argparse's own name, by which jsonargparse and Lightning's CLI are built.
+    """The arguments of a parser of jsonargparse's, by argparse's own name; publicly they are in the help's text only.
 
-    A misspelt key is compared with all of them; publicly they are only in the text of the help.
-    Without the name: none, and the error names no nearest key.
+    Without the name: none, and the error for a misspelt key names no nearest one.
     """
     return list(getattr(parser, "_actions", ()))
 
 
-def _name_of_method(owner: Any, name: str) -> str | None:
+def _if_there(owner: Any, name: str) -> str | None:
     return name if callable(getattr(owner, name, None)) else None

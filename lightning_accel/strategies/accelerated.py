@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast, get_args
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
@@ -71,6 +72,12 @@ class Accelerated(Strategy):
         if getattr(io, "checkpoint_io", io) is None:  # it wraps one, that of the strategy where it was given none
             cast(Any, io).checkpoint_io = AtomicCheckpointIO()
 
+    @property
+    def module(self) -> LightningModule:
+        """The run's."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     def note(self, line: str) -> None:
         """Adds a line to the report of the run's AccelPlugin."""
         if isinstance(self.precision_plugin, AccelPlugin):
@@ -93,9 +100,8 @@ class Accelerated(Strategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
         # Lightning registers its handlers after the setup.
-        self._deferred = defer_signals(self.lightning_module.trainer, self.timeout)
+        self._deferred = defer_signals(self.module.trainer, self.timeout)
 
     @override
     def teardown(self) -> None:

@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
@@ -90,7 +89,7 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        module = self._module
+        module = self.module
         find, static = self._find_unused_parameters, self._static_graph
         is_automatic = module.automatic_optimization
         if is_sharded(module):
@@ -114,7 +113,7 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         settings = ddp_settings(self)
         given = dict(settings)
         settings.update(find_unused_parameters=find, static_graph=static, **others)
-        self.model = self._module
+        self.model = self.module
         super().configure_ddp()
         settings.clear()
         settings.update(given)
@@ -166,7 +165,7 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
                 self._average()
         elif is_recorded and self._static_graph is None:
             # Torch has recorded what this pass used, and would fail where a later one uses more.
-            if not all_have_gradients(self._reduced_parameters()):
+            if not _all_have(_ranks_with_gradients(self._reduced_parameters())):
                 self._is_static = False
         elif isinstance(self.model, DistributedDataParallel) and not self._is_accumulating:
             self._check_all_were_used(self.model)
@@ -175,13 +174,8 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         self._is_static = average_gradients(self._reduced_parameters())
         self._is_averaged = True
 
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
     def _trained(self) -> list[bool]:
-        return [self._module.automatic_optimization, *(parameter.requires_grad for parameter in self._parameters)]
+        return [self.module.automatic_optimization, *(parameter.requires_grad for parameter in self._parameters)]
 
     def _wrap_as_observed(self, is_static: bool) -> None:
         self._is_observing, self._is_static = False, None
@@ -194,15 +188,15 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         self._wrap(find=not is_static, static=is_static, init_sync=False)
 
     def _reduced_parameters(self) -> list[nn.Parameter]:
-        return [p for name, p in self._module.named_parameters() if p.requires_grad and name not in self._ignored]
+        return [p for name, p in self.module.named_parameters() if p.requires_grad and name not in self._ignored]
 
     def _check_all_were_used(self, wrapped: DistributedDataParallel) -> None:
-        if not self._module.automatic_optimization:
+        if not self.module.automatic_optimization:
             return
         try:
             check_all_reduced(wrapped)
         except RuntimeError as error:
-            unused = [n for n, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
+            unused = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
             raise RuntimeError(
                 f"Parameters that earlier steps used got no gradient in this one: {', '.join(unused[:4]) or 'unknown'}."
                 f" Their gradients cannot be averaged over the ranks. {_MEND}"
@@ -238,16 +232,15 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> bool:
         gradient /= world_size
         if gradient is not parameter.grad:
             parameter.grad.copy_(gradient)
-    return all(count == world_size for count, _ in users)
+    return _all_have(users)
 
 
-def all_have_gradients(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether every parameter has a gradient on every rank. A collective call."""
-    return all(count == torch.distributed.get_world_size() for count, _ in _ranks_with_gradients(parameters))
+def _all_have(users: Sequence[tuple[int, int]]) -> bool:
+    return all(count == torch.distributed.get_world_size() for count, _ in users)
 
 
 def _ranks_with_gradients(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    """Of each parameter, how many ranks have a gradient, and how many a sparse one."""
+    """Of each parameter, how many ranks have a gradient, and how many a sparse one. A collective call."""
     if not parameters:
         return []
     own = [(p.grad is not None, p.grad is not None and p.grad.is_sparse) for p in parameters]

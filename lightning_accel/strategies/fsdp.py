@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS
 from typing_extensions import override
@@ -38,7 +37,7 @@ _NO_SHARDED_FORM = (
 )
 
 
-class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
+class AccelFSDPStrategy(ShardedCheckpoints):
     """FSDP2 on a module as it is: ``Trainer(strategy="accel_fsdp")``.
 
     The repeated blocks are sharded one by one, then the rest, after AccelPlugin's edits (checkpointing, compilation)
@@ -111,7 +110,7 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        module = self._module
+        module = self.module
         _check_callbacks(trainer)
         self._scalars = None
         self._shards_itself = is_overridden("configure_model", module) and is_sharded(module)
@@ -129,10 +128,10 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
     def model_to_device(self) -> None:
         # AccelPlugin has made its edits, and optimizers are still to be made.
         if not self._shards_itself:
-            if is_sharded(self._module):
-                self._check_earlier(self._module)
+            if is_sharded(self.module):
+                self._check_earlier()
             else:
-                self._shard(self._module)
+                self._shard()
         super().model_to_device()
         self.barrier()
 
@@ -141,7 +140,7 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
         if self._shards_itself:
             super().setup_optimizers(trainer)
         else:
-            self._scalars = ReplicatedScalars(self._module, self.device_mesh["data_parallel"])
+            self._scalars = ReplicatedScalars(self.module, self.device_mesh["data_parallel"])
             with self._scalars.for_optimizers():
                 super().setup_optimizers(trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
@@ -150,18 +149,9 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
                 " strategy='accel_ddp', or another optimizer."
             )
 
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def _dtype(self) -> torch.dtype | None:
-        return DTYPES.get(getattr(self.precision_plugin, "precision", ""))
-
-    def _check_earlier(self, module: LightningModule) -> None:
+    def _check_earlier(self) -> None:
         """An earlier run has sharded the module, and the dtype in which it is gathered stays."""
-        self.sharding = sharding_of(module)
+        self.sharding = sharding_of(self.module)
         gathered = self.sharding and self.sharding.dtype
         if gathered is not None and gathered != self._dtype:
             raise ValueError(
@@ -169,7 +159,8 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
                 f" in {self._dtype or torch.float32}. Make a new module, and load that run's checkpoint into it."
             )
 
-    def _shard(self, module: LightningModule) -> None:
+    def _shard(self) -> None:
+        module = self.module
         if (tensor_parallel_size := self._sizes[1]) != 1:
             raise ValueError(
                 f"tensor_parallel_size={tensor_parallel_size} and no configure_model that parallelises"
@@ -196,32 +187,49 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
                 " strategy=AccelFSDPStrategy(blocks=['encoder', 'decoder'])."
             )
 
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        return DTYPES.get(getattr(self.precision_plugin, "precision", ""))
+
     # -- steps -------------------------------------------------------------------------------------------------
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._order is not None:
             self._order.begin_step()
-        return self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+        with self.precision_plugin.train_step_context():
+            return self._step(self.module.training_step, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("validation_step", self.precision_plugin.val_step_context(), args, kwargs)
+        with self.precision_plugin.val_step_context():
+            return self._step(self.module.validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("test_step", self.precision_plugin.test_step_context(), args, kwargs)
+        with self.precision_plugin.test_step_context():
+            return self._step(self.module.test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+        with self.precision_plugin.predict_step_context():
+            return self._step(self.module.predict_step, args, kwargs)
 
-    def _step(self, name: str, context: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
-        step = getattr(self._module, name)
-        with context:
-            if self._steps_through_root:
-                return _through_call(self._module, step, args, kwargs)
+    def _step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A step, as if it were the module's forward where that has FSDP gather what the module itself holds."""
+        if not self._steps_through_root:
             return step(*args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            as_forward.undo()
+            return step(*args, **kwargs)
+
+        as_forward = AttributePatch("", "step in place of forward", self.module, "forward", run)
+        as_forward.apply()
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            as_forward.undo()
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -253,18 +261,3 @@ def _check_callbacks(trainer: Trainer) -> None:
                 f"{type(callback).__name__} keeps a copy of the whole module, which it has made before accel_fsdp"
                 " shards it. Use strategy='accel_ddp', or train without it."
             )
-
-
-def _through_call(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls ``method`` as if it were the module's forward, so that FSDP gathers what the module itself holds."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        as_method.undo()
-        return method(*args, **kwargs)
-
-    as_method = AttributePatch("", "step in place of forward", module, "forward", run)
-    as_method.apply()
-    try:
-        return module(*args, **kwargs)
-    finally:
-        as_method.undo()

@@ -17,10 +17,11 @@ from typing_extensions import override
 
 from lightning_accel.core.tree import leaves, map_leaves
 from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO, begin_replacing, commit, discard
+from lightning_accel.strategies.accelerated import Accelerated
 
 
-class ShardedCheckpoints(ModelParallelStrategy):
-    """Mixed into a strategy whose module is sharded, before it.
+class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
+    """A strategy whose module is sharded, as far as its checkpoints go.
 
     Lightning's own writes whole files too, but reads the states of optimizers that do not hold all parameters in the
     model's order into others.
@@ -38,8 +39,7 @@ class ShardedCheckpoints(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._saves_shards:
             return super().lightning_module_state_dict()
-        assert self.lightning_module is not None
-        return full_model_state(self.lightning_module, keep=self.is_global_zero)
+        return full_model_state(self.module, keep=self.is_global_zero)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -100,9 +100,8 @@ class ShardedCheckpoints(ModelParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
         if self._loads_whole_checkpoint:
-            load_full_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+            load_full_model_state(self.module, checkpoint["state_dict"], strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

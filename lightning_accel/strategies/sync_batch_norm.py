@@ -89,6 +89,8 @@ class GlobalBatchNorm(nn.BatchNorm1d):
         )
         return output
 
+    # Torch's own asks these too.
+
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"batch norm takes at least 2D input, of shape (B, C, ...), and got {tuple(input.shape)}.")
@@ -117,20 +119,13 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        count: int,
-        eps: float,
-        group: dist.ProcessGroup | None,
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, *others: Any
     ) -> Tensor:
         ctx.save_for_backward(input, weight, mean, var)
-        ctx.has_bias, ctx.count, ctx.eps, ctx.group = bias is not None, count, eps, group
+        ctx.has_bias = bias is not None
+        ctx.count, ctx.eps, ctx.group = others
         weight, bias = (None if given is None else given.to(mean.dtype) for given in (weight, bias))
-        return F.batch_norm(input, mean, var, weight, bias, eps=eps)
+        return F.batch_norm(input, mean, var, weight, bias, eps=ctx.eps)
 
     @staticmethod
     @once_differentiable

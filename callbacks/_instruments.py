@@ -21,6 +21,7 @@ from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
+from lightning_accel.lightning.private import after_fetch, before_fetch
 
 
 class FitInstruments:
@@ -200,12 +201,12 @@ def _time_fetches(trainer: Trainer, clock: StepClock) -> PatchSet:
 
         return on_after_fetch
 
-    loop = trainer.fit_loop.epoch_loop
-    hooks = {"_on_before_fetch": began_before, "_on_after_fetch": ended_after}
-    if not all(hasattr(loop, name) for name in hooks):
-        return PatchSet()
-    patches = PatchSet(MethodPatch(name, "timed", loop, name, wrap) for name, wrap in hooks.items())
-    patches.apply()
+    patches = PatchSet()
+    before, after = before_fetch(trainer), after_fetch(trainer)
+    if before is not None and after is not None:
+        for name, wrap in ((before, began_before), (after, ended_after)):
+            patches.add(MethodPatch(name, "timed", trainer.fit_loop.epoch_loop, name, wrap))
+        patches.apply()
     return patches
 
 

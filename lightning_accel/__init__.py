@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_accel.strategies.registration import register_strategies
+from lightning_accel.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_accel.assembly import Handle, accelerate

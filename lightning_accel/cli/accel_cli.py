@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_accel.arguments import arguments
 from lightning_accel.core.checks import nearest
 from lightning_accel.lightning.plugin import AccelPlugin
+from lightning_accel.lightning.private import parser_actions
 from lightning_accel.settings import Plan
 
 # Strategies of Lightning's that refuse other precision plugins than their own, by the start of their names.
@@ -77,7 +78,7 @@ class AccelCLI(LightningCLI):
     @property
     def plan(self) -> Plan:
         """The settings of the ``accel:`` section."""
-        section = self._get(self.config, "accel")
+        section = self._section(self.config, "accel")
         try:
             return Plan.from_dict(section.as_dict())
         except (TypeError, ValueError) as error:
@@ -91,7 +92,7 @@ class AccelCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        config = {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        config = {**self._section(self.config_init, "trainer"), **kwargs}
         plugins = config.get("plugins") or []
         plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
         self._check_no_other_precision(config.get("precision"), plugins)
@@ -128,8 +129,12 @@ class AccelCLI(LightningCLI):
                     f"trainer.strategy={strategy!r} takes a precision plugin of its own, and no AccelPlugin: {instead}"
                 )
 
+    def _section(self, config: Any, name: str) -> Any:
+        """A section of the configuration, which is within its subcommand's where there is one."""
+        return config.get(str(self.subcommand), config).get(name, {})
+
     def _fail(self, message: str) -> NoReturn:
-        self._parser(self.subcommand).error(message)
+        self.parser.error(message)
         raise AssertionError("unreachable: jsonargparse's error() exits or raises")
 
 
@@ -149,7 +154,7 @@ def _hint(message: str, names: list[str]) -> str:
 def _setting_names(parser: Any) -> list[str]:
     """Every key that ``parser`` and the parsers of its subcommands know, dotted."""
     names = {f"accel.{name}" for name in arguments()}
-    for action in parser._actions:
+    for action in parser_actions(parser):
         names.add(action.dest)
         if isinstance(action.choices, Mapping):
             for subparser in action.choices.values():

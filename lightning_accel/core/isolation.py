@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -102,7 +104,7 @@ class Snapshot:
         for prefix, attributes in self._attributes.items():
             tensors |= {f"{prefix}.{name}".lstrip("."): value for name, (value, _) in attributes.items()}
         self._tensors = {n: (t, t.detach().clone()) for n, t in tensors.items() if can_be_put_back(t)}
-        self._random = _random_states()
+        self._random = {name: get_state() for name, (get_state, _) in random_streams().items()}
 
     def restore(self) -> list[str]:
         """Puts everything back, and names what had changed."""
@@ -122,10 +124,10 @@ class Snapshot:
                 changed += [f"{prefix}.{name}" if prefix else name for name in replaced]
                 module._buffers.clear()
                 module._buffers.update(slots)
-        now = _random_states()
-        for name, (state, restore) in self._random.items():
-            if now[name][0] != state:
-                restore()
+        for name, (get_state, set_state) in random_streams().items():
+            before = self._random.get(name)
+            if before is not None and pickle.dumps(get_state()) != pickle.dumps(before):  # `==` would ask arrays
+                set_state(before)
                 changed.append(name)
         return changed
 
@@ -162,15 +164,21 @@ def can_be_put_back(value: Any) -> bool:
     return not any(size > 1 and step == 0 for size, step in zip(value.shape, value.stride(), strict=True))  # expanded
 
 
-def _random_states() -> dict[str, tuple[object, Callable[[], None]]]:
-    """The random streams beside torch's, in comparable form, each with the function that brings it back here."""
-    python = random.getstate()
-    states: dict[str, tuple[object, Callable[[], None]]] = {"random": (python, lambda: random.setstate(python))}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state = numpy.random.get_state()
-        states["numpy.random"] = (repr(state[2:]) + state[1].tobytes().hex(), lambda: numpy.random.set_state(state))
-    return states
+def random_streams(device: torch.device | None = None) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """The random streams that a step may draw from, each as the functions that get and set its state.
+
+    Args:
+        device: Whether torch's are among them, that of the host and that of this device; None: they are not.
+    """
+    streams: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {"random": (random.getstate, random.setstate)}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        streams["numpy.random"] = (numpy.random.get_state, numpy.random.set_state)
+    if device is not None:
+        streams["torch"] = (torch.get_rng_state, torch.set_rng_state)
+        if device.type == "cuda":
+            get_state = functools.partial(torch.cuda.get_rng_state, device)
+            streams["torch.cuda"] = (get_state, functools.partial(torch.cuda.set_rng_state, device=device))
+    return streams
 
 
 def _same_items(now: Any, before: Any) -> bool:

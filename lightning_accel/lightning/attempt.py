@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +13,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_accel.core.isolation import Snapshot, can_be_put_back
+from lightning_accel.core.isolation import Snapshot, can_be_put_back, random_streams
+from lightning_accel.core.torch_private import copy_all
 from lightning_accel.core.tree import leaves, tensors_in
+from lightning_accel.lightning.private import logged_results
 
 Step = Callable[..., Any]
 Restore = Callable[[], Any]
@@ -25,49 +25,47 @@ _MAX_BUFFER_BYTES = 1 << 20  # of one buffer that is copied at every step: runni
 
 
 class Attempt:
-    """A step, and what it may change.
+    """A step under way, and what it may change.
 
     In a trial step all of that is kept. Later, when every step pays for it, it is random streams, what was logged and
     a :class:`SmallState`; a list that a step appends to stays as it is.
 
-    Attributes:
+    Args:
         step: Runs it, again perhaps.
         given: Its arguments, positional and by name.
-        has_gone_backward: Whether there are gradients of it.
-
-    Args:
-        step: See above.
-        given: See above.
         module: The run's module.
         state: Of the module; None in a step in which techniques are tried.
     """
 
     def __init__(self, step: Step, given: Any, module: LightningModule, state: SmallState | None) -> None:
         self.step = step
-        self.has_gone_backward = False
         self.given = given
         self._module = module
         self._num_optimizer_steps = module.trainer.global_step
         # What Lightning does not see: optimizers that are stepped, and losses that go backward, by the module itself.
-        self._trained = [] if module.automatic_optimization else _versions(module)
-        self._restores = [*_random_states(module.device), *_logged(module)]
-        self._versions: list[tuple[Tensor, int]] = []
+        self._trained = [] if module.automatic_optimization else _training_versions(module)
+        self._is_kept = True
+        self._given_versions: list[tuple[Tensor, int]] = []
+        self._restores: list[Restore] = [*_random_states(module.device), *_logged(module)]
         if state is None:
             self._restores += _whole_state(module, given)
         else:
-            self._versions = [(t, t._version) for t in tensors_in(given) if not t.is_inference()]
+            self._given_versions = [(t, t._version) for t in tensors_in(given) if not t.is_inference()]
             self._restores.append(state.keep())
 
-    def note(self, state: SmallState) -> None:
-        """Has the repetition find the buffers as they are now: sent by rank 0 after the step began."""
-        self._restores.append(state.keep())
+    def keep_again(self, state: SmallState | None) -> None:
+        """Has the repetition find the module as it is now: rank 0 sent its buffers after the step began."""
+        try:
+            self._restores.append((state or SmallState(self._module)).keep())
+        except Exception:  # this is called within the user's own step, which has nothing to do with it
+            self._is_kept = False
 
     def can_be_repeated(self) -> bool:
         reads_its_loader = any(hasattr(leaf, "__next__") for leaf in leaves(self.given))
         has_stepped = self._module.trainer.global_step != self._num_optimizer_steps
-        has_trained = bool(self._trained) and self._trained != _versions(self._module)
-        has_written = any(tensor._version != version for tensor, version in self._versions)
-        return not (reads_its_loader or has_stepped or has_trained or has_written)
+        has_trained = bool(self._trained) and self._trained != _training_versions(self._module)
+        has_written = any(tensor._version != version for tensor, version in self._given_versions)
+        return self._is_kept and not (reads_its_loader or has_stepped or has_trained or has_written)
 
     def take_back(self) -> None:
         with torch.no_grad():
@@ -86,7 +84,7 @@ class SmallState:
         parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._attributes = [vars(part) for part in parts]
         self._buffers = [part._buffers for part in parts if part._buffers]
-        metrics = [(vars(part), name) for part in parts if isinstance(part, Metric) for name in part._defaults]
+        metrics = [(vars(part), name) for part in parts if isinstance(part, Metric) for name in part.metric_state]
         self._lists = [(own, name) for own, name in metrics if isinstance(own.get(name), list)]
         tensors = [(slots, name) for slots in self._buffers for name in slots] + metrics
         self._tensors = [(slots, name) for slots, name in tensors if _is_small(slots.get(name))]
@@ -100,9 +98,8 @@ class SmallState:
         lists = [(own, name, copy.copy(own[name])) for own, name in self._lists]
         tensors = [slots[name] for slots, name in self._tensors] + self._scripted
         values = [torch.empty_like(tensor) for tensor in tensors]
-        if tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(values, tensors)
+        with torch.no_grad():
+            copy_all(values, tensors)
 
         def restore() -> None:
             for own, before in attributes:
@@ -111,8 +108,7 @@ class SmallState:
                 _rebind(slots, before)
             for own, name, contents in lists:
                 own[name] = contents
-            if tensors:
-                torch._foreach_copy_(tensors, values)
+            copy_all(tensors, values)
 
         return restore
 
@@ -121,7 +117,7 @@ def _is_small(value: Any) -> bool:
     return can_be_put_back(value) and value.nbytes <= _MAX_BUFFER_BYTES
 
 
-def _versions(module: nn.Module) -> list[tuple[int, ...]]:
+def _training_versions(module: nn.Module) -> list[tuple[int, ...]]:
     """What differs once a parameter was written to, or got another gradient."""
     return [
         (p._version, id(p.grad), -1 if p.grad is None else p.grad._version)
@@ -131,26 +127,24 @@ def _versions(module: nn.Module) -> list[tuple[int, ...]]:
 
 
 def _random_states(device: torch.device) -> Iterator[Restore]:
-    """What brings back the random streams as they are now."""
-    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
-    yield functools.partial(random.setstate, random.getstate())
-    if (numpy := sys.modules.get("numpy")) is not None:
-        yield functools.partial(numpy.random.set_state, numpy.random.get_state())
-    if device.type == "cuda":
-        yield functools.partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+    for get_state, set_state in random_streams(device).values():
+        yield functools.partial(set_state, get_state())
 
 
 def _whole_state(module: LightningModule, given: Any) -> Iterator[Restore]:
-    """What brings back a module and its batch as they are now."""
     yield Snapshot(module).restore
     for tensor in tensors_in(given):
         if not tensor.is_inference() and can_be_put_back(tensor):  # no count is kept of what is written into the former
             yield functools.partial(_put_back, tensor, tensor.clone(), tensor._version)
 
 
+def _put_back(tensor: Tensor, value: Tensor, version: int) -> None:
+    if tensor._version != version:
+        tensor.copy_(value)
+
+
 def _logged(module: LightningModule) -> Iterator[Restore]:
-    """What brings back what was logged as it is now."""
-    logged: Any = getattr(module.trainer, "_results", None)
+    logged = logged_results(module.trainer)
     if logged is not None:
         for metric in logged.values():  # which adds up into new tensors, and never writes into one
             yield functools.partial(_rebind_attributes, vars(metric), dict(vars(metric)))
@@ -172,8 +166,3 @@ def _rebind_attributes(own: dict[str, Any], before: dict[str, Any]) -> None:
     kept = {name: own[name] for name in own if name in Snapshot.OWN or name in edits}
     restored = {name: value for name, value in before.items() if name not in edits and name not in Snapshot.OWN}
     _rebind(own, restored | kept)
-
-
-def _put_back(tensor: Tensor, value: Tensor, version: int) -> None:
-    if tensor._version != version:
-        tensor.copy_(value)

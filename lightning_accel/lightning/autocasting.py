@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accel.lightning.private import after_closure
 from lightning_accel.techniques.mixed_precision import CountingGradScaler, check_optimizer, without_mha_fast_path
 
 ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
@@ -109,14 +110,14 @@ class _Autocasting(MixedPrecision):
         closure_result = closure()
         scaler: CountingGradScaler | None = self.scaler
         if scaler is None:  # the step raised, was repeated in float32, and the run stays with that
-            self._after_closure(model, optimizer)
+            after_closure(self, model, optimizer)
             optimizer.step(**kwargs)
             return closure_result
         # training_step returned None: there is no new gradient, and what is left of older ones must not be used.
         is_skipped = closure_result is None and model.automatic_optimization
         if not is_skipped:
             scaler.unscale_(optimizer)  # before the hooks that look at gradients, and before clipping
-        self._after_closure(model, optimizer)
+        after_closure(self, model, optimizer)
         if is_skipped:
             return closure_result
         result = scaler.step(optimizer, **kwargs)

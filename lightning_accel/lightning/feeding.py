@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.core.torch_private import map_parts
 from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
 from lightning_accel.engine import Engine
+from lightning_accel.lightning.hooks import followed_by
+from lightning_accel.lightning.private import batch_hook_caller, combined_loader, is_sequential
 
 _DEPTH = 2  # batches prepared ahead
 # What Lightning runs between a loader and the device: a batch that is prepared ahead would pass them too late.
@@ -33,35 +37,32 @@ class Feeding:
         trainer: About to run.
         preprocess: What to do with each batch; None: only the transfer, where there is a device to transfer to.
         note: Told of loaders whose batches cannot be prepared ahead.
-
-    Attributes:
-        why_inline: Why there is no pipeline; empty where there is one.
     """
 
     def __init__(self, trainer: Trainer, preprocess: Preprocess | None, note: Callable[[str], None]) -> None:
         self.preprocess = preprocess
-        self._takes_loader = _takes_loader(trainer)
-        self.why_inline = "" if self._takes_loader else _why_inline(trainer)
+        # A training step that takes its batches from the loader itself: Lightning then transfers none.
+        self._takes_loader = is_param_in_hook_signature(
+            trainer.lightning_module.training_step, "dataloader_iter", explicit=True
+        )
+        self.why_inline = "" if self._takes_loader else _why_inline(trainer)  # empty where there is a pipeline
         self._trainer = trainer
         self._note = note
         self._pipelines: weakref.WeakSet[DevicePipeline] = weakref.WeakSet()
 
     def patches(self) -> Iterator[Patch]:
         """The edits to the Trainer's strategy; none to one that asks :meth:`pipe` by itself."""
+        strategy, wrap = self._trainer.strategy, functools.partial(followed_by, self.pipe)
         if self.why_inline:
             if self.preprocess is not None:
-                yield self._on_strategy("batch_to_device", self._transferring)
-        elif not getattr(self._trainer.strategy, "feeds_itself", False):
-            yield self._on_strategy("process_dataloader", self._piping)
+                yield MethodPatch("preprocess", "at the transfer", strategy, "batch_to_device", self._transferring)
+        elif not getattr(strategy, "feeds_itself", False):
+            yield MethodPatch("preprocess", "in a pipeline", strategy, "process_dataloader", wrap)
 
     def pipe(self, loader: Any) -> Any:
         """A pipeline around ``loader``; the loader itself where its batches have to pass through Lightning's hooks."""
         if self.why_inline or (self._takes_loader and self.preprocess is None):
             return loader
-
-        def position() -> Position:
-            return self._position(pipeline)
-
         strategy = self._trainer.strategy
         has_work = self.preprocess is not None or strategy.root_device.type != "cpu"
         depth = _DEPTH if has_work and _can_be_ahead(loader) else 0
@@ -71,7 +72,9 @@ class Feeding:
                 " ahead: it may follow the training, or use its memory again. A DataLoader over a map-style"
                 " dataset, or one with workers, does not."
             )
-        pipeline = DevicePipeline(loader, strategy.root_device, self.preprocess, depth, position=position)
+        pipeline = DevicePipeline(
+            loader, strategy.root_device, self.preprocess, depth, position=lambda: self._position(pipeline)
+        )
         self._pipelines.add(pipeline)
         return pipeline
 
@@ -79,10 +82,8 @@ class Feeding:
         """What happens to the batches, in a line for the report."""
         if self.preprocess is None:
             return "off"
-        what = self.preprocess.describe()
-        if self.why_inline:
-            return f"{what}; at the transfer of each batch: {self.why_inline}"
-        return f"{what}; the next batches while one is in work"
+        where = f"at the transfer of each batch: {self.why_inline}" if self.why_inline else ""
+        return f"{self.preprocess.describe()}; {where or 'the next batches while one is in work'}"
 
     def close(self) -> None:
         """Ends all pipelines, and gives the Trainer's loops the user's own loaders back."""
@@ -91,24 +92,17 @@ class Feeding:
         trainer = self._trainer
         fit, validate, test, predict = trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
         for loop in (fit, fit.epoch_loop.val_loop, validate, test, predict):
-            if (combined := loop._combined_loader) is not None:
+            if (combined := combined_loader(loop)) is not None:
                 combined.flattened = [
                     one.loader if isinstance(one, DevicePipeline) else one for one in combined.flattened
                 ]
 
-    def _on_strategy(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
-        return MethodPatch(f"{name} (preprocess)", "preprocessing", self._trainer.strategy, name, wrap)
-
-    def _piping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def process_dataloader(strategy: Strategy, dataloader: Any) -> Any:
-            return self.pipe(original(strategy, dataloader))
-
-        return process_dataloader
-
     def _transferring(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def batch_to_device(strategy: Strategy, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            # Lightning's own seam between the two hooks. Only here: it moves example inputs through the same.
-            around = MethodPatch("hooks", "preprocessing", strategy.lightning_module, "_call_batch_hook", self._hooking)
+            around, module = PatchSet(), strategy.lightning_module
+            if (name := batch_hook_caller(module)) is not None:
+                # Lightning's own seam between the two hooks. Only here: it moves example inputs through the same.
+                around.add(MethodPatch("preprocess", "between hooks", module, name, self._hooking))
             around.apply()
             try:
                 return original(strategy, batch, *args, **kwargs)
@@ -129,20 +123,18 @@ class Feeding:
 
     def _each_loaders(self, batch: Any) -> Any:
         """Preprocesses a batch; of one put together from several loaders, the part of each, as pipelines would."""
+        combined = combined_loader(_loop_under_way(self._trainer))
+        if combined is None or is_sequential(combined):
+            return self._preprocessed(0, batch)
+        return map_parts(self._preprocessed, batch, combined.iterables)
+
+    def _preprocessed(self, loader_idx: int, batch: Any) -> Any:
         assert self.preprocess is not None
-        combined = getattr(self._trainer._active_loop, "_combined_loader", None)
-        if combined is None or combined._mode == "sequential":
-            return self.preprocess(batch, self._position_of(0))
-        _, spec = tree_flatten(combined.iterables)
-        batches = [
-            part if part is None else self.preprocess(part, self._position_of(loader_idx))
-            for loader_idx, part in enumerate(spec.flatten_up_to(batch))
-        ]
-        return tree_unflatten(batches, spec)
+        return None if batch is None else self.preprocess(batch, self._position_of(loader_idx))
 
     def _position(self, pipeline: DevicePipeline) -> Position:
         """Where the first batch of an iteration of ``pipeline`` stands."""
-        combined = self._trainer.fit_loop._combined_loader
+        combined = combined_loader(self._trainer.fit_loop)
         loaders = [] if combined is None else combined.flattened
         number = next((number for number, loader in enumerate(loaders) if loader is pipeline), None)
         if number is None:
@@ -203,9 +195,15 @@ def _can_be_ahead(loader: Any) -> bool:
     return loader.num_workers > 0 or not isinstance(loader.dataset, IterableDataset)
 
 
-def _takes_loader(trainer: Trainer) -> bool:
-    """Whether the training step takes its batches from the loader itself: Lightning then transfers none."""
-    return is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
+def _loop_under_way(trainer: Trainer) -> Any:
+    fit = trainer.fit_loop
+    loops: dict[Any, Any] = {
+        TrainerFn.FITTING: fit if trainer.training else fit.epoch_loop.val_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    return loops.get(trainer.state.fn)
 
 
 def _why_inline(trainer: Trainer) -> str:

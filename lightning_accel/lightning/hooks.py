@@ -1,7 +1,8 @@
-"""Where a run's batches, predictions and checkpoints pass through its strategy, and what its module logs."""
+"""Where a run's batches, predictions and checkpoints pass through its strategy, and the engine sees them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,31 +23,24 @@ def strategy_hooks(
         restore_layouts: Brings the tensors of a checkpoint into the layouts that the user's own have.
     """
 
-    def with_techniques(original: Callable[..., Any]) -> Callable[..., Any]:
-        def batch_to_device(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-            return engine.batch(original(strategy, *args, **kwargs))
+    def with_own_layouts(state_dict: dict[str, Any]) -> dict[str, Any]:
+        checkpoint = {"state_dict": state_dict}
+        restore_layouts(checkpoint)
+        return checkpoint["state_dict"]
 
-        return batch_to_device
-
-    def as_predicted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def predict_step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-            return engine.predictions(original(strategy, *args, **kwargs))
-
-        return predict_step
-
-    def with_own_layouts(original: Callable[..., Any]) -> Callable[..., Any]:
+    for name, change in (
+        ("batch_to_device", engine.batch),
+        ("predict_step", engine.predictions),
         # Not left to `on_save_checkpoint`, which is not called for a checkpoint of weights only.
-        def lightning_module_state_dict(strategy: Strategy) -> dict[str, Any]:
-            checkpoint = {"state_dict": original(strategy)}
-            restore_layouts(checkpoint)
-            restored: dict[str, Any] = checkpoint["state_dict"]
-            return restored
-
-        return lightning_module_state_dict
-
-    for name, wrap in (
-        ("batch_to_device", with_techniques),
-        ("predict_step", as_predicted),
         ("lightning_module_state_dict", with_own_layouts),
     ):
-        yield MethodPatch(name, "in the run's layouts", strategy, name, wrap)
+        yield MethodPatch(name, "in the run's layouts", strategy, name, functools.partial(followed_by, change))
+
+
+def followed_by(change: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A strategy's method whose result passes through ``change``."""
+
+    def method(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+        return change(original(strategy, *args, **kwargs))
+
+    return method

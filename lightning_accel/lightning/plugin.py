@@ -24,10 +24,10 @@ from lightning_accel.assembly import surroundings_for
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.ranks import check_devices, gather
 from lightning_accel.core.report import Report
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Decisions, Engine
-from lightning_accel.lightning.agreement import check_devices, gather
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
 from lightning_accel.lightning.feeding import Feeding, feeding_for
 from lightning_accel.lightning.hooks import strategy_hooks

@@ -1,3 +1,142 @@
-"""Every name of Lightning's own that the library uses, one function each; see core/torch_private.py for the rules."""
+"""Every name of Lightning's own that the library uses, one function each; see core/torch_private.py for the rules.
+
+Where no version is named, every Lightning 2 has the name.
+"""
 
 from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.optim import Optimizer
+
+# -- loops ---------------------------------------------------------------------------------------------------------
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether no optimizer steps after the training batch under way: its gradients are added to the next one's.
+
+    Only the loop knows: it depends on the batch's number, on whether it is the last, and on the strategy.
+    Without the name: False, every step is taken for a whole one.
+    """
+    should_accumulate = getattr(trainer.fit_loop, "_should_accumulate", None)
+    return should_accumulate is not None and bool(should_accumulate())
+
+
+def before_fetch(trainer: Trainer) -> str | None:
+    """The method that ``trainer.fit_loop.epoch_loop`` calls before it asks its loader for a batch.
+
+    It is there for the profiler; Lightning has no hook for users around a fetch.
+    Without the name: None, and the time that a run waits for its data is not measured.
+    """
+    return _if_there(trainer.fit_loop.epoch_loop, "_on_before_fetch")
+
+
+def after_fetch(trainer: Trainer) -> str | None:
+    """The same for the method that is called when the loader has given a batch."""
+    return _if_there(trainer.fit_loop.epoch_loop, "_on_after_fetch")
+
+
+def combined_loader(loop: Any) -> CombinedLoader | None:
+    """What one of the Trainer's loops iterates over, and through which its loaders can be exchanged.
+
+    The Trainer's public properties, ``train_dataloader`` and others, only show the loaders.
+    Without the name: None. Loaders then stay wrapped after a run, and the position of a batch is not known.
+    """
+    return getattr(loop, "_combined_loader", None)
+
+
+def is_sequential(combined: CombinedLoader) -> bool:
+    """Whether a batch comes from one of its loaders, and is not one of each: there is no public property for that.
+
+    Without the name: whether there is a single loader.
+    """
+    mode = getattr(combined, "_mode", None)
+    return len(combined.flattened) < 2 if mode is None else mode == "sequential"
+
+
+def logged_results(trainer: Trainer) -> dict[str, Any] | None:
+    """What ``self.log`` has put together in the loop under way: key → metric; None outside of loops.
+
+    ``trainer.callback_metrics`` has only values that were reduced already.
+    Without the name: None, and what a failed step has logged is counted with its repetition.
+    """
+    return getattr(trainer, "_results", None)
+
+
+def batch_hook_caller(module: LightningModule | None) -> str | None:
+    """The method that calls all hooks of a batch's transfer, the module's own or the datamodule's.
+
+    Without the name: None, and batches whose transfer the user has taken in hand are not preprocessed.
+    """
+    return _if_there(module, "_call_batch_hook")
+
+
+# -- precision and strategies --------------------------------------------------------------------------------------
+
+
+def after_closure(precision: Precision, model: LightningModule, optimizer: Optimizer) -> None:
+    """Calls the hooks between backward pass and optimizer's step, and clips gradients, as whoever steps has to.
+
+    Without the name: an ``AttributeError``, as training without clipping would be silently wrong.
+    """
+    precision._after_closure(model, optimizer)
+
+
+def layer_sync(strategy: Strategy) -> LayerSync | None:
+    """What ``Trainer(sync_batchnorm=True)`` put into the strategy; None without it.
+
+    Without the name: None, and Lightning's own form is used, which computes on GPUs only.
+    """
+    return getattr(strategy, "_layer_sync", None)
+
+
+def replace_layer_sync(strategy: Strategy, sync: LayerSync) -> None:
+    """Puts another one in the place of what :func:`layer_sync` found."""
+    vars(strategy)["_layer_sync"] = sync
+
+
+def set_data_parallel_size(strategy: ModelParallelStrategy, size: int) -> None:
+    """Says over how many processes to shard; the number is known later than the constructor. Since Lightning 2.3.
+
+    Without the name: nothing changes, and Lightning says that the sizes of the device mesh do not fit.
+    """
+    vars(strategy)["_data_parallel_size"] = size
+
+
+def ddp_settings(strategy: DDPStrategy) -> dict[str, Any]:
+    """The arguments for DistributedDataParallel; they depend on the first step, which comes after the constructor.
+
+    Without the name: an ``AttributeError``, as every wrapper would be the wrong one.
+    """
+    settings: dict[str, Any] = strategy._ddp_kwargs
+    return settings
+
+
+def cluster_environment(trainer: Trainer) -> ClusterEnvironment | None:
+    """Where the processes of the run were started, SLURM say. Strategies for one device do not have it publicly.
+
+    Without the name: what the strategy has, or None.
+    """
+    connector = getattr(trainer, "_accelerator_connector", trainer.strategy)
+    return getattr(connector, "cluster_environment", None)
+
+
+# -- command line --------------------------------------------------------------------------------------------------
+
+
+def parser_actions(parser: Any) -> list[Any]:
+    """The arguments of a parser of jsonargparse's, by argparse's own name; publicly they are in the help's text only.
+
+    Without the name: none, and the error for a misspelt key names no nearest one.
+    """
+    return list(getattr(parser, "_actions", ()))
+
+
+def _if_there(owner: Any, name: str) -> str | None:
+    return name if callable(getattr(owner, name, None)) else None

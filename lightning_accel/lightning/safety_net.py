@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.core.checks import SettingError
-from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.patch import AttributePatch, MethodPatch, Patch
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import AccelError, Engine
 from lightning_accel.lightning.attempt import Attempt, SmallState, Step
@@ -40,8 +40,7 @@ class SafetyNet:
         module: The run's module.
         engine: At work on it.
         is_ours: Whether anything of ours is in force in the next step.
-        without_precision: Takes back what the engine does not do, the choice of a precision: entered around a
-            repeated step, and given what it first raised.
+        without_precision: Takes the choice of a precision back around a repeated step; given what that first raised.
     """
 
     def __init__(
@@ -60,59 +59,52 @@ class SafetyNet:
 
     def patches(self, strategy: Strategy) -> Iterator[Patch]:
         """The edits that put every step of ``strategy`` above the net."""
-
-        def guarded(original: Callable[..., Any], goes_backward: bool) -> Callable[..., Any]:
-            def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-                outputs = self._run(functools.partial(original, strategy), args, kwargs)
-                if not goes_backward:
-                    self._attempt = None  # its batch is not to be there beside the next one
-                return outputs
-
-            return step
-
         for name in _STEPS:
             goes_backward = name == "training_step" and self._module.automatic_optimization
-            wrap = functools.partial(guarded, goes_backward=goes_backward)
-            yield MethodPatch(f"{name}, guarded", "above a net", strategy, name, wrap)
+            guarded = functools.partial(self._guarded, goes_backward)
+            yield MethodPatch(f"{name}, guarded", "above a net", strategy, name, guarded)
+            # DistributedDataParallel calls the module's own step after it has sent rank 0's buffers to all.
+            if self._module.trainer.world_size > 1:
+                yield MethodPatch(f"{name}, kept again", "above a net", self._module, name, self._kept_again)
 
-        def noted(original: Callable[..., Any]) -> Callable[..., Any]:
-            def step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
-                if self._attempt is not None:
-                    self._attempt.note(self._state or SmallState(self._module))
-                return original(module, *args, **kwargs)
+    def _guarded(self, goes_backward: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+            outputs = self._run(functools.partial(original, strategy), args, kwargs)
+            if not goes_backward:
+                self._attempt = None  # its batch is not to be there beside the next one
+            return outputs
 
-            return step
+        return step
 
-        # DistributedDataParallel calls the module's own step after it has sent rank 0's buffers to all.
-        if self._module.trainer.world_size > 1:
-            for name in _STEPS:
-                yield MethodPatch(f"{name}, noted", "above a net", self._module, name, noted)
+    def _kept_again(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+            if self._attempt is not None:
+                self._attempt.keep_again(self._state)
+            return original(module, *args, **kwargs)
+
+        return step
 
     @property
     def is_spread(self) -> bool:
         """Whether the latest step can be repeated: not where nothing of ours is in force."""
         return self._attempt is not None
 
-    def backward(self, run: Step, run_repeated: Callable[[Any], None]) -> None:
+    def backward(self, run: Callable[[], None], run_repeated: Callable[[Any], None]) -> None:
         """A backward pass after a step with a net, which is repeated where the pass raises because of an edit.
 
         Args:
             run: The backward pass.
             run_repeated: The same for the outputs of the step's repetition.
         """
-        attempt = self._attempt
+        attempt, self._attempt = self._attempt, None
         assert attempt is not None, "no net is spread"
-        attempt.has_gone_backward = True
         try:
             run()
+            return
         except Exception as error:
             if not (self._gradients_are_new() and self._may_repeat(attempt, error)):
                 raise
             failure = _without_frames(error)
-        else:
-            self._attempt = None
-            return
-        self._attempt = None
         self._module.zero_grad(set_to_none=True)
         run_repeated(self._repeat(attempt, failure))
         self._tell(failure)
@@ -122,27 +114,24 @@ class SafetyNet:
         if not self._is_ours():
             return step(*args, **kwargs)
         try:
-            attempt = self._attempt = self._begin(step, (args, kwargs))
+            state = None
+            if not self._engine.is_trying:
+                state = self._state = self._state or SmallState(self._module)
+            attempt = self._attempt = Attempt(step, (args, kwargs), self._module, state)
         except Exception:  # what cannot be copied cannot be brought back: a step without a net is the user's own
             self._state = None
             return step(*args, **kwargs)
         try:
             return step(*args, **kwargs)
         except Exception as error:
-            self._attempt = None
-            if attempt.has_gone_backward or not self._may_repeat(attempt, error):
+            has_gone_backward, self._attempt = self._attempt is not attempt, None
+            if has_gone_backward or not self._may_repeat(attempt, error):
                 raise
             failure = _without_frames(error)
         # Outside of the handler, so that an error of the user's does not drag ours along.
         outputs = self._repeat(attempt, failure)
         self._tell(failure)
         return outputs
-
-    def _begin(self, step: Step, given: Any) -> Attempt:
-        state = None
-        if not self._engine.is_trying:
-            state = self._state = self._state or SmallState(self._module)
-        return Attempt(step, given, self._module, state)
 
     def _may_repeat(self, attempt: Attempt, error: Exception) -> bool:
         return not isinstance(error, _NOT_OURS) and attempt.can_be_repeated()
@@ -176,12 +165,12 @@ def _buffers_not_sent(model: nn.Module | None) -> Iterator[None]:
     if not isinstance(model, DistributedDataParallel):
         yield
         return
-    before = model.require_forward_param_sync
-    model.require_forward_param_sync = False
+    unsent = AttributePatch("", "sends no buffers", model, "require_forward_param_sync", False)
+    unsent.apply()
     try:
         yield
     finally:
-        model.require_forward_param_sync = before
+        unsent.undo()
 
 
 def _without_frames(error: Exception) -> Exception:

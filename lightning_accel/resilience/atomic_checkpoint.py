@@ -9,16 +9,12 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
-from lightning.fabric.utilities.types import _PATH
 from typing_extensions import override
 
 from lightning_accel.core.byte_size import format_bytes
@@ -37,7 +33,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Writes ``checkpoint`` to ``path``; links to files are followed.
 
         Raises:
@@ -65,33 +61,17 @@ def save_atomically(checkpoint: Any, path: str | Path) -> None:
     except BaseException as error:
         discard(temporary)
         # Torch writes the end of its archive even after a write has failed, and raises what comes of that instead.
-        cause = _of_disk(error)
+        cause = _failed_write(error)
         if cause is None:
             raise
         raise _explained(cause, path) from error
 
 
-@contextmanager
-def replacing_folder(path: str | Path) -> Iterator[Path]:
-    """A folder to write into, which replaces what is at ``path`` when the block ends, and vanishes when it raises.
-
-    For several processes that write into the same folder, :func:`begin_replacing`, :func:`commit` and :func:`discard`
-    are the parts: one process calls them and tells the others where to write.
-    """
-    temporary = begin_replacing(path)
-    try:
-        temporary.mkdir()
-        yield temporary
-        commit(temporary, path)
-    except BaseException:
-        discard(temporary)
-        raise
-
-
 def begin_replacing(path: str | Path) -> Path:
     """Where to write what is to replace the file or folder at ``path``: a hidden name in the same folder, not in use.
 
-    What killed processes of this host left there under such names is removed. Folders above ``path`` are made.
+    What killed processes of this host left there under such names is removed. Folders above ``path`` are made. Of
+    several processes that write into one folder, one calls this and :func:`commit`, and tells the others where.
     """
     target = _target(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -127,8 +107,9 @@ def discard(temporary: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _local_path(path: _PATH) -> str | None:
-    return str(get_filesystem(path)._strip_protocol(str(path))) if _is_local_file_protocol(path) else None
+def _local_path(path: str | Path) -> str | None:
+    protocol, is_url, rest = str(path).rpartition("://")
+    return os.path.expanduser(rest) if not is_url or protocol == "file" else None
 
 
 def _target(path: str | Path) -> Path:
@@ -156,7 +137,7 @@ def _remove_leftovers(target: Path) -> None:
             continue
         leftover = target.with_name(name)
         if suffix == "previous" and not target.exists():
-            os.rename(leftover, target)
+            leftover.rename(target)
         else:
             discard(leftover)
 
@@ -165,12 +146,11 @@ def _swap(temporary: Path, target: Path) -> Path:
     """Brings ``temporary`` to ``target``; returns where what was there is now."""
     if _exchange(temporary, target):
         return temporary
-    previous = _beside(target, "previous")
-    os.rename(target, previous)
+    previous = target.rename(_beside(target, "previous"))
     try:
-        os.rename(temporary, target)
+        temporary.rename(target)
     except BaseException:
-        os.rename(previous, target)
+        previous.rename(target)
         raise
     return previous
 
@@ -204,7 +184,7 @@ def _flush_one(path: Path) -> None:
         os.close(descriptor)
 
 
-def _of_disk(error: BaseException | None) -> OSError | None:
+def _failed_write(error: BaseException | None) -> OSError | None:
     """The write that failed, among what led to ``error``, itself included. Only what opens a file knows its name."""
     while error is not None and not (isinstance(error, OSError) and error.filename is None):
         error = error.__cause__ or error.__context__
@@ -215,6 +195,5 @@ def _explained(error: OSError, path: str | Path) -> OSError:
     target = _target(path)
     free = format_bytes(shutil.disk_usage(target.parent).free)
     previous = "the previous checkpoint is whole" if target.exists() else "there was none before"
-    return OSError(
-        error.errno, f"{error.strerror}: the checkpoint was not written ({free} free there), {previous}", str(path)
-    )
+    message = f"{error.strerror}: the checkpoint was not written ({free} free there), {previous}"
+    return OSError(error.errno, message, str(path))

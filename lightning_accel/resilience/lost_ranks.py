@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
+from lightning_accel.core.ranks import gather
+
 # What gloo, the store and NCCL say of a connection that is gone or silent, and not of tensors that do not fit, nor of
 # cards that are given out twice.
 _BROKEN = re.compile(
@@ -29,14 +31,7 @@ _MARK = "lightning-accel-gave-up-"
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A rank's process.
-
-    Attributes:
-        rank: Of the process group.
-        host: The name of its machine.
-        pid: Its number there.
-        started: When, in seconds since 1970: numbers are used again.
-    """
+    """A rank's process. ``started`` is in seconds since 1970: its number may be given to another process later."""
 
     rank: int
     host: str
@@ -60,15 +55,15 @@ class Member:
         except psutil.NoSuchProcess:
             return False
 
+    @property
+    def mark(self) -> Path:
+        """The file that says that this process ended because of another."""
+        return Path(tempfile.gettempdir(), f"{_MARK}{self.pid}-{self.started:.0f}")
+
 
 @dataclass(frozen=True)
 class Roster:
-    """The processes of a run, taken down while all of them live.
-
-    Attributes:
-        members: By rank.
-        own: This process.
-    """
+    """The processes of a run, by rank, and this one of them; taken down while all of them live."""
 
     members: Sequence[Member]
     own: Member
@@ -78,11 +73,7 @@ class Roster:
         """Of the default process group; of this process alone where there is none. A collective call."""
         _forget_old_marks()
         own = Member.here()
-        if not dist.is_initialized():
-            return cls([own], own)
-        members: list[Member | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(members, own)
-        return cls([member for member in members if member is not None], own)
+        return cls(gather(own), own)
 
     def lost(self) -> list[Member]:
         """The ranks on this host whose processes have ended, however they did."""
@@ -111,10 +102,10 @@ def explain(exception: BaseException, roster: Roster, patience_s: float = 2.0) -
     if len(roster.members) == 1 or not is_broken_collective(exception):
         return None
     with suppress(OSError):  # no room for it: the others may then name this rank
-        _mark(roster.own).touch()
+        roster.own.mark.touch()
     give_up_at = time.monotonic() + patience_s
     while True:
-        lost = [member for member in roster.lost() if not _mark(member).exists()]
+        lost = [member for member in roster.lost() if not member.mark.exists()]
         if lost:
             return _of_lost(lost, roster)
         if time.monotonic() > give_up_at:
@@ -132,25 +123,23 @@ def is_broken_collective(exception: BaseException) -> bool:
 
 def _of_lost(lost: Sequence[Member], roster: Roster) -> str:
     processes = _listed(f"{member.rank} (pid {member.pid} on host {member.host})" for member in lost)
-    others = [member.rank for member in roster.members if member not in lost]
-    is_one = len(lost) == 1
+    others = _ranks([member for member in roster.members if member not in lost])
+    has_died = f"Rank {processes} has died; {others} cannot go on without it. Its"
+    have_died = f"Ranks {processes} have died; {others} cannot go on without them. Their"
     return (
-        f"{'Rank' if is_one else 'Ranks'} {processes} {'has' if is_one else 'have'} died; {_ranks(others)} cannot go on"
-        f" without {'it. Its' if is_one else 'them. Their'} own output says why; 'Killed', or an exit status of 137 or"
-        " -9, means that the system ended it, often for want of memory. To go on from the last checkpoint:"
+        f"{has_died if len(lost) == 1 else have_died} own output says why; 'Killed', or an exit status of 137 or -9,"
+        " means that the system ended it, often for want of memory. To go on from the last checkpoint:"
         " trainer.fit(..., ckpt_path='last')."
     )
 
 
 def _of_none_lost(roster: Roster) -> str:
-    elsewhere: dict[str, list[int]] = {}
+    elsewhere: dict[str, list[Member]] = {}
     for member in roster.members:
         if member.host != roster.own.host:
-            elsewhere.setdefault(member.host, []).append(member.rank)
-    look = ""
-    if elsewhere:
-        places = _listed(f"{host} ({_ranks(ranks)})" for host, ranks in elsewhere.items())
-        look = f" Look at the output of those on {places}."
+            elsewhere.setdefault(member.host, []).append(member)
+    places = [f"{host} ({_ranks(members)})" for host, members in elsewhere.items()]
+    look = f" Look at the output of those on {_listed(places)}." if places else ""
     return (
         f"No rank on this host, {roster.own.host}, has died.{look} If none has, one took longer over its part, or waits"
         " in a step that the others do not take, than the process group's timeout allows: the strategy's timeout="
@@ -158,8 +147,8 @@ def _of_none_lost(roster: Roster) -> str:
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(map(str, ranks))}"
+def _ranks(members: Sequence[Member]) -> str:
+    return f"{'rank' if len(members) == 1 else 'ranks'} {_listed(str(member.rank) for member in members)}"
 
 
 def _listed(words: Iterable[str]) -> str:
@@ -167,14 +156,8 @@ def _listed(words: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _mark(member: Member) -> Path:
-    return Path(tempfile.gettempdir(), f"{_MARK}{member.pid}-{member.started:.0f}")
-
-
 def _forget_old_marks() -> None:
     for mark in Path(tempfile.gettempdir()).glob(f"{_MARK}*"):
-        try:
+        with suppress(OSError):  # of another user, or just removed by another process
             if time.time() - mark.stat().st_mtime > _OLD_S:
                 mark.unlink()
-        except OSError:
-            pass  # of another user, or just removed by another process

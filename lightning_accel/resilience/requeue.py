@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from typing_extensions import override
 
-Handler = Callable[[int, Any], Any]
+from lightning_accel.lightning.private import cluster_environment, is_accumulating
 
 
 def defer_signals(trainer: Trainer, timeout: timedelta | None = None) -> DeferredSignals | None:
@@ -30,15 +28,12 @@ def defer_signals(trainer: Trainer, timeout: timedelta | None = None) -> Deferre
     Returns:
         What to call ``undo`` on when the run ends; None where the job is not one that SLURM requeues.
     """
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = cluster_environment(trainer)
     if not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
         return None
-    numbers = dict.fromkeys([int(environment.requeue_signal or signal.SIGUSR1), int(signal.SIGTERM)])
     # Over the hosts: the ranks agree at every step, and no device has to catch up with its host for that.
     group = dist.new_group(backend="gloo", timeout=timeout) if trainer.world_size > 1 else None
-    deferred = DeferredSignals(trainer, {number: signal.getsignal(number) for number in numbers}, group)
-    deferred.apply()
-    return deferred
+    return DeferredSignals(trainer, [int(environment.requeue_signal or signal.SIGUSR1), int(signal.SIGTERM)], group)
 
 
 class DeferredSignals(Callback):
@@ -53,20 +48,19 @@ class DeferredSignals(Callback):
 
     Args:
         trainer: Whose callback this becomes.
-        handlers: Signal → what Lightning does on it; others than Lightning's are left alone.
+        numbers: Of the signals; where others than Lightning's handlers are registered, they stay.
         group: Of all ranks, on their hosts; None for a single process.
     """
 
-    def __init__(self, trainer: Trainer, handlers: Mapping[int, Any], group: dist.ProcessGroup | None) -> None:
-        self._trainer = trainer
-        self._handlers: dict[int, Handler] = {n: h for n, h in handlers.items() if isinstance(h, _HandlersCompose)}
+    def __init__(self, trainer: Trainer, numbers: list[int], group: dist.ProcessGroup | None) -> None:
+        handlers: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
+        self._handlers = {n: h for n, h in handlers.items() if type(h).__module__.startswith("lightning.pytorch")}
         self._group = group
         self._received: set[int] = set()
         self._handled: set[int] = set()
-
-    def apply(self) -> None:
         for number in self._handlers:
             signal.signal(number, self._receive)
+        self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._callbacks.append(self)
 
     def undo(self) -> None:
@@ -87,7 +81,7 @@ class DeferredSignals(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         # The gradients of half a step are in no checkpoint.
-        if not trainer.fit_loop._should_accumulate():
+        if not is_accumulating(trainer):
             for number in self._due():
                 self._handlers[number](number, None)
 
@@ -99,8 +93,3 @@ class DeferredSignals(Callback):
         due = [n for n, flag in zip(self._handlers, flags.tolist(), strict=True) if flag and n not in self._handled]
         self._handled.update(due)
         return due
-
-    @property
-    def _callbacks(self) -> list[Any]:
-        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        return callbacks

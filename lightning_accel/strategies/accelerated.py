@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, cast, get_args
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
@@ -20,10 +17,12 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
 
 from lightning_accel.lightning.plugin import AccelPlugin
+from lightning_accel.lightning.private import layer_sync, replace_layer_sync
 from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO
 from lightning_accel.resilience.lost_ranks import Roster, name_lost_ranks
 from lightning_accel.resilience.requeue import DeferredSignals, defer_signals
 from lightning_accel.strategies.sync_batch_norm import AnyDeviceSyncBatchNorm
+from lightning_accel.strategies.trainer_precision import precision_of_trainer
 from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
 _PRECISIONS = get_args(PrecisionSetting)
@@ -43,6 +42,9 @@ class Accelerated(Strategy):
         "Cannot copy out of meta tensor": "The module was made on the meta device: accel_fsdp gives it memory and"
         " values, the other strategies take one that has them."
     }
+
+    timeout: timedelta | None = None  # of what the ranks do together; None: torch's default
+    _given_io: CheckpointIO | None = None
     _roster: Roster | None = None
     _deferred: DeferredSignals | None = None
 
@@ -60,17 +62,21 @@ class Accelerated(Strategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            inner = self._checkpoint_io.checkpoint_io
-            if inner is None or type(inner) is TorchCheckpointIO:
-                self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
-        return self._checkpoint_io
+        if self._given_io is None:
+            self._given_io = AtomicCheckpointIO()
+        return self._given_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
+        self._given_io = io
+        if getattr(io, "checkpoint_io", io) is None:  # it wraps one, that of the strategy where it was given none
+            cast(Any, io).checkpoint_io = AtomicCheckpointIO()
+
+    @property
+    def module(self) -> LightningModule:
+        """The run's."""
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     def note(self, line: str) -> None:
         """Adds a line to the report of the run's AccelPlugin."""
@@ -82,8 +88,8 @@ class Accelerated(Strategy):
         super().setup_environment()
         # Others may be there that have no part in this run: a Trainer on one device, after one on many.
         self._roster = Roster.gather() if getattr(self, "world_size", 1) > 1 else None
-        if type(getattr(self, "_layer_sync", None)) is TorchSyncBatchNorm:
-            vars(self)["_layer_sync"] = AnyDeviceSyncBatchNorm()
+        if type(layer_sync(self)) is TorchSyncBatchNorm:
+            replace_layer_sync(self, AnyDeviceSyncBatchNorm())
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -94,9 +100,8 @@ class Accelerated(Strategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
         # Lightning registers its handlers after the setup.
-        self._deferred = defer_signals(self.lightning_module.trainer, getattr(self, "_timeout", None))
+        self._deferred = defer_signals(self.module.trainer, self.timeout)
 
     @override
     def teardown(self) -> None:
@@ -106,7 +111,7 @@ class Accelerated(Strategy):
         super().teardown()
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if Path(checkpoint_path).is_dir():
             raise ValueError(
                 f"{checkpoint_path} is a folder of shards, as accel_fsdp writes them: resume with strategy='accel_fsdp'"
@@ -128,7 +133,7 @@ def _accelerating(plugin: Precision, strategy: str) -> Precision:
     """``plugin``, or the AccelPlugin that does what the Trainer's ``precision=`` asks for, if it was made from that."""
     if isinstance(plugin, AccelPlugin):
         return plugin
-    asked = _precision_of_trainer()
+    asked = precision_of_trainer()
     if asked is None and type(plugin) is Precision:
         return AccelPlugin()
     if asked is None:
@@ -141,19 +146,6 @@ def _accelerating(plugin: Precision, strategy: str) -> Precision:
             " Choose one of these, or a strategy of Lightning's own."
         )
     return AccelPlugin(precision=precision)
-
-
-def _precision_of_trainer() -> Any:
-    """The ``precision=`` of the Trainer that is being made; None: none was given, or no Trainer is being made.
-
-    A strategy is handed the plugin that Lightning made of it, where ``"32-true"`` and nothing look alike: one is a
-    wish, the other leaves the choice to us.
-    """
-    of_trainer = inspect.unwrap(Trainer.__init__).__code__
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not of_trainer:
-        frame = frame.f_back  # type: ignore[assignment]
-    return None if frame is None else frame.f_locals.get("precision")
 
 
 def _check_samples(dataloader: object) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_accel.core.checks import check_choice, check_names
+from lightning_accel.core.torch_private import call_after_backward, check_all_reduced
+from lightning_accel.lightning.private import ddp_settings
 from lightning_accel.strategies.accelerated import Accelerated
 from lightning_accel.strategies.sharding import is_sharded
 
@@ -73,10 +74,12 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         check_names(settings, allowed=sorted(known - {"self", "kwargs", "module"}), owner="AccelDDPStrategy")
         settings.setdefault("gradient_as_bucket_view", True)
         super().__init__(**settings)
+        self.timeout = settings.get("timeout")
         self._find_unused_parameters = find_unused_parameters
         self._static_graph = static_graph
         self._compression = gradient_compression
         self._parameters: list[nn.Parameter] = []
+        self._ignored: set[str] = set()  # names of parameters that are each rank's own
         self._wrapped_for: list[bool] = []  # what is trained, and how, when the model was wrapped
         self._is_observing = False
         self._is_accumulating = False
@@ -86,34 +89,40 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self.module
         find, static = self._find_unused_parameters, self._static_graph
         is_automatic = module.automatic_optimization
-        self._is_observing = find is None and static is None and is_automatic
-        self._is_static = None
         if is_sharded(module):
             raise ValueError(
                 f"An earlier run of accel_fsdp left {type(module).__name__} sharded, which accel_ddp cannot wrap. Make"
                 " a new one, and load that run's checkpoint: trainer.fit(..., ckpt_path=...)."
             )
+        self._is_observing = find is None and static is None and is_automatic
+        self._is_static = None
         self._parameters = list(module.parameters())
-        self._wrapped_for = self._settings()
-        # What is given holds; what is not follows from it, and with manual optimization from what always works.
-        self._set_up_graph(find=bool(find) or (find is None and not static and not is_automatic), static=bool(static))
+        self._wrapped_for = self._trained()
         # Wrapped even when the first step goes without: that checks that the ranks have the same parameters, and gives
-        # them the values of rank 0.
-        super().configure_ddp()
+        # them the values of rank 0. What is given holds; what is not follows from it, and with manual optimization from
+        # what always works.
+        self._wrap(find=bool(find) or (find is None and not static and not is_automatic), static=bool(static))
         if self._is_observing:
             self.model = module
 
-    @override
-    def _register_ddp_hooks(self) -> None:
-        super()._register_ddp_hooks()
+    def _wrap(self, *, find: bool, static: bool, **others: Any) -> None:
+        self._is_first_static_pass = static
+        settings = ddp_settings(self)
+        given = dict(settings)
+        settings.update(find_unused_parameters=find, static_graph=static, **others)
+        self.model = self.module
+        super().configure_ddp()
+        settings.clear()
+        settings.update(given)
+        wrapped = cast(DistributedDataParallel, self.model)
+        self._ignored = wrapped.parameters_to_ignore
         if self._compression is None:
             return
         try:
-            self._ddp.register_comm_hook(None, _HOOKS[self._compression])
+            wrapped.register_comm_hook(None, _HOOKS[self._compression])
         except TypeError as error:
             raise ValueError(
                 f"gradient_compression={self._compression!r} cannot be done here: {error}. Use 'fp16', or None."
@@ -121,12 +130,10 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._settings() != self._wrapped_for:
-            self.model = self.lightning_module
+        if self._trained() != self._wrapped_for:
             self.configure_ddp()
         elif self._is_static is not None:
             self._wrap_as_observed(self._is_static)
-            self._is_static = None
         return super().training_step(*args, **kwargs)
 
     @contextmanager
@@ -147,8 +154,7 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         self._is_averaged = False
         if self._is_observing and not self._is_accumulating and closure_loss.requires_grad:
             # As DDP's own: hooks after the backward pass, which clip gradients say, must see the average.
-            average = Variable._execution_engine.queue_callback
-            closure_loss.register_hook(lambda _: average(self._average))  # type: ignore[no-untyped-call]
+            closure_loss.register_hook(lambda _: call_after_backward(self._average))  # type: ignore[no-untyped-call]
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -159,64 +165,45 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
                 self._average()
         elif is_recorded and self._static_graph is None:
             # Torch has recorded what this pass used, and would fail where a later one uses more.
-            if not all_have_gradients(self._reduced_parameters()):
+            if not _all_have(_ranks_with_gradients(self._reduced_parameters())):
                 self._is_static = False
         elif isinstance(self.model, DistributedDataParallel) and not self._is_accumulating:
-            self._check_all_were_used()
+            self._check_all_were_used(self.model)
 
     def _average(self) -> None:
         self._is_static = average_gradients(self._reduced_parameters())
         self._is_averaged = True
 
-    def _settings(self) -> list[bool]:
-        module = self.lightning_module
-        assert module is not None
-        return [module.automatic_optimization, *(parameter.requires_grad for parameter in self._parameters)]
-
-    @property
-    def _ddp(self) -> DistributedDataParallel:
-        assert isinstance(self.model, DistributedDataParallel)
-        return self.model
-
-    def _set_up_graph(self, *, find: bool, static: bool) -> None:
-        self._ddp_kwargs |= {"find_unused_parameters": find, "static_graph": static}
-        self._is_first_static_pass = static
+    def _trained(self) -> list[bool]:
+        return [self.module.automatic_optimization, *(parameter.requires_grad for parameter in self._parameters)]
 
     def _wrap_as_observed(self, is_static: bool) -> None:
-        self._is_observing = False
+        self._is_observing, self._is_static = False, None
         self.note(
             "accel_ddp: every parameter got a gradient: static graph"
             if is_static
             else "accel_ddp: not every parameter got a gradient on every rank: unused ones are looked for in each step"
         )
-        self._set_up_graph(find=not is_static, static=is_static)
-        module = cast(nn.Module, self.lightning_module)
-        before = self._ddp_kwargs
-        self._ddp_kwargs = {**before, "init_sync": False}  # the ranks have trained together: they hold the same
-        self.model = self._setup_model(module)
-        self._ddp_kwargs = before
-        self._register_ddp_hooks()
+        # The ranks have trained together: they hold the same.
+        self._wrap(find=not is_static, static=is_static, init_sync=False)
 
     def _reduced_parameters(self) -> list[nn.Parameter]:
-        module = cast(nn.Module, self.lightning_module)
-        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # torch's own way to name them
-        return [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+        return [p for name, p in self.module.named_parameters() if p.requires_grad and name not in self._ignored]
 
-    def _check_all_were_used(self) -> None:
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
+    def _check_all_were_used(self, wrapped: DistributedDataParallel) -> None:
+        if not self.module.automatic_optimization:
             return
         try:
-            self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+            check_all_reduced(wrapped)
         except RuntimeError as error:
-            unused = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p.grad is None]
+            unused = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
             raise RuntimeError(
                 f"Parameters that earlier steps used got no gradient in this one: {', '.join(unused[:4]) or 'unknown'}."
                 f" Their gradients cannot be averaged over the ranks. {_MEND}"
             ) from error
 
 
-def average_gradients(parameters: Iterable[nn.Parameter]) -> bool:
+def average_gradients(parameters: Sequence[nn.Parameter]) -> bool:
     """Averages gradients over the ranks. A collective call. One that only other ranks have counts as zero here.
 
     Args:
@@ -228,7 +215,6 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> bool:
     Raises:
         ValueError: A gradient is sparse on some ranks only; on every rank alike.
     """
-    parameters = list(parameters)
     world_size = torch.distributed.get_world_size()
     users = _ranks_with_gradients(parameters)
     for parameter, (count, sparse) in zip(parameters, users, strict=True):
@@ -246,17 +232,15 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> bool:
         gradient /= world_size
         if gradient is not parameter.grad:
             parameter.grad.copy_(gradient)
-    return all(count == world_size for count, _ in users)
+    return _all_have(users)
 
 
-def all_have_gradients(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether every parameter has a gradient on every rank. A collective call."""
-    world_size = torch.distributed.get_world_size()
-    return all(count == world_size for count, _ in _ranks_with_gradients(list(parameters)))
+def _all_have(users: Sequence[tuple[int, int]]) -> bool:
+    return all(count == torch.distributed.get_world_size() for count, _ in users)
 
 
 def _ranks_with_gradients(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    """Of each parameter, how many ranks have a gradient, and how many a sparse one."""
+    """Of each parameter, how many ranks have a gradient, and how many a sparse one. A collective call."""
     if not parameters:
         return []
     own = [(p.grad is not None, p.grad is not None and p.grad.is_sparse) for p in parameters]

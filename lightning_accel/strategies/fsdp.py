@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_accel.core.checks import check_names
 from lightning_accel.core.patch import AttributePatch
+from lightning_accel.lightning.private import layer_sync, set_data_parallel_size
 from lightning_accel.strategies.accelerated import Accelerated
 from lightning_accel.strategies.block_order import BlockOrder
 from lightning_accel.strategies.scalars import ReplicatedScalars
@@ -39,7 +37,7 @@ _NO_SHARDED_FORM = (
 )
 
 
-class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
+class AccelFSDPStrategy(ShardedCheckpoints):
     """FSDP2 on a module as it is: ``Trainer(strategy="accel_fsdp")``.
 
     The repeated blocks are sharded one by one, then the rest, after AccelPlugin's edits (checkpointing, compilation)
@@ -91,7 +89,11 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
         )
         if isinstance(blocks, str):
             raise TypeError(f"blocks={blocks!r} is a text: give a list of class names or module paths, [{blocks!r}].")
+        self.timeout = settings.get("timeout")
         self._blocks = tuple(blocks)
+        self._saves_shards = save_distributed_checkpoint
+        self._sizes = data_parallel_size, tensor_parallel_size
+        self._shards_itself = False  # the module does, in its configure_model
         self._steps_through_root = False
         self._scalars: ReplicatedScalars | None = None
         self._order: BlockOrder | None = None
@@ -99,58 +101,57 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if self._data_parallel_size == "auto":
-            self._data_parallel_size = self.num_nodes * self.num_processes // int(self._tensor_parallel_size)
+        data_parallel_size, tensor_parallel_size = self._sizes
+        if data_parallel_size == "auto":
+            set_data_parallel_size(self, self.num_nodes * self.num_processes // tensor_parallel_size)
         super().setup_environment()
 
     # -- setting up --------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None
-        module = self.lightning_module
-        assert module is not None
+        module = self.module
         _check_callbacks(trainer)
-        if is_overridden("configure_model", module) and is_sharded(module):
+        self._scalars = None
+        self._shards_itself = is_overridden("configure_model", module) and is_sharded(module)
+        if self._shards_itself:
             super().setup(trainer)
         else:
-            self.accelerator.setup(trainer)
-            if self._layer_sync and not is_sharded(module):
-                self._layer_sync.apply(module)
-            self.precision_plugin.convert_module(module)
-            if is_sharded(module):
-                self._check_earlier(module)
-            else:
-                self._shard(module, trainer)
-            self.model_to_device()
-            self.barrier()
-            is_fitting = trainer.state.fn == TrainerFn.FITTING
-            if is_fitting:
-                self._scalars = ReplicatedScalars(module, self.device_mesh["data_parallel"])
-                with self._scalars.for_optimizers():
-                    self.setup_optimizers(trainer)
-            self.setup_precision_plugin()
-            if is_fitting:
-                _optimizers_to_device(self.optimizers, self.root_device)
+            sync = layer_sync(self)
+            if sync is not None and not is_sharded(module):
+                sync.apply(module)
+            Strategy.setup(self, trainer)  # Lightning's own one wants a configure_model
         self._steps_through_root = isinstance(module, FSDPModule) and module.automatic_optimization
         self._order = BlockOrder(module)
 
     @override
+    def model_to_device(self) -> None:
+        # AccelPlugin has made its edits, and optimizers are still to be made.
+        if not self._shards_itself:
+            if is_sharded(self.module):
+                self._check_earlier()
+            else:
+                self._shard()
+        super().model_to_device()
+        self.barrier()
+
+    @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
+        if self._shards_itself:
+            super().setup_optimizers(trainer)
+        else:
+            self._scalars = ReplicatedScalars(self.module, self.device_mesh["data_parallel"])
+            with self._scalars.for_optimizers():
+                super().setup_optimizers(trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
             raise ValueError(
                 "LBFGS works on all parameters as one vector, and accel_fsdp has them in shards of different sizes. Use"
                 " strategy='accel_ddp', or another optimizer."
             )
 
-    @property
-    def _dtype(self) -> torch.dtype | None:
-        return DTYPES.get(getattr(self.precision_plugin, "precision", ""))
-
-    def _check_earlier(self, module: LightningModule) -> None:
+    def _check_earlier(self) -> None:
         """An earlier run has sharded the module, and the dtype in which it is gathered stays."""
-        self.sharding = sharding_of(module)
+        self.sharding = sharding_of(self.module)
         gathered = self.sharding and self.sharding.dtype
         if gathered is not None and gathered != self._dtype:
             raise ValueError(
@@ -158,10 +159,11 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
                 f" in {self._dtype or torch.float32}. Make a new module, and load that run's checkpoint into it."
             )
 
-    def _shard(self, module: LightningModule, trainer: Trainer) -> None:
-        if self._tensor_parallel_size != 1:
+    def _shard(self) -> None:
+        module = self.module
+        if (tensor_parallel_size := self._sizes[1]) != 1:
             raise ValueError(
-                f"tensor_parallel_size={self._tensor_parallel_size} and no configure_model that parallelises"
+                f"tensor_parallel_size={tensor_parallel_size} and no configure_model that parallelises"
                 f" {type(module).__name__}: accel_fsdp shards data-parallel only. Leave it at 1, or write the hook."
             )
         self.sharding = shard(
@@ -171,19 +173,23 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
             dtype=self._dtype,
             blocks=self._blocks,
             apart=not module.automatic_optimization,
-            may_be_empty=trainer.ckpt_path is not None,
+            may_be_empty=module.trainer.ckpt_path is not None,
         )
         units = self.sharding.units
         ends = f" ({units[0]} to {units[-1]})" if units else ""
         self.note(f"accel_fsdp: {len(units)} blocks{ends} are gathered one by one, the rest together")
         for site, reason in self.sharding.left.items():
             self.note(f"accel_fsdp: {site} is not gathered by itself: it {reason}")
-        if not self.sharding.units and len(self.sharding.roots) == 1:
+        if not units and len(self.sharding.roots) == 1:
             rank_zero_warn(
                 f"accel_fsdp found no repeated blocks in {type(module).__name__}: the model is gathered as a whole in"
                 " every step, and only gradients and optimizer state take less memory. Name its parts:"
                 " strategy=AccelFSDPStrategy(blocks=['encoder', 'decoder'])."
             )
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        return DTYPES.get(getattr(self.precision_plugin, "precision", ""))
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -191,26 +197,39 @@ class AccelFSDPStrategy(ShardedCheckpoints, Accelerated, ModelParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._order is not None:
             self._order.begin_step()
-        return self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+        with self.precision_plugin.train_step_context():
+            return self._step(self.module.training_step, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("validation_step", self.precision_plugin.val_step_context(), args, kwargs)
+        with self.precision_plugin.val_step_context():
+            return self._step(self.module.validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("test_step", self.precision_plugin.test_step_context(), args, kwargs)
+        with self.precision_plugin.test_step_context():
+            return self._step(self.module.test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+        with self.precision_plugin.predict_step_context():
+            return self._step(self.module.predict_step, args, kwargs)
 
-    def _step(self, name: str, context: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        step = getattr(module, name)
-        with context:
-            return _through_call(module, step, args, kwargs) if self._steps_through_root else step(*args, **kwargs)
+    def _step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A step, as if it were the module's forward where that has FSDP gather what the module itself holds."""
+        if not self._steps_through_root:
+            return step(*args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            as_forward.undo()
+            return step(*args, **kwargs)
+
+        as_forward = AttributePatch("", "step in place of forward", self.module, "forward", run)
+        as_forward.apply()
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            as_forward.undo()
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -242,18 +261,3 @@ def _check_callbacks(trainer: Trainer) -> None:
                 f"{type(callback).__name__} keeps a copy of the whole module, which it has made before accel_fsdp"
                 " shards it. Use strategy='accel_ddp', or train without it."
             )
-
-
-def _through_call(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls ``method`` as if it were the module's forward, so that FSDP gathers what the module itself holds."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        as_method.undo()
-        return method(*args, **kwargs)
-
-    as_method = AttributePatch("", "step in place of forward", module, "forward", run)
-    as_method.apply()
-    try:
-        return module(*args, **kwargs)
-    finally:
-        as_method.undo()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from lightning_accel.core.torch_private import init_weights_method, reset_method
 
 _UNTOUCHED = 0xA5  # in every byte of memory that nothing has been written to
 
@@ -30,29 +31,34 @@ def materialize(
     Raises:
         ValueError: Neither way gave a parameter or buffer its values.
     """
-    meta = [module for module in modules if any(tensor.is_meta for _, tensor in _own_tensors(module))]
+    meta = [module for module in modules if any(tensor.is_meta for _, tensor in own_tensors(module))]
     if not meta:
         return
-    names = {module: name for name, module in root.named_modules()}
+    paths = {module: path for path, module in root.named_modules()}
     owners = _allocate(meta, device)
     made = set(meta)
     for module in reversed(modules):  # a module's own values after those of its children, as when they are constructed
         # What holds others may have values for them; not where some of them are real, or shards, already.
-        if not all(part in made or not any(_own_tensors(part)) for part in module.modules()):
+        if not all(part in made or not any(own_tensors(part)) for part in module.modules()):
             continue
-        tied = [tensor for _, tensor in _own_tensors(module) if owners.get(id(tensor), module) is not module]
+        tied = [tensor for _, tensor in own_tensors(module) if owners.get(tensor, module) is not module]
         values = [tensor.detach().clone() for tensor in tied]
-        for initialise in _initialisers(root, names[module], module, resets=module in made):
-            initialise()
+        if module in made and (reset := reset_method(module)) is not None:
+            reset()
         with torch.no_grad():
+            for around in _around(root, paths[module]):
+                if (init_weights := init_weights_method(around)) is not None:
+                    init_weights(module)
             for tensor, value in zip(tied, values, strict=True):
                 tensor.copy_(value)
     for module in meta:
-        for name, tensor in _own_tensors(module):
-            is_in_checkpoint = name not in module._non_persistent_buffers_set
-            if not _is_untouched(tensor) or (may_be_empty and is_in_checkpoint):
+        for name, tensor in own_tensors(module):
+            if not _is_untouched(tensor):
                 continue
-            path = f"{names[module]}.{name}" if names[module] else name
+            is_in_checkpoint = name in module.state_dict()
+            if may_be_empty and is_in_checkpoint:
+                continue
+            path = f"{paths[module]}.{name}" if paths[module] else name
             raise ValueError(
                 f"{path!r} was made on the meta device, and nothing gives it a value. Give {type(module).__name__} a"
                 f" reset_parameters() method that fills its own parameters and buffers"
@@ -60,25 +66,24 @@ def materialize(
             )
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield name, tensor
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that ``module`` holds itself, not those of its children."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
-def _allocate(modules: Sequence[nn.Module], device: torch.device) -> dict[int, nn.Module]:
-    """Gives the meta tensors memory; returns the first owner of each, by the tensor's id."""
-    owners: dict[int, nn.Module] = {}
-    made: dict[int, Tensor] = {}
+def _allocate(modules: Sequence[nn.Module], device: torch.device) -> dict[Tensor, nn.Module]:
+    """Gives the meta tensors memory; returns the first owner of each."""
+    owners: dict[Tensor, nn.Module] = {}
+    made: dict[Tensor, Tensor] = {}
     for module in modules:
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if id(tensor) not in made:
-                    real = made[id(tensor)] = _like(tensor, device)
-                    owners[id(real)] = module
-                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+        for name, tensor in list(own_tensors(module)):
+            if not tensor.is_meta:
+                continue
+            if tensor not in made:
+                made[tensor] = _like(tensor, device)
+                owners[made[tensor]] = module
+            setattr(module, name, made[tensor])
     return owners
 
 
@@ -96,18 +101,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _initialisers(root: nn.Module, name: str, module: nn.Module, *, resets: bool) -> Iterator[Callable[[], Any]]:
-    for method in ("reset_parameters", "_reset_parameters"):  # the latter in nn.MultiheadAttention
-        if resets and callable(reset := getattr(module, method, None)):
-            yield reset
-            break
-    path = name.split(".") if name else []
-    for depth in range(len(path), -1, -1):
-        init_weights = getattr(root.get_submodule(".".join(path[:depth])), "_init_weights", None)
-        if callable(init_weights):
-
-            def initialise(init_weights: Callable[[nn.Module], Any] = init_weights) -> Any:
-                with torch.no_grad():
-                    return init_weights(module)
-
-            yield initialise
+def _around(root: nn.Module, path: str) -> Iterator[nn.Module]:
+    """The module at ``path``, the one that holds it, and so on up to ``root``."""
+    names = path.split(".") if path else []
+    for depth in range(len(names), -1, -1):
+        yield root.get_submodule(".".join(names[:depth]))

@@ -28,27 +28,25 @@ class ReplicatedScalars:
         self._slots = [
             (part, name, parameter)
             for part in module.modules()
-            for name, parameter in part._parameters.items()
-            if parameter is not None and parameter.dim() == 0 and not isinstance(parameter, DTensor)
+            for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+            if parameter.dim() == 0 and not isinstance(parameter, DTensor)
         ]
-        self._plain = list({id(parameter): parameter for *_, parameter in self._slots}.values())
-        self._replicated = [nn.Parameter(self._spread(p.detach()), p.requires_grad) for p in self._plain]
+        self._replicated = {p: nn.Parameter(self._spread(p.detach()), p.requires_grad) for *_, p in self._slots}
 
     @contextmanager
     def for_optimizers(self) -> Iterator[None]:
         """Inside, the module has the DTensors as its parameters."""
-        replicated = dict(zip(map(id, self._plain), self._replicated, strict=True))
         for part, name, parameter in self._slots:
-            part._parameters[name] = replicated[id(parameter)]
+            setattr(part, name, self._replicated[parameter])
         try:
             yield
         finally:
             for part, name, parameter in self._slots:
-                part._parameters[name] = parameter
+                setattr(part, name, parameter)
 
     def before_backward(self) -> None:
         """To be called before each backward pass: forgets gradients that the optimizer has forgotten."""
-        for plain, replicated in self._pairs():
+        for plain, replicated in self._replicated.items():
             if replicated.grad is None:
                 plain.grad = None
 
@@ -57,24 +55,23 @@ class ReplicatedScalars:
 
         What was averaged after an earlier pass of an accumulation stays what it is, being the same on every rank.
         """
-        if not self._plain:
+        if not self._replicated:
             return
         with torch.no_grad():
-            zero = torch.zeros((), dtype=torch.float64, device=self._plain[0].device)
-            gradients = [p.grad if r.requires_grad else None for p, r in self._pairs()]
+            zero = torch.zeros((), dtype=torch.float64, device=next(iter(self._replicated)).device)
+            gradients = [p.grad if r.requires_grad else None for p, r in self._replicated.items()]
             values = [zero if gradient is None else gradient.double() for gradient in gradients]
             used = [zero if gradient is None else zero + 1 for gradient in gradients]
             sums = torch.stack([torch.stack(values), torch.stack(used)])
             torch.distributed.all_reduce(sums, group=self._mesh.get_group())
-            for (plain, replicated), gradient, total, users in zip(self._pairs(), gradients, *sums, strict=True):
+            for (plain, replicated), gradient, total, users in zip(
+                self._replicated.items(), gradients, *sums, strict=True
+            ):
                 if gradient is None and not users:
                     plain.grad = None  # as it is without a group of ranks
                     continue
                 plain.grad = (total / self._mesh.size()).to(plain.dtype)
                 replicated.grad = self._spread(plain.grad)
-
-    def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        return zip(self._plain, self._replicated, strict=True)
 
     def _spread(self, tensor: torch.Tensor) -> DTensor:
         return DTensor.from_local(tensor, self._mesh, [Replicate()], run_check=False)

@@ -1,4 +1,4 @@
-"""The checkpoints of a sharded module: whole files as a plain Trainer's, or folders of shards."""
+"""The checkpoints of a sharded module: whole files as a plain Trainer writes and reads them, or folders of shards."""
 
 from __future__ import annotations
 
@@ -7,29 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accel.core.tree import leaves, map_leaves
 from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO, begin_replacing, commit, discard
-from lightning_accel.strategies.full_state import (
-    full_model_state,
-    gathered,
-    load_full_model_state,
-    load_full_optimizer_state,
-)
+from lightning_accel.strategies.accelerated import Accelerated
 
 
-class ShardedCheckpoints(ModelParallelStrategy):
-    """Mixed into a strategy whose module is sharded, before it.
+class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
+    """A strategy whose module is sharded, as far as its checkpoints go.
 
     Lightning's own writes whole files too, but reads the states of optimizers that do not hold all parameters in the
     model's order into others.
     """
 
+    _saves_shards = False  # a folder of them
     _loads_whole_checkpoint = True
 
     @property
@@ -39,22 +37,23 @@ class ShardedCheckpoints(ModelParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._save_distributed_checkpoint:
+        if self._saves_shards:
             return super().lightning_module_state_dict()
-        assert self.lightning_module is not None
-        return full_model_state(self.lightning_module, keep=self.is_global_zero)
+        return full_model_state(self.module, keep=self.is_global_zero)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._save_distributed_checkpoint:
+        if self._saves_shards:
             return super().optimizer_state(optimizer)
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state: dict[str, Any] = gathered(inner.state_dict(), keep=self.is_global_zero)
         return state if self.is_global_zero else {}
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        if not self._save_distributed_checkpoint:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if not self._saves_shards:
             # Callbacks may hold sharded tensors too, averages of the weights say.
             checkpoint = gathered(checkpoint, keep=self.is_global_zero)
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
@@ -84,7 +83,7 @@ class ShardedCheckpoints(ModelParallelStrategy):
         return result
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         self._loads_whole_checkpoint = not path.is_dir()
         if path.is_dir():
@@ -101,11 +100,95 @@ class ShardedCheckpoints(ModelParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
         if self._loads_whole_checkpoint:
-            load_full_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+            load_full_model_state(self.module, checkpoint["state_dict"], strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_full_optimizer_state(optimizer, state)
+
+
+def gathered(data: Any, *, keep: bool) -> Any:
+    """``data`` with every sharded tensor in it put together, on the CPU. A collective call.
+
+    Args:
+        data: Any structure, the same on every rank.
+        keep: Whether this rank wants it; False: it only takes part, with None in each tensor's place.
+    """
+
+    def whole(tensor: DTensor) -> Tensor | None:
+        full = tensor.full_tensor()
+        return full.detach().cpu() if keep else None
+
+    has_shards = any(isinstance(leaf, DTensor) for leaf in leaves(data))
+    return map_leaves(whole, data, DTensor) if has_shards else data
+
+
+def full_model_state(module: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """A sharded module's ``state_dict()``, put together as by :func:`gathered`; tied weights share their memory."""
+    state: dict[str, Any] = module.state_dict()
+    parameters = {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    wholes: dict[int, Any] = {}
+    for name, value in state.items():
+        identity = parameters.get(name, id(value))
+        if identity not in wholes:
+            wholes[identity] = gathered(value, keep=keep)
+        state[name] = wholes[identity]
+    return state if keep else {}
+
+
+def load_full_model_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Loads a whole ``state_dict()``, the same on every rank; each takes its shards out of it.
+
+    Raises:
+        RuntimeError: Names (with ``strict``) or shapes are not those of ``module``; it says which.
+    """
+    own = module.state_dict()
+    shards = {name: _as_sharded(value, own[name]) if name in own else value for name, value in state.items()}
+    missing = [name for name in own if name not in state] if strict else []
+    unexpected = [name for name in state if name not in own] if strict else []
+    shapes = [
+        f"{name} {tuple(value.shape)} for {tuple(own[name].shape)}"
+        for name, value in shards.items()
+        if isinstance(own.get(name), Tensor) and isinstance(value, Tensor) and own[name].shape != value.shape
+    ]
+    found = {"it lacks": missing, "the model has no": unexpected, "shapes differ:": shapes}
+    if complaints := [f"{what} {_some(names)}" for what, names in found.items() if names]:
+        raise RuntimeError(
+            f"The checkpoint is of another model: {'; '.join(complaints)}. Load it into the model that saved it, or set"
+            " strict_loading = False on the module for names that may differ."
+        )
+    with torch.no_grad():
+        module.load_state_dict(shards, strict=strict)
+
+
+def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads a whole ``state_dict()``, the same on every rank, into an optimizer over sharded parameters.
+
+    Args:
+        optimizer: Its groups hold as many parameters, in the same order, as those of the one that was saved.
+        state: On any device.
+    """
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    parameters = dict(zip(places, (p for group in optimizer.param_groups for p in group["params"]), strict=False))
+    shards = {
+        place: {key: _as_sharded(value, parameters.get(place)) for key, value in values.items()}
+        for place, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": shards})
+
+
+def _as_sharded(value: Any, like: Any) -> Any:
+    """``value`` sharded as ``like`` is, where both have the same shape; else ``value``."""
+    if not (isinstance(value, Tensor) and isinstance(like, DTensor) and value.shape == like.shape):
+        return value
+    if isinstance(value, DTensor):
+        return value
+    # Every rank has the whole of it: nothing has to be sent.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -11,31 +11,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.blocks import find_blocks
-from lightning_accel.strategies.materialize import materialize
+from lightning_accel.core.torch_private import has_gradient_hooks
+from lightning_accel.strategies.materialize import materialize, own_tensors
 
-_LOW_ON_CPU = (nn.Linear, _ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RMSNorm)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LOW_ON_CPU = (nn.Linear, *_CONVOLUTIONS, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RMSNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a module was sharded.
+    """How a module was sharded."""
 
-    Attributes:
-        units: The blocks that are gathered one at a time.
-        roots: The modules that hold the rest: the module itself, or its parts.
-        left: Block → why it is no unit of its own.
-        dtype: What parameters are gathered in; None: their own.
-    """
-
-    units: tuple[str, ...]
-    roots: tuple[str, ...]
-    left: Mapping[str, str]
-    dtype: torch.dtype | None
+    units: tuple[str, ...]  # the blocks that are gathered one at a time
+    roots: tuple[str, ...]  # the modules that hold the rest: the module itself, or its parts
+    left: Mapping[str, str]  # block → why it is no unit of its own
+    dtype: torch.dtype | None  # what parameters are gathered in; None: their own
 
 
 _shardings: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
@@ -80,16 +73,13 @@ def shard(
     roots = dict(_parts(module)) if apart else {"": module}
     units = {site: unit for site, unit in found.items() if site not in roots}
     managed: set[nn.Module] = set()
-
-    def prepare(unit: nn.Module) -> list[nn.Module]:
+    for unit in dict.fromkeys((*units.values(), *roots.values(), module)):
         own = [part for part in unit.modules() if part not in managed]
         managed.update(own)
         materialize(module, own, device, may_be_empty=may_be_empty)
         _take_from_rank_0(own, device, mesh)
-        return own
-
-    for unit in (*units.values(), *roots.values()):
-        own = prepare(unit)
+        if apart and unit is module:  # what is beside its parts: buffers
+            break
         # A root stays gathered between its forward and backward pass, unless its module steps several times within.
         reshard = True if apart or unit not in roots.values() else None
         _check_dtypes(module, own)
@@ -97,7 +87,6 @@ def shard(
         # Looked for anew: what was on the meta device is another object now.
         scalars = {parameter for parameter in unit.parameters() if parameter.dim() == 0}
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
-    prepare(module)  # with roots apart: buffers beside them
     sharding = _shardings[module] = Sharding(units=tuple(units), roots=tuple(roots), left=left, dtype=dtype)
     return sharding
 
@@ -124,7 +113,7 @@ def _check(module: nn.Module, *, apart: bool) -> None:
             f"{lazy[0]!r} has no shape before its first batch (a lazy module), and cannot be sharded. Call the module"
             " once in configure_model or before fit, or give its sizes."
         )
-    if hooked := [n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]:
+    if hooked := [n for n, p in parameters.items() if has_gradient_hooks(p)]:
         raise ValueError(
             f"{hooked[0]!r} has a hook on its gradient, which would be lost: sharding makes another parameter of it."
             " Register the hook in on_fit_start, when the module is sharded, or use strategy='accel_ddp'."
@@ -194,16 +183,13 @@ def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 def _take_from_rank_0(modules: Sequence[nn.Module], device: torch.device, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     source = torch.distributed.get_global_rank(group, 0)
-    seen: set[int] = set()
-    for module in modules:
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is None or id(tensor) in seen or isinstance(tensor, DTensor):
-                continue
-            seen.add(id(tensor))
-            moved = tensor.detach().to(device).contiguous()
-            # As bytes: gloo does not know complex numbers, nor every small float.
-            torch.distributed.broadcast(moved.view(-1).view(torch.uint8), source, group=group)
-            tensor.data = moved
+    for tensor in dict.fromkeys(tensor for module in modules for _, tensor in own_tensors(module)):
+        if isinstance(tensor, DTensor):
+            continue
+        moved = tensor.detach().to(device).contiguous()
+        # As bytes: gloo does not know complex numbers, nor every small float.
+        torch.distributed.broadcast(moved.view(-1).view(torch.uint8), source, group=group)
+        tensor.data = moved
 
 
 def _policy(modules: Sequence[nn.Module], dtype: torch.dtype | None, device: torch.device) -> MixedPrecisionPolicy:
@@ -220,5 +206,5 @@ def _takes_low_weights(module: nn.Module, device: torch.device) -> bool:
     if device.type == "cpu":
         # Autocast there casts for products and convolutions alone; norms take no weights of another dtype (torch 2.13).
         return isinstance(module, _LOW_ON_CPU)
-    # The kernels of batch norms want their weights in the dtype of their statistics.
-    return not isinstance(module, _NormBase)
+    # Norms that can have running statistics: their kernels want weights in the dtype of these.
+    return not hasattr(module, "track_running_stats")

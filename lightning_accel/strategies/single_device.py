@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
 
 from lightning_accel.strategies.accelerated import Accelerated
 
@@ -25,12 +26,18 @@ class AccelStrategy(Accelerated, SingleDeviceStrategy):
     strategy_name = "accel"
 
     def __init__(self, device: torch.device | str | int | None = None, **settings: Any) -> None:
-        self._is_chosen = device is not None
         super().__init__(device="cpu" if device is None else device, **settings)
+        self._is_chosen = device is not None
+        self._device = super().root_device
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self._device
 
     @property
     def num_nodes(self) -> int:
-        """Always 1."""
+        """Always 1. Lightning sets it."""
         return 1
 
     @num_nodes.setter
@@ -50,15 +57,15 @@ class AccelStrategy(Accelerated, SingleDeviceStrategy):
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if self._is_chosen:
             return
-        self._root_device = torch.device(devices[0])
+        self._device = torch.device(devices[0])
         if len(devices) == 1:
             return
-        if self._root_device.type == "cpu":
+        if self._device.type == "cpu":
             raise ValueError(
                 f"Trainer(strategy='accel', devices={len(devices)}): accel trains in one process. Set devices=1, or"
                 " strategy='accel_ddp' for several."
             )
         rank_zero_warn(
-            f"accel trains on one device: it takes {self._root_device}, the first of {len(devices)}."
+            f"accel trains on one device: it takes {self._device}, the first of {len(devices)}."
             " Set devices=1 to say so, or strategy='accel_ddp' to train on all of them."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,27 +12,9 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-
-
-def synchronized(model: nn.Module) -> nn.Module:
-    """``model`` with its batch norms in a form that shares statistics over the ranks, its parameters the same objects.
-
-    A batch norm with a ``forward`` of its own keeps each rank's statistics, and is named in a warning: what it adds
-    (an activation, say) would be lost in another class.
-
-    Args:
-        model: Changed in place; a batch norm itself is replaced in what is returned.
-    """
-    return _replaced(model, _synchronized, {})
-
-
-def separated(model: nn.Module) -> nn.Module:
-    """Undoes :func:`synchronized`: the very modules from before, with the running statistics of now."""
-    return _replaced(model, _separated, {})
+_FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)  # of all of torch's batch norms
 
 
 class AnyDeviceSyncBatchNorm(TorchSyncBatchNorm):
@@ -46,27 +29,37 @@ class AnyDeviceSyncBatchNorm(TorchSyncBatchNorm):
 
     @override
     def revert(self, model: nn.Module) -> nn.Module:
-        return separated(model)
+        return _replaced(model, _separated)
 
 
-class GlobalBatchNorm(_BatchNorm):
+def synchronized(model: nn.Module) -> nn.Module:
+    """``model`` with its batch norms in a form that shares statistics over the ranks, its parameters the same objects.
+
+    A batch norm with a ``forward`` of its own keeps each rank's statistics, and is named in a warning: what it adds
+    (an activation, say) would be lost in another class.
+
+    Args:
+        model: Changed in place; a batch norm itself is replaced in what is returned.
+    """
+    return _replaced(model, _synchronized)
+
+
+class GlobalBatchNorm(nn.BatchNorm1d):
     """Is :class:`torch.nn.SyncBatchNorm` where that can compute, and computes as it would on a CPU.
 
     A rank's batch weighs by its size, and may be empty. A NaN in one rank's batch is one in the statistics of all, as
     it would be in one batch. As with torch's own, in evaluation nothing is exchanged; gradients of parameters are the
     rank's share of their sum; every rank must run the same layers in the same order; and a pass that is run again
     (``torch.utils.checkpoint``) moves the running statistics again unless, as gradient checkpointing here, it is kept
-    from it.
-
-    It does not inherit from :class:`torch.nn.SyncBatchNorm`, which DDP refuses to wrap on a CPU.
+    from it. It does not inherit from :class:`torch.nn.SyncBatchNorm`, which DDP refuses to wrap on a CPU.
 
     Args:
-        plain: The batch norm whose parameters, buffers, hooks and settings it takes over.
+        plain: The batch norm, of any number of dimensions, whose parameters, buffers, hooks and settings it takes over.
     """
 
     process_group: dist.ProcessGroup | None
 
-    def __init__(self, plain: _BatchNorm) -> None:
+    def __init__(self, plain: nn.Module) -> None:
         super().__init__(0, device="meta")
         self.process_group = None
         vars(self).update(vars(plain))
@@ -96,11 +89,15 @@ class GlobalBatchNorm(_BatchNorm):
         )
         return output
 
+    # Torch's own asks these too.
+
     def _check_input_dim(self, input: Tensor) -> None:
-        nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
+        if input.dim() < 2:
+            raise ValueError(f"batch norm takes at least 2D input, of shape (B, C, ...), and got {tuple(input.shape)}.")
 
     def _check_non_zero_input_channels(self, input: Tensor) -> None:
-        nn.SyncBatchNorm._check_non_zero_input_channels(self, input)  # type: ignore[arg-type]
+        if input.size(1) == 0:
+            raise ValueError(f"batch norm takes input with channels, and got {tuple(input.shape)}.")
 
     def _track(self, mean: Tensor, var: Tensor, count: int) -> None:
         factor = self.momentum
@@ -122,19 +119,13 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        count: int,
-        eps: float,
-        group: dist.ProcessGroup | None,
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, *others: Any
     ) -> Tensor:
         ctx.save_for_backward(input, weight, mean, var)
-        ctx.has_bias, ctx.count, ctx.eps, ctx.group = bias is not None, count, eps, group
-        return F.batch_norm(input, mean, var, _as(weight, mean), _as(bias, mean), eps=eps)
+        ctx.has_bias = bias is not None
+        ctx.count, ctx.eps, ctx.group = others
+        weight, bias = (None if given is None else given.to(mean.dtype) for given in (weight, bias))
+        return F.batch_norm(input, mean, var, weight, bias, eps=ctx.eps)
 
     @staticmethod
     @once_differentiable
@@ -152,12 +143,8 @@ class _Normalize(torch.autograd.Function):
             dist.all_reduce(sums, group=ctx.group)
             through_scale, through_shift = (-sums * scale * (var.double() + ctx.eps).rsqrt() / ctx.count).to(mean.dtype)
             grad_input += F.batch_norm(input, mean, var, through_scale, through_shift, eps=ctx.eps)
-        return (
-            grad_input,
-            None if weight is None else grad_scale.to(weight.dtype),
-            grad_shift if ctx.has_bias else None,
-            *(None,) * 5,
-        )
+        grad_weight = None if weight is None else grad_scale.to(weight.dtype)
+        return grad_input, grad_weight, grad_shift if ctx.has_bias else None, *(None,) * 5
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # .item() breaks the graph here anyway, with a warning
@@ -190,23 +177,21 @@ def _global_statistics(input: Tensor, group: dist.ProcessGroup | None) -> tuple[
     return mean.to(dtype), var.to(dtype), count
 
 
-def _as(parameter: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if parameter is None else parameter.to(like.dtype)
-
-
 def _synchronized(module: nn.Module) -> nn.Module:
-    if not isinstance(module, _BatchNorm) or isinstance(module, GlobalBatchNorm):
+    if isinstance(module, GlobalBatchNorm):
         return module
-    if "forward" in vars(module) or type(module).forward not in _FORWARDS:
+    if type(module).forward in _FORWARDS and "forward" not in vars(module):
+        return GlobalBatchNorm(module)
+    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm):
         rank_zero_warn(
             f"sync_batchnorm: {type(module).__name__} computes in a forward of its own and keeps the statistics of"
             " each rank's own batch. Use nn.BatchNorm1d, 2d or 3d, and what it adds as a module beside it."
         )
-        return module
-    return GlobalBatchNorm(module)
+    return module
 
 
 def _separated(module: nn.Module) -> nn.Module:
+    """The very module from before, with the running statistics of now."""
     if not isinstance(module, GlobalBatchNorm):
         return module
     (plain,) = module.plain
@@ -214,11 +199,13 @@ def _separated(module: nn.Module) -> nn.Module:
     return plain
 
 
-def _replaced(module: nn.Module, replace: Any, done: dict[nn.Module, nn.Module]) -> nn.Module:
-    """``replace`` on ``module`` and all within it; a module that occurs at several places stays one."""
-    if module not in done:
-        done[module] = replace(module)
-        for name, child in module._modules.items():
-            if child is not None:
-                module._modules[name] = _replaced(child, replace, done)
-    return done[module]
+def _replaced(model: nn.Module, replace: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """``replace`` on ``model`` and all within it; a module that occurs at several places stays one."""
+    done: dict[nn.Module, nn.Module] = {}
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if module not in done:
+            done[module] = replace(module)
+        if path and done[module] is not module:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, done[module])
+    return done[model]

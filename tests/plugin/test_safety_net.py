@@ -7,6 +7,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torchmetrics import SumMetric
 
 from lightning_accel import AccelPlugin
 from lightning_accel.engine import AccelWarning
-from support.plugin.safety_net_ranks import RUNS
+from support.plugin.safety_net_ranks import CANNOT_BE_KEPT_AGAIN, RUNS, WEIGHTS_ONLY
 from support.scripts import SUPPORT, run_script
 
 pytestmark = pytest.mark.numbers
@@ -376,14 +377,38 @@ def test_no_batch_is_kept_longer_than_without(make_trainer: Callable[..., Traine
     assert batches_alive(make_trainer, [AccelPlugin(log=False)]) == batches_alive(make_trainer, [])
 
 
+def test_a_failed_steps_activations_are_gone_when_it_is_repeated(run: Callable[..., Trainer]) -> None:
+    """A step that ran out of memory would do so again beside them."""
+    failed: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+
+    class Remembers(RaisesEdited):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            alive.extend(activation() is not None for activation in failed)
+            hidden = self.net[0](batch[0])
+            if batch_idx == 5 and not failed:
+                failed.append(weakref.ref(hidden))
+            self.raise_if_edited(batch_idx)
+            return self.net[2](self.net[1](hidden)).square().mean()
+
+    run(Remembers(), AccelPlugin(log=False))
+    assert alive[0] is False
+
+
 # -- several ranks ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
-    """What a rank of a run of ``safety_net_ranks.py`` came to."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of ``safety_net_ranks.py`` left what each rank came to."""
     folder = tmp_path_factory.mktemp("safety_net_ranks")
     run_script(SUPPORT / "plugin" / "safety_net_ranks.py", folder)
+    return folder
+
+
+@pytest.fixture
+def ranks(folder: Path) -> Callable[[str, int], dict[str, Any]]:
+    """What a rank of a run came to."""
     return lambda run, rank: json.loads((folder / f"{run}.{rank}.json").read_text())
 
 
@@ -395,3 +420,24 @@ def test_a_rank_that_repeats_a_step_stays_with_the_others(
     for rank in (0, 1):
         for what in ("weights", "statistics"):
             assert ranks(name, rank)[what] == pytest.approx(ranks("plain", rank)[what], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_cannot_be_kept_once_it_has_begun_runs_all_the_same(
+    ranks: Callable[[str, int], dict[str, Any]], rank: int
+) -> None:
+    assert not any("repeated" in note for note in ranks(CANNOT_BE_KEPT_AGAIN, rank)["notes"])
+    assert ranks(CANNOT_BE_KEPT_AGAIN, rank)["weights"] == pytest.approx(ranks("plain", rank)["weights"], rel=1e-5)
+
+
+@pytest.mark.parametrize("fitted", [1, 2])
+def test_a_checkpoint_of_weights_has_the_users_layout_where_ddp_keeps_one_that_was_refused(
+    ranks: Callable[[str, int], dict[str, Any]], folder: Path, fitted: int
+) -> None:
+    """DDP's buckets count on the layout that the weights had when it was made: it stays until the run ends."""
+    for rank in (0, 1):
+        said = ranks(f"{WEIGHTS_ONLY}.{fitted}", rank)
+        assert "conv" in said["refused"]
+        assert said["strides in the run"] == [72, 1, 24, 8]
+    saved = torch.load(folder / f"{WEIGHTS_ONLY}.{fitted}.ckpt", weights_only=True)
+    assert saved["state_dict"]["conv.weight"].stride() == (72, 9, 3, 1)

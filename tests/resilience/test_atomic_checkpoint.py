@@ -19,9 +19,9 @@ from lightning_accel.resilience.atomic_checkpoint import (
     begin_replacing,
     commit,
     discard,
-    replacing_folder,
     save_atomically,
 )
+from support.resilience.replacing import replacing_folder
 from support.scripts import SUPPORT, run_script
 
 pytest.importorskip("resource")  # of POSIX: how a disk is made full here

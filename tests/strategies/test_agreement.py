@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_accel.lightning.agreement import gather
+from lightning_accel.core.ranks import gather
 from strategies.conftest import Said
 
 

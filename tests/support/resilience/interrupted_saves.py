@@ -22,7 +22,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO, replacing_folder, save_atomically
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO, save_atomically
+from support.resilience.replacing import replacing_folder
 
 ROOM = 1 << 20  # bytes that a file may have once there is no more
 

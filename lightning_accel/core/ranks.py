@@ -1,12 +1,11 @@
-"""What several processes find out about each other, so that they do the same or stop together."""
+"""What the processes of a run find out about each other, so that they do the same or stop together."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from typing import TypeVar
 
-import torch
+import torch.distributed as dist
 
 from lightning_accel.core.host import Host
 
@@ -15,10 +14,10 @@ T = TypeVar("T")
 
 def gather(value: T) -> list[T]:
     """The value of each rank, in their order, on every rank. A collective call; ``[value]`` in a process by itself."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    values: list[T] = [value] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values
 
 
@@ -33,20 +32,17 @@ def check_devices(host: Host, precision: str) -> None:
         ValueError: On every rank alike, naming who has what.
     """
     ranks = gather((host.kind, precision, host.device_name, socket.gethostname()))
+    listed = "; ".join(
+        f"rank {rank} has {device} ({kind}, {precision}) on {where}"
+        for rank, (kind, precision, device, where) in enumerate(ranks)
+    )
     if len({kind for kind, *_ in ranks}) > 1:
         raise ValueError(
-            f"The ranks run on different types of devices: {_listed(ranks)}. One run takes one type: start every"
+            f"The ranks run on different types of devices: {listed}. One run takes one type: start every"
             " process with the same Trainer(accelerator=...), on hosts that have it."
         )
     if len({precision for _, precision, *_ in ranks}) > 1:
         raise ValueError(
-            f"precision='auto' comes to different precisions on the devices of the ranks: {_listed(ranks)}."
+            f"precision='auto' comes to different precisions on the devices of the ranks: {listed}."
             " Set the one that all of them are to use: AccelPlugin(precision='16-mixed'), say."
         )
-
-
-def _listed(ranks: Sequence[tuple[str, str, str, str]]) -> str:
-    return "; ".join(
-        f"rank {rank} has {device} ({kind}, {precision}) on {where}"
-        for rank, (kind, precision, device, where) in enumerate(ranks)
-    )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_accel.core.report import Report
     from lightning_accel.engine import AccelError, AccelWarning
     from lightning_accel.lightning.plugin import AccelPlugin
-    from lightning_accel.memory.memory_plan import MemoryPlan
+    from lightning_accel.memory.schedule import MemoryPlan
     from lightning_accel.planning import plan_memory
     from lightning_accel.settings import CheckpointingPlan, FlashAttentionPlan, OffloadingPlan, Plan
     from lightning_accel.strategies.ddp import AccelDDPStrategy
@@ -40,7 +40,7 @@ _HOMES = {
     "FlashAttentionPlan": "settings",
     "FlashMultiheadAttention": "techniques.flash_attention.multihead",
     "Host": "core.host",
-    "MemoryPlan": "memory.memory_plan",
+    "MemoryPlan": "memory.schedule",
     "OffloadingPlan": "settings",
     "Plan": "settings",
     "Report": "core.report",

@@ -48,7 +48,8 @@ def module_techniques(
     if plan.offloading.always and plan.checkpointing.budget is None:
         techniques.append(ActivationOffloading(plan.offloading, model, device))
     if plan.checkpointing.budget is not None:
-        techniques.append(MemoryBudget(plan.checkpointing, plan.offloading, device, verify=plan.verify))
+        offloading = plan.offloading.on(device.type)
+        techniques.append(MemoryBudget(plan.checkpointing, offloading, device, verify=plan.verify))
     elif plan.checkpointing.mode != "off":
         techniques.append(GradientCheckpointing(plan.checkpointing, verify=plan.verify))
     if plan.compile != "off":

@@ -16,7 +16,7 @@ from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.report import TECHNIQUES, Report, TechniqueReport
-from lightning_accel.memory.memory_plan import MemoryPlan
+from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
@@ -189,9 +189,9 @@ class Engine:
         warnings.warn(message, AccelWarning, stacklevel=2)
 
     @property
-    def memory_plan(self) -> MemoryPlan | None:
+    def memory_plan(self) -> MemorySchedule | None:
         """With a memory budget, what each block does for it, once that is decided; else None. It outlives the run."""
-        return None if self._budget is None else self._budget.memory_plan
+        return None if self._budget is None else self._budget.memory_schedule
 
     @property
     def scaler(self) -> torch.amp.GradScaler:

@@ -17,8 +17,8 @@ from lightning_accel.assembly import accelerate
 from lightning_accel.core.isolation import Snapshot, device_of, own_rng
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.engine import AccelError
-from lightning_accel.memory.memory_plan import MemoryPlan
 from lightning_accel.memory.planner import MAX_STEPS
+from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import CheckpointingPlan, OffloadingPlan, OffloadingSetting, Plan
 
 
@@ -30,7 +30,7 @@ def plan_memory(
     *,
     blocks: Sequence[str] = (),
     offloading: OffloadingSetting | OffloadingPlan = "auto",
-) -> MemoryPlan:
+) -> MemorySchedule:
     """Finds what each block of ``model`` should do so that a training step fits into ``budget``, at the least time.
 
     .. code-block:: python

@@ -13,10 +13,12 @@ from lightning_accel.core.byte_size import parse_bytes
 from lightning_accel.core.checks import check_bool, check_choice, check_names, names_given
 from lightning_accel.data import Transform
 from lightning_accel.data.settings import read_transforms, written
+from lightning_accel.memory.offload import Offloading
+from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingMode as CheckpointingMode
+from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan as CheckpointingPlan
 
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
 MemoryFormatSetting = Literal["auto", "preserve", "channels_last", "channels_last_3d"]
-CheckpointingMode = Literal["off", "full", "selective"]
 OffloadingSetting = Literal["auto", "off", "host", "disk"]
 SparseSetting = Literal["off", "auto"]
 FlashAttentionSetting = Literal[
@@ -25,30 +27,6 @@ FlashAttentionSetting = Literal[
 CompileSetting = Literal[
     "off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointingPlan:
-    """Gradient checkpointing with the blocks named: what ``gradient_checkpointing`` takes when a mode is not enough.
-
-    Attributes:
-        mode: ``"full"`` recomputes a whole block in the backward pass; ``"selective"`` keeps what matrix products,
-            convolutions and attention computed and recomputes the rest; ``"off"`` does nothing.
-        blocks: Class names or module paths of the blocks; empty: the model's repeated blocks, found by themselves
-            (``selective`` and a budget take the other parts that hold several layers too).
-        budget: The most memory that a training step may need, everything included: bytes, text such as ``"12GiB"``,
-            or a fraction of the device. What each block does is then planned, and ``mode`` has no say.
-    """
-
-    mode: CheckpointingMode = "full"
-    blocks: tuple[str, ...] = ()
-    budget: int | float | str | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("gradient_checkpointing.mode", self.mode, get_args(CheckpointingMode))
-        if self.budget is not None:
-            parse_bytes("gradient_checkpointing.budget", self.budget, fractions=True)
-        object.__setattr__(self, "blocks", names_given("gradient_checkpointing.blocks", self.blocks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +57,13 @@ class OffloadingPlan:
     def always(self) -> bool:
         """Whether it is asked for, memory budget or not."""
         return self.to in ("host", "disk")
+
+    def on(self, device_type: str) -> Offloading | None:
+        """Where what a device saves may be offloaded to; None: nowhere. ``"auto"`` is the host's memory on a GPU."""
+        to = ("host" if device_type == "cuda" else "off") if self.to == "auto" else self.to
+        if to == "off":
+            return None
+        return Offloading(to, int(parse_bytes("activation_offloading.min_bytes", self.min_bytes)), self.folder)
 
 
 @dataclass(frozen=True, kw_only=True)

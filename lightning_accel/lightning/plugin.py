@@ -32,7 +32,7 @@ from lightning_accel.lightning.autocasting import AutocastingPrecision, Resolved
 from lightning_accel.lightning.feeding import Feeding, feeding_for
 from lightning_accel.lightning.hooks import strategy_hooks
 from lightning_accel.lightning.safety_net import SafetyNet
-from lightning_accel.memory.memory_plan import MemoryPlan
+from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import (
     CheckpointingMode,
     CheckpointingPlan,
@@ -108,7 +108,7 @@ class AccelPlugin(AutocastingPrecision):
         self._engine: Engine | None = None
         self._net: SafetyNet | None = None
         self._report = Report()
-        self._memory_plan: MemoryPlan | None = None
+        self._memory_plan: MemorySchedule | None = None
         self._hooks = PatchSet()
         self.feeding: Feeding | None = None
         self._decided_for: weakref.ref[nn.Module] | None = None
@@ -127,7 +127,7 @@ class AccelPlugin(AutocastingPrecision):
         return self._report
 
     @property
-    def memory_plan(self) -> MemoryPlan | None:
+    def memory_plan(self) -> MemorySchedule | None:
         """With a memory budget, what each block does for it in the current or the last run, once that is decided."""
         running = None if self._engine is None else self._engine.memory_plan
         return running or self._memory_plan

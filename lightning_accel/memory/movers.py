@@ -10,7 +10,8 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class Flight:
         region: The other end; its first ``n`` bytes.
         outward: Whether it leaves the device.
         stream: The stream that computed when it was started; None on a CPU.
+        over: The event of its end: of a stream, or of a thread.
+        error: What a thread's copy raised.
     """
 
     number: int
@@ -36,6 +39,13 @@ class Flight:
     region: Region
     outward: bool
     stream: torch.cuda.Stream | None
+    over: Any
+    error: BaseException | None = None
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Where it comes from, and where it goes to."""
+        stored = self.region.bytes[: self.bytes.numel()]
+        return (self.bytes, stored) if self.outward else (stored, self.bytes)
 
 
 class Mover(ABC):
@@ -48,8 +58,9 @@ class Mover(ABC):
         waited_s: For how long the caller stood still, in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.waited_s = 0.0
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._outward: deque[Flight] = deque()
         self._homeward: deque[Flight] = deque()
         self._numbers = itertools.count()
@@ -77,13 +88,10 @@ class Mover(ABC):
 
     def land(self, flight: Flight) -> Tensor:
         """The bytes that a homeward copy brings, which what computes from here on may use."""
-        if flight.stream is None:
-            self._wait(flight, None)
-        else:
-            current = torch.cuda.current_stream(flight.bytes.device)
-            self._wait(flight, current)
-            if current != flight.stream:
-                flight.bytes.record_stream(current)  # the allocator knows only of the stream that asked for it
+        current = None if flight.stream is None else torch.cuda.current_stream(flight.bytes.device)
+        self._wait(flight, current)
+        if current is not None and current != flight.stream:
+            flight.bytes.record_stream(current)  # the allocator knows only of the stream that asked for it
         for held in (self._outward, self._homeward):
             while held and held[0].number <= flight.number:  # these, too, are over
                 self._release(held.popleft())
@@ -123,11 +131,6 @@ class Mover(ABC):
     def _finish(self) -> None: ...
 
 
-@dataclass(eq=False, slots=True)
-class _StreamFlight(Flight):
-    over: torch.cuda.Event = field(kw_only=True)
-
-
 class StreamMover(Mover):
     """Copies between a GPU and pinned memory on a stream of their own; all waiting is between streams.
 
@@ -135,35 +138,27 @@ class StreamMover(Mover):
     ``record_stream``, which would keep it until the host, far ahead of the device, happens to see the copy's end.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
     @override
     def _start(self, device_bytes: Tensor, region: Region, *, outward: bool) -> Flight:
+        assert self._side is not None
         current = torch.cuda.current_stream(device_bytes.device)
+        flight = Flight(next(self._numbers), device_bytes, region, outward, current, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        source, target = flight.ends()
         self._side.wait_stream(current)  # that wrote these bytes, or used this memory before
-        host_bytes = region.bytes[: device_bytes.numel()]
         with torch.cuda.stream(self._side):
-            if outward:
-                host_bytes.copy_(device_bytes, non_blocking=True)
-            else:
-                device_bytes.copy_(host_bytes, non_blocking=True)
+            target.copy_(source, non_blocking=True)
         if current != torch.cuda.default_stream(device_bytes.device):
             # It may be another stream's memory, which waiting on this one does not protect.
             device_bytes.record_stream(self._side)
-        over = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        over.record(self._side)
-        return _StreamFlight(next(self._numbers), device_bytes, region, outward, current, over=over)
+        flight.over.record(self._side)
+        return flight
 
     @override
     def _is_over(self, flight: Flight) -> bool:
-        assert isinstance(flight, _StreamFlight)
-        return bool(flight.over.query())  # type: ignore[no-untyped-call]
+        return bool(flight.over.query())
 
     @override
     def _wait(self, flight: Flight, stream: torch.cuda.Stream | None) -> None:
-        assert isinstance(flight, _StreamFlight)
         assert stream is not None
         stream.wait_event(flight.over)
 
@@ -173,26 +168,7 @@ class StreamMover(Mover):
             self._release(flight)
 
 
-@dataclass(eq=False, slots=True)
-class _Job(Flight):
-    side: torch.cuda.Stream | None = None
-    ready: torch.cuda.Event | None = None
-    over: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-
-    def run(self) -> None:
-        stored = self.region.bytes[: self.bytes.numel()]
-        source, target = (self.bytes, stored) if self.outward else (stored, self.bytes)
-        if self.side is None:
-            # Not copy_(), which would have all cores copy, and wait for those that the computation has just then.
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
-        else:
-            assert self.ready is not None
-            with torch.cuda.stream(self.side):
-                self.side.wait_event(self.ready)
-                target.copy_(source)
-                self.side.synchronize()
-        self.region.let_go()
+_Jobs = queue.SimpleQueue[tuple[Flight, "torch.cuda.Event | None"] | None]
 
 
 class ThreadMover(Mover):
@@ -202,34 +178,32 @@ class ThreadMover(Mover):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        on_gpu = device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        super().__init__(device)
+        self._jobs: _Jobs = queue.SimpleQueue()
         # The thread knows only the queue, so that it ends with the mover, closed or not.
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name="lightning-accel-offload", daemon=True)
+        self._thread = threading.Thread(
+            target=_work, args=(self._jobs, self._side), name="lightning-accel-offload", daemon=True
+        )
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None)
 
     @override
     def _start(self, device_bytes: Tensor, region: Region, *, outward: bool) -> Flight:
-        job = _Job(next(self._numbers), device_bytes, region, outward, None, side=self._side)
+        flight = Flight(next(self._numbers), device_bytes, region, outward, None, threading.Event())
+        ready = None
         if self._side is not None:
-            job.stream = torch.cuda.current_stream(device_bytes.device)
-            job.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            job.ready.record(job.stream)
-        self._jobs.put(job)
-        return job
+            flight.stream = torch.cuda.current_stream(device_bytes.device)
+            ready = flight.stream.record_event()
+        self._jobs.put((flight, ready))
+        return flight
 
     @override
     def _is_over(self, flight: Flight) -> bool:
-        assert isinstance(flight, _Job)
-        return flight.over.is_set()
+        return bool(flight.over.is_set())
 
     @override
     def _wait(self, flight: Flight, stream: torch.cuda.Stream | None) -> None:
         # The copy has ended on the device, too, before its thread says so: no stream has anything left to wait for.
-        assert isinstance(flight, _Job)
         if not flight.over.is_set():
             start = time.perf_counter()
             flight.over.wait()
@@ -243,14 +217,29 @@ class ThreadMover(Mover):
         self._thread.join()
 
 
-def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _work(jobs: _Jobs, side: torch.cuda.Stream | None) -> None:
     while (job := jobs.get()) is not None:
+        flight = job[0]
         try:
-            job.run()
+            _copy(*job, side)
         except BaseException as error:
-            job.error = error.with_traceback(None)  # which would hold the job
-        over = job.over
+            flight.error = error.with_traceback(None)  # which would hold the flight
+        over = flight.over
         # Whoever asked for the copy holds it until it is over. So no memory is ever freed on this thread, where a
         # profiler of the other one would not see it.
-        del job
+        del job, flight
         over.set()
+
+
+def _copy(flight: Flight, ready: torch.cuda.Event | None, side: torch.cuda.Stream | None) -> None:
+    source, target = flight.ends()
+    if side is None:
+        # Not copy_(), which would have all cores copy, and wait for those that the computation has just then.
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+    else:
+        assert ready is not None
+        with torch.cuda.stream(side):
+            side.wait_event(ready)
+            target.copy_(source)
+            side.synchronize()
+    flight.region.let_go()

@@ -12,15 +12,15 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from lightning_accel.core.byte_size import parse_bytes
+from lightning_accel.core.torch_private import version_of
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region, SpillFile
 from lightning_accel.memory.movers import Flight, Mover, StreamMover, ThreadMover
-from lightning_accel.memory.saved import ByStorage, Packed, counter_of, shares_counter
-from lightning_accel.settings import OffloadingPlan
+from lightning_accel.memory.saved import Packed, counter_of, shares_counter
 
 # Addresses that agree modulo this, agree in whatever a kernel asks about alignment.
 _ALIGNMENT = 512
@@ -29,6 +29,21 @@ _GONE = (
     "the tensors that this graph saved were offloaded, and are gone: offloading was closed, or failed, after the"
     " forward pass. Run the forward pass again, or the backward pass before undo()."
 )
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """Where saved tensors are moved to, and which.
+
+    Attributes:
+        to: ``"host"``: pinned memory of the host (plain memory where the device is a CPU); ``"disk"``: a file.
+        min_bytes: Smaller tensors stay.
+        folder: Where the file is made; None: the folder for temporary files.
+    """
+
+    to: Literal["host", "disk"]
+    min_bytes: int
+    folder: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -60,32 +75,27 @@ class Offloader:
 
     Args:
         device: Whose tensors are moved.
-        to: ``"host"``: pinned memory of the host (plain memory where the device is a CPU); ``"disk"``: a file.
-        min_bytes: Smaller tensors stay.
-        folder: Where the file is made; None: the folder for temporary files.
-
-    Attributes:
+        offloading: Where to.
         prefetch_depth: How many of the tensors saved just before one are on their way back when it is used; 0 needs
             the least memory.
+
+    Attributes:
+        prefetch_depth: As given; it may be set between steps.
         complaints: Why tensors stayed that were to move, each reason once; for the caller to read and clear.
     """
 
-    def __init__(
-        self, device: torch.device, to: Literal["host", "disk"], *, min_bytes: int, folder: str | None = None
-    ) -> None:
-        self.prefetch_depth = 2
+    def __init__(self, device: torch.device, offloading: Offloading, *, prefetch_depth: int = 2) -> None:
+        self.prefetch_depth = prefetch_depth
         self.complaints: list[str] = []
         self._device = device
-        self._to = to
-        self._min_bytes = min_bytes
-        self._folder = folder
+        self._offloading = offloading
         self._closed = False
         self._done = OffloadStats()
         self._pool: Pool | None = None
         self._mover: Mover | None = None
         # By what counts their changes: pieces of one storage may each have a counter, at the same number.
-        self._known: ByStorage[list[tuple[Tensor, _Entries]]] = ByStorage()
-        self._live: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
+        self._known: WeakKeyDictionary[torch.UntypedStorage, list[tuple[Tensor, _Entries]]] = WeakKeyDictionary()
+        self._live: WeakValueDictionary[int, _Entry] = WeakValueDictionary()
         self._order: list[int] = []  # of those that live, as they were packed
         self._packed = 0
         self._said: set[str] = set()
@@ -116,7 +126,8 @@ class Offloader:
         if self._closed:  # a copy of the model outlives the run
             return None
         nbytes = _extent(tensor) * tensor.element_size()
-        if nbytes < max(self._min_bytes, 1) or not self._is_here(tensor) or tensor.is_conj() or tensor.is_neg():
+        is_here = tensor.device.type == self._device.type and self._device.index in (None, tensor.device.index)
+        if nbytes < max(self._offloading.min_bytes, 1) or not is_here or tensor.is_conj() or tensor.is_neg():
             return None
         if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._complain("while a CUDA graph is recorded, whose tensors have fixed places, nothing is moved")
@@ -157,21 +168,15 @@ class Offloader:
 
     # -- out ---------------------------------------------------------------------------------------------------
 
-    def _is_here(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device.type and self._device.index in (None, tensor.device.index)
-
     def _entry(self, tensor: Tensor, nbytes: int) -> _Entry | None:
         """The one that holds this tensor's part of its storage as it is now; a new one if there is none."""
         storage = tensor.untyped_storage()
-        counted = self._known.get(tensor)
-        if counted is None:
-            counted = []
-            self._known.set(tensor, counted)
+        counted = self._known.setdefault(storage, [])
         entries = next((found for counter, found in counted if shares_counter(counter, tensor)), None)
         if entries is None:
-            entries = weakref.WeakValueDictionary()
+            entries = WeakValueDictionary()
             counted.append((counter_of(tensor), entries))
-        version, size = tensor._version, int(storage.nbytes())
+        version, size = version_of(tensor), int(storage.nbytes())
         start = int(tensor.storage_offset()) * tensor.element_size()
         end, start = start + nbytes, start // _ALIGNMENT * _ALIGNMENT
         key = (version, 0, size) if 2 * nbytes >= size else (version, start, end - start)
@@ -184,38 +189,29 @@ class Offloader:
 
     def _move_out(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> _Entry | None:
         self._bury()
+        on_gpu, to_disk = storage.device.type == "cuda", self._offloading.to == "disk"
         if self._pool is None or self._mover is None:
-            self._open(storage.device)
+            self._pool = SpillFile(self._offloading.folder) if to_disk else HostPool(pinned=on_gpu)
+            self._mover = (StreamMover if on_gpu and not to_disk else ThreadMover)(storage.device)
         pool, mover = self._pool, self._mover
-        assert pool is not None
-        assert mover is not None
         mover.settle()
         try:
             region = pool.take(nbytes)
         except OffloadingError as error:
-            if self._to == "disk":
+            if to_disk:
                 raise
             self._complain(f"{error} Until then the tensors stay on the device.")
             return None
-        entry = _Entry(self, self._packed, storage, start, nbytes, region)
+        entry = _Entry(self, self._packed, weakref.ref(storage), storage.device, start, nbytes, region)
         self._live[entry.index] = entry
         self._order.append(entry.index)
         self._packed += 1
-        source = _as_bytes(storage)[start : start + nbytes]
-        mover.out(source, region, in_flight=self._in_flight)
+        # On their way out may be enough to keep the copies going, where there is room for any.
+        in_flight = 1 if self.prefetch_depth == 0 else min(max(self.prefetch_depth, 2), 4)
+        mover.out(_as_bytes(storage)[start : start + nbytes], region, in_flight=in_flight)
         self._done.bytes_out += nbytes
         self._done.tensors_out += 1
         return entry
-
-    @property
-    def _in_flight(self) -> int:
-        """How many tensors may be on their way out: enough to keep the copies going, where there is room for any."""
-        return 1 if self.prefetch_depth == 0 else min(max(self.prefetch_depth, 2), 4)
-
-    def _open(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._pool = SpillFile(self._folder) if self._to == "disk" else HostPool(pinned=on_gpu)
-        self._mover = StreamMover(device) if on_gpu and self._to == "host" else ThreadMover(device)
 
     def _complain(self, reason: str) -> None:
         if reason not in self._said:
@@ -224,7 +220,7 @@ class Offloader:
 
     # -- and back ----------------------------------------------------------------------------------------------
 
-    def _bytes_of(self, entry: _Entry) -> tuple[Tensor, int]:
+    def bytes_of(self, entry: _Entry) -> tuple[Tensor, int]:
         """Bytes on the device that ``entry`` stands for, and where in its storage they start."""
         with self._lock:
             self._bury()
@@ -278,7 +274,7 @@ class Offloader:
     def _release(self) -> None:
         for entry in list(self._live.values()):
             entry.region = None
-        self._known = ByStorage()  # a graph that lives on must not lend what it has lost to the next one
+        self._known.clear()  # a graph that lives on must not lend what it has lost to the next one
         self._dead.clear()
         self._order.clear()
         mover, self._mover = self._mover, None
@@ -290,24 +286,22 @@ class Offloader:
             pool.close()
 
 
-_Entries: TypeAlias = "weakref.WeakValueDictionary[tuple[int, int, int], _Entry]"
+_Entries: TypeAlias = "WeakValueDictionary[tuple[int, int, int], _Entry]"
 
 
+@dataclass(eq=False)
 class _Entry:
     """Part of a storage, as it was at one version, away from the device. Its handles own it, and nothing else does."""
 
-    def __init__(
-        self, owner: Offloader, index: int, storage: torch.UntypedStorage, start: int, nbytes: int, region: Region
-    ) -> None:
-        self.owner = owner
-        self.index = index
-        self.storage = weakref.ref(storage)
-        self.device = storage.device
-        self.start = start
-        self.nbytes = nbytes
-        self.region: Region | None = region
-        self.homeward: Flight | None = None
-        self.waiting = 0  # handles that have not been unpacked yet
+    owner: Offloader
+    index: int
+    storage: weakref.ref[torch.UntypedStorage]
+    device: torch.device
+    start: int
+    nbytes: int
+    region: Region | None
+    homeward: Flight | None = None
+    waiting: int = 0  # handles that have not been unpacked yet
 
     def no_longer_waits(self) -> None:
         """One handle less that is to be unpacked; after the last one, the copy on the device goes."""
@@ -322,23 +316,19 @@ class _Entry:
 class _Handle:
     """One saved tensor, as a view of an entry."""
 
-    __slots__ = ("_dtype", "_entry", "_offset", "_shape", "_strides", "_was_unpacked")
+    __slots__ = ("_dtype", "_entry", "_offset", "_sizes", "_was_unpacked")
 
     def __init__(self, entry: _Entry, tensor: Tensor) -> None:
         self._entry = entry
-        self._dtype = tensor.dtype
-        self._shape = tensor.shape
-        self._strides = tensor.stride()
-        self._offset = tensor.storage_offset()
+        self._dtype, self._offset, self._sizes = tensor.dtype, tensor.storage_offset(), (tensor.shape, tensor.stride())
         self._was_unpacked = False
         entry.waiting += 1
 
     def unpack(self) -> Tensor:
         entry = self._entry
-        found, start = entry.owner._bytes_of(entry)
-        offset = self._offset - start // self._dtype.itemsize
+        found, start = entry.owner.bytes_of(entry)
         tensor = torch.empty(0, dtype=self._dtype, device=found.device)
-        tensor.set_(found.untyped_storage(), offset, self._shape, self._strides)
+        tensor.set_(found.untyped_storage(), self._offset - start // self._dtype.itemsize, *self._sizes)
         if not self._was_unpacked:
             self._was_unpacked = True
             entry.no_longer_waits()
@@ -349,20 +339,6 @@ class _Handle:
     def __del__(self) -> None:
         if not self._was_unpacked:
             self._entry.no_longer_waits()
-
-
-def offloader_for(plan: OffloadingPlan, device: torch.device) -> Offloader | None:
-    """What single blocks offload with; None where ``plan`` says ``"off"``, and for ``"auto"`` without a GPU.
-
-    One tensor at a time is brought back ahead of its use: whoever plans a budget has no room for more.
-    """
-    to = ("host" if device.type == "cuda" else "off") if plan.to == "auto" else plan.to
-    if to == "off":
-        return None
-    min_bytes = int(parse_bytes("activation_offloading.min_bytes", plan.min_bytes))
-    offloader = Offloader(device, to, min_bytes=min_bytes, folder=plan.folder)
-    offloader.prefetch_depth = 1
-    return offloader
 
 
 def _extent(tensor: Tensor) -> int:

@@ -13,11 +13,13 @@ import time
 import weakref
 from collections import Counter, deque
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
+from lightning_accel.core.torch_private import has_saved_result, version_of
 from lightning_accel.memory.packing import (
     Layout,
     NonZeros,
@@ -41,7 +43,7 @@ from lightning_accel.memory.packing_budget import (
     Span,
     choose,
 )
-from lightning_accel.memory.saved import ByStorage, Packed
+from lightning_accel.memory.saved import Packed
 
 MIN_BYTES = 64 << 10
 """Smaller tensors are left alone: their bytes are not worth the calls."""
@@ -69,7 +71,7 @@ class Packer:
         self._min_bytes = min_bytes
         self._max_time_share = max_time_share
         self._places: dict[Key, Place] = {}
-        self._seen: ByStorage[_Seen] = ByStorage()
+        self._seen: WeakKeyDictionary[torch.UntypedStorage, _Seen] = WeakKeyDictionary()
         self._unsettled: list[tuple[Place, weakref.ref[torch.UntypedStorage]]] = []
         self._step = 0
         self._turn = 0
@@ -119,7 +121,7 @@ class Packer:
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # counting what is not zero waits for the device, which a capture forbids
         is_own = _is_own_result(tensor)
-        seen = self._seen.get(tensor)
+        seen = self._seen.get(tensor.untyped_storage())
         shared = seen.find(tensor, is_own) if seen is not None else None
         if shared is not None:
             shared.saves += 1
@@ -128,8 +130,7 @@ class Packer:
         if not place.is_packed or not is_packable(tensor):
             return None
         if seen is None or seen.step != self._step:
-            seen = _Seen(self._step, place)
-            self._seen.set(tensor, seen)
+            seen = self._seen[tensor.untyped_storage()] = _Seen(self._step, place)
         try:
             return self._pack(tensor, place, is_own, seen)
         except torch.OutOfMemoryError:
@@ -139,12 +140,11 @@ class Packer:
     def _place(self, tensor: Tensor, is_own: bool) -> Place:
         node = tensor.grad_fn
         key = (self._turn, tensor.dim(), tensor.dtype, "" if node is None else node.name(), is_own)
-        place = self._places.get(key)
-        if place is None:
+        if key not in self._places:
             if len(self._places) == _MAX_PLACES:
                 del self._places[next(iter(self._places))]
-            place = self._places[key] = _first_sight(tensor, is_own)
-        return place
+            self._places[key] = _first_sight(tensor, is_own)
+        return self._places[key]
 
     def _pack(self, tensor: Tensor, place: Place, is_own: bool, seen: _Seen) -> _Handle | None:
         span = None if place.is_decided else Span(tensor.device)
@@ -159,7 +159,7 @@ class Packer:
             return None
         place.before_bytes, place.after_bytes = tensor.untyped_storage().nbytes(), after_bytes
         handle = _Handle(self, packed, tensor, is_own)
-        seen.handles.append(weakref.ref(handle))
+        seen.handles.add(handle)
         if span is not None:
             place.leader = None if seen.leader is place else seen.leader
             handle.spans = [span]
@@ -190,12 +190,9 @@ class _Handle:
         self.saves = 1
         self.spans: list[Span] | None = None
         self._packer = packer
-        self._identity = (is_own, tensor._version, tensor.storage_offset(), packed.layout)
+        self.identity = _identity(tensor, is_own)
         self._unpacks = 0
         self._unpacked: Tensor | None = None
-
-    def is_of(self, tensor: Tensor, is_own: bool) -> bool:
-        return self._identity == (is_own, tensor._version, tensor.storage_offset(), Layout.of(tensor))
 
     def unpack(self) -> Tensor:
         self._packer._settle()  # a backward pass within the step: what it frees must not pass for freed by packing
@@ -211,36 +208,32 @@ class _Handle:
         return tensor
 
 
+def _identity(tensor: Tensor, is_own: bool) -> tuple[bool, int, int, Layout | None]:
+    """Of a storage's tensors, those alike in this have the same values now."""
+    return is_own, version_of(tensor), int(tensor.storage_offset()), Layout.of(tensor)
+
+
+@dataclass(eq=False)
 class _Seen:
-    """What was packed of one storage.
+    """What was packed of one storage in a step: by the ``leader`` first, and kept as long as a graph holds a handle."""
 
-    Attributes:
-        step: In which step.
-        leader: The first place of that step that packed some of it.
-        handles: Those that packed tensors, for as long as a graph holds them.
-    """
-
-    def __init__(self, step: int, leader: Place) -> None:
-        self.step = step
-        self.leader = leader
-        self.handles: list[weakref.ref[_Handle]] = []
+    step: int
+    leader: Place
+    handles: WeakSet[_Handle] = field(default_factory=WeakSet)
 
     def find(self, tensor: Tensor, is_own: bool) -> _Handle | None:
-        self.handles = [reference for reference in self.handles if reference() is not None]
-        alive = (reference() for reference in self.handles)
-        return next((handle for handle in alive if handle is not None and handle.is_of(tensor, is_own)), None)
+        identity = _identity(tensor, is_own)
+        return next((handle for handle in self.handles if handle.identity == identity), None)
 
     def share_bits(self, packed: OneBit | NonZeros) -> tuple[OneBit | NonZeros, int]:
         """The same with bits that are there already, and what it takes beyond them.
 
         A ReLU and the layer after it save one tensor; the bits of the one are nearly always those of the other.
         """
-        for reference in self.handles:
-            handle = reference()
-            if handle is None or not isinstance(packed, NonZeros) or handle.packed.bits.shape != packed.bits.shape:
-                continue
-            if torch.equal(handle.packed.bits, packed.bits):
-                return packed.with_bits(handle.packed.bits), packed.nbytes - packed.bits.nbytes
+        if isinstance(packed, NonZeros):
+            for bits in (handle.packed.bits for handle in self.handles):
+                if bits.shape == packed.bits.shape and torch.equal(bits, packed.bits):
+                    return packed.with_bits(bits), packed.nbytes - bits.nbytes
         return packed, packed.nbytes
 
 
@@ -269,17 +262,7 @@ def _encode(tensor: Tensor, place: Place, is_own: bool) -> OneBit | NonZeros | N
 
 
 def _is_own_result(tensor: Tensor) -> bool:
-    """Whether this is a ReLU that saves its own result, of which it asks no more than where it is above zero.
-
-    Then the ReLU's node has nothing saved yet. What it has saved must not be unpacked to find out: under checkpointing
-    that computes a whole block again. So it is asked for only where neither data nor a hook is there, as is also the
-    case, with an error, once the graph was freed.
-    """
-    node: Any = tensor.grad_fn
-    if node is None or node.name() != "ReluBackward0" or tensor.dtype not in _RELU_DTYPES:
-        return False
-    try:
-        saved = node._raw_saved_result
-        return saved.data is None and saved.unpack_hook is None and node._saved_result is None
-    except (AttributeError, RuntimeError):  # a version of torch without these, or a graph that was freed
-        return False
+    """Whether this is a ReLU that saves its own result, of which it asks no more than where it is above zero."""
+    node = tensor.grad_fn
+    is_relu = node is not None and node.name() == "ReluBackward0" and tensor.dtype in _RELU_DTYPES
+    return is_relu and not has_saved_result(node)

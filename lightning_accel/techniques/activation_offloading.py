@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.core.byte_size import format_bytes, parse_bytes
+from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.host import Host
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.saved import saving
@@ -39,13 +39,9 @@ class ActivationOffloading(Technique):
     explicit = True
 
     def __init__(self, plan: OffloadingPlan, model: nn.Module, device: torch.device) -> None:
-        assert plan.to in ("host", "disk")
-        self.offloader = Offloader(
-            device,
-            plan.to,
-            min_bytes=int(parse_bytes("activation_offloading.min_bytes", plan.min_bytes)),
-            folder=plan.folder,
-        )
+        offloading = plan.on(device.type)
+        assert offloading is not None
+        self.offloader = Offloader(device, offloading)
         self._plan = plan
         self._model = model
         self._search = DepthSearch(device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_accel.core.host import Host
 from lightning_accel.engine import AccelWarning
-from lightning_accel.settings import CheckpointingPlan, OffloadingPlan
+from lightning_accel.settings import CheckpointingPlan
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing, MemoryBudget
 from support.techniques.gradient_checkpointing_cases import (
     IN_FORCE_NOWHERE,
@@ -169,7 +169,7 @@ def test_on_an_apple_gpu_blocks_that_draw_random_numbers_are_left_alone(dropping
 def test_where_it_saves_nothing_it_says_why_and_what_does(host: Host, full: str | None, budget: str | None) -> None:
     plan, in_budget = CheckpointingPlan(mode="full"), CheckpointingPlan(budget="1GiB")
     reason = GradientCheckpointing(plan).unavailable(host)
-    budget_reason = MemoryBudget(in_budget, OffloadingPlan(to="off"), torch.device("cpu")).unavailable(host)
+    budget_reason = MemoryBudget(in_budget, None, torch.device("cpu")).unavailable(host)
     for found, mend in ((reason, full), (budget_reason, budget)):
         assert found is None if mend is None else mend in (found or "")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import AccelWarning, Plan, accelerate
-from lightning_accel.memory.memory_plan import FixedMemory
+from lightning_accel.memory.schedule import FixedMemory
 from support.techniques.memory_budget_cases import PLAIN, SETTLED, Block, Loop, Stack, budget, handles_are_undone, plain
 
 pytestmark = pytest.mark.numbers

@@ -12,8 +12,8 @@ from torch.profiler import profile, schedule
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accel import AccelWarning, Plan, accelerate
-from lightning_accel.memory.memory_plan import FixedMemory
 from lightning_accel.memory.planner import MAX_WAITING_STEPS
+from lightning_accel.memory.schedule import FixedMemory
 from support.models import TASKS, Task
 from support.techniques.memory_budget_cases import (
     PLAIN,

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accel import OffloadingPlan, Plan, plan_memory
-from lightning_accel.memory.memory_plan import state_of
 from lightning_accel.memory.meter import meter_for
-from lightning_accel.memory.offload import offloader_for
+from lightning_accel.memory.schedule import state_of
 from lightning_accel.settings import OffloadingSetting
 from support.models import TinyTransformer
 from support.techniques.memory_budget_cases import (
@@ -167,7 +166,4 @@ def test_blocks_offload_unless_it_is_forbidden_or_would_free_nothing(
 ) -> None:
     """Nothing is on the device yet: what the planner may choose from is known before."""
     plan = Plan(activation_offloading=setting, gradient_checkpointing={"budget": "1GiB"})
-    offloader = offloader_for(plan.offloading, torch.device(device))
-    assert (offloader is not None) == offloads
-    if offloader is not None:
-        offloader.close()
+    assert (plan.offloading.on(device) is not None) == offloads

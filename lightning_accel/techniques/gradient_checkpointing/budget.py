@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -14,17 +15,18 @@ from typing_extensions import override
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch
-from lightning_accel.memory.costs import Way
-from lightning_accel.memory.memory_plan import FixedMemory, MemoryPlan
+from lightning_accel.memory.costs import Policy
 from lightning_accel.memory.meter import device_memory_bytes
-from lightning_accel.memory.offload import Offloader, offloader_for
+from lightning_accel.memory.offload import Offloading
 from lightning_accel.memory.planner import Planner, State
+from lightning_accel.memory.recompute import trained_patch
 from lightning_accel.memory.saved import saving
-from lightning_accel.settings import CheckpointingPlan, OffloadingPlan
+from lightning_accel.memory.schedule import FixedMemory, MemorySchedule
 from lightning_accel.techniques.base import Refusal, Verdict
+from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan
 from lightning_accel.techniques.gradient_checkpointing.technique import GradientCheckpointing
 
-_DOES: dict[Way, str] = {
+_DOES: dict[Policy, str] = {
     "keep": "keeps its activations: they fit",
     "selective": "forward → checkpointed (selective)",
     "full": "forward → checkpointed (full)",
@@ -38,7 +40,7 @@ class MemoryBudget(GradientCheckpointing):
 
     Args:
         plan: The budget, and the blocks where they are named.
-        offloading: Where blocks may offload to; ``"auto"``: on a GPU to the host's memory, elsewhere not at all.
+        offloading: Where blocks may offload to; None: nowhere.
         device: Where the model computes, though it may not be there yet.
         verify: Whether each block's recomputation is compared with the original.
     """
@@ -51,12 +53,11 @@ class MemoryBudget(GradientCheckpointing):
     acts_without_sites: ClassVar[bool] = True  # in a roomy budget every block stays as it is
 
     def __init__(
-        self, plan: CheckpointingPlan, offloading: OffloadingPlan, device: torch.device, *, verify: bool = True
+        self, plan: CheckpointingPlan, offloading: Offloading | None, device: torch.device, *, verify: bool = True
     ) -> None:
         super().__init__(plan, verify=verify)
         self._offloading = offloading
         self._device = device
-        self._offloader: Offloader | None = None
         self._model: nn.Module = nn.Identity()
         self._planner: Planner | None = None
         self._told: State | None = None
@@ -64,9 +65,9 @@ class MemoryBudget(GradientCheckpointing):
         self._refusals: Counter[str] = Counter()
 
     @property
-    def memory_plan(self) -> MemoryPlan | None:
+    def memory_schedule(self) -> MemorySchedule | None:
         """What was decided; None until then."""
-        return None if self._planner is None else self._planner.state.plan
+        return None if self._planner is None else self._planner.state.schedule
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -89,24 +90,12 @@ class MemoryBudget(GradientCheckpointing):
             )
         claims = list(super().patches(model, host))
         self._model = model
-        self._offloader = offloader_for(self._offloading, self._device)
-        self._planner = Planner(model, self._blocks, budget, self._device, self._offloading, self._offloader)
+        self._planner = Planner(model, self._blocks, budget, self._device, self._offloading)
         return claims
 
     @override
     def _edit(self, site: str, block: nn.Module) -> MethodPatch:
-        run = self._run
-
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if not torch.is_grad_enabled():
-                    return original(self, *args, **kwargs)
-                return run(site, self, original, args, kwargs)
-
-            forward.is_checkpointed = True  # type: ignore[attr-defined]
-            return forward
-
-        return MethodPatch(site, "what it does is planned", block, "forward", wrap)
+        return trained_patch(site, "what it does is planned", block, functools.partial(self._run, site))
 
     def _run(self, site: str, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._planner is None or self._is_closed:  # a copy of the model outlives the run
@@ -137,10 +126,10 @@ class MemoryBudget(GradientCheckpointing):
     @contextmanager
     def _step(self, stage: str) -> Iterator[None]:
         assert self._planner is not None
-        with ExitStack() as stack:
-            stack.enter_context(super().step(stage))
-            if self._planner.state.offloads_rest and self._offloader is not None and torch.is_grad_enabled():
-                stack.enter_context(saving(self._offloader, self._model))
+        rest: AbstractContextManager[Any] = nullcontext()
+        if self._planner.state.offloads_rest and self._planner.offloader is not None and torch.is_grad_enabled():
+            rest = saving(self._planner.offloader, self._model)
+        with super().step(stage), rest:
             yield
 
     @override
@@ -148,16 +137,14 @@ class MemoryBudget(GradientCheckpointing):
         self._is_closed = True
         if self._planner is not None:
             self._planner.close()
-        if self._offloader is not None:
-            self._offloader.close()
 
     def _tell(self) -> None:
         """Puts what is new into what the engine reads."""
         assert self._planner is not None
-        state = self._planner.state
-        if self._offloader is not None:
-            self.complaints += tuple(self._offloader.complaints)
-            self._offloader.complaints.clear()
+        state, offloader = self._planner.state, self._planner.offloader
+        if offloader is not None:
+            self.complaints += tuple(offloader.complaints)
+            offloader.complaints.clear()
         if state is self._told:
             return
         self._told = state
@@ -167,19 +154,21 @@ class MemoryBudget(GradientCheckpointing):
             why = next((f": {reason}" for reason, _ in self._refusals.most_common(1)), "")
             self.status = f"{state.gave_up}{why}"
             self.complaints += (f"gradient_checkpointing: {self.status}",)
-        elif state.plan is None:
+        elif state.schedule is None:
             self.status = "planning: the first training steps recompute every block"
         else:
-            self._report(state.plan)
+            self._report(state.schedule)
 
-    def _report(self, plan: MemoryPlan) -> None:
-        ways = ", ".join(f"{count} {way}" for way, count in Counter(plan.ways.values()).items())
-        peak, word = plan.measured_peak_bytes, "measured"
+    def _report(self, schedule: MemorySchedule) -> None:
+        policies = ", ".join(f"{count} {policy}" for policy, count in Counter(schedule.policies.values()).items())
+        peak, word = schedule.measured_peak_bytes, "measured"
         if peak is None:
-            peak, word = plan.predicted_peak_bytes, "predicted"
-        self.status = f"peak {format_bytes(peak)} ({word}) of {format_bytes(plan.budget_bytes)}: {ways}"
-        self.details = plan.table()
-        self.revisions = {site: Verdict(keep=way != "keep", reason=_DOES[way]) for site, way in plan.ways.items()}
+            peak, word = schedule.predicted_peak_bytes, "predicted"
+        self.status = f"peak {format_bytes(peak)} ({word}) of {format_bytes(schedule.budget_bytes)}: {policies}"
+        self.details = schedule.table()
+        self.revisions = {
+            site: Verdict(keep=policy != "keep", reason=_DOES[policy]) for site, policy in schedule.policies.items()
+        }
 
 
 def budget_bytes(plan: CheckpointingPlan, device: torch.device) -> int:

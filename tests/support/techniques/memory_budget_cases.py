@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_accel import MemoryPlan, Plan, accelerate
 from lightning_accel.engine import Engine
-from lightning_accel.memory.memory_plan import FixedMemory, state_of
 from lightning_accel.memory.meter import meter_for
+from lightning_accel.memory.schedule import FixedMemory, state_of
 
 SETTLED = 10  # steps after which a plan is found, measured and timed
 PLAIN: dict[str, Any] = {

@@ -9,7 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 from weakref import WeakSet
@@ -36,21 +36,13 @@ TIMED_RUNS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One policy for one call of a block.
+    """One policy for one call of a block."""
 
-    Attributes:
-        kept_bytes: Held from its forward to its backward pass, arguments and results not counted.
-        argument_bytes: Arguments that it holds likewise.
-        forward_bytes: The most on top of what was allocated before its forward pass.
-        backward_bytes: The most on top of what was allocated before its backward pass.
-        ms: Forward and backward together.
-    """
-
-    kept_bytes: int
-    argument_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-    ms: float
+    kept_bytes: int  # held from its forward to its backward pass, arguments and results not counted
+    argument_bytes: int  # arguments that it holds likewise
+    forward_bytes: int  # the most on top of what was allocated before its forward pass
+    backward_bytes: int  # the most on top of what was allocated before its backward pass
+    ms: float  # forward and backward together
 
     def scaled(self, factor: float) -> Cost:
         """The cost of a call ``factor`` times as large."""
@@ -60,26 +52,14 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """What is known of one call of a block.
+    """What is known of one call of a block."""
 
-    Attributes:
-        by_policy: The cost of each policy that works here.
-        argument_elements: The size of its arguments, to tell larger batches by.
-        saved_by_operator: Bytes that autograd saves when everything is kept, by the operator that made them;
-            ``"arguments and constants"`` for what no operator did.
-    """
-
-    by_policy: Mapping[Policy, Cost]
-    argument_elements: int
-    saved_by_operator: Mapping[str, int] = field(default_factory=dict)
+    by_policy: Mapping[Policy, Cost]  # for each policy that works here
+    argument_elements: int  # the size of its arguments, to tell larger batches by
+    saved_by_operator: Mapping[str, int]  # bytes that autograd saves when everything is kept, by what made them
 
     def of_call(self, elements: float, shared_bytes: int) -> dict[Policy, Cost]:
-        """The costs of one call, in proportion to its size; what it keeps includes arguments that only it holds.
-
-        Args:
-            elements: The size of its arguments.
-            shared_bytes: Of its arguments, what other calls hold too.
-        """
+        """The costs of one call, in proportion to its size; what it keeps includes arguments that only it holds."""
         factor = elements / self.argument_elements if self.argument_elements else 1.0
         scaled = {policy: cost.scaled(factor) if factor != 1 else cost for policy, cost in self.by_policy.items()}
 

@@ -30,17 +30,11 @@ class MeterBusyError(RuntimeError):
 
 @dataclass
 class Interval:
-    """From one mark to the next.
+    """From one mark to the next."""
 
-    Attributes:
-        mark: The mark that it begins with.
-        level_bytes: Allocated at its beginning.
-        peak_bytes: The most that was allocated at one time within it.
-    """
-
-    mark: Hashable
-    level_bytes: int
-    peak_bytes: int
+    mark: Hashable  # that it begins with
+    level_bytes: int  # allocated at its beginning
+    peak_bytes: int  # the most that was allocated at one time within it
 
 
 class Meter(ABC):

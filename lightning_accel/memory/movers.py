@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import queue
-import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,27 +18,16 @@ from typing_extensions import override
 from lightning_accel.memory.buffers import Region
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Flight:
-    """A copy under way, which holds the memory at both its ends.
+    """A copy under way, which holds the memory at both its ends."""
 
-    Attributes:
-        number: Its place among the copies of its mover, which end in the order in which they start.
-        bytes: The end on the device: uint8, ``(n,)``.
-        region: The other end; its first ``n`` bytes.
-        outward: Whether it leaves the device.
-        stream: The stream that computed when it was started; None on a CPU.
-        over: The event of its end: of a stream, or of a thread.
-        error: What a thread's copy raised.
-    """
-
-    number: int
-    bytes: Tensor
-    region: Region
-    outward: bool
-    stream: torch.cuda.Stream | None
-    over: Any
-    error: BaseException | None = None
+    number: int  # its place among the copies of its mover, which end in the order in which they start
+    bytes: Tensor  # the end on the device: uint8, (n,)
+    region: Region  # the other end; its first n bytes
+    outward: bool  # whether it leaves the device
+    stream: torch.cuda.Stream | None = None  # that computed when it was started; None on a CPU
+    over: Any = None  # tells its end: a stream's event, or a thread's future
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """Where it comes from, and where it goes to."""
@@ -53,13 +40,9 @@ class Mover(ABC):
 
     What computes waits for a copy by :meth:`land`, or because too many are under way; nothing waits for the device.
     Call it from one thread at a time.
-
-    Attributes:
-        waited_s: For how long the caller stood still, in seconds.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.waited_s = 0.0
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._outward: deque[Flight] = deque()
         self._homeward: deque[Flight] = deque()
@@ -68,21 +51,22 @@ class Mover(ABC):
     def out(self, source: Tensor, region: Region, *, in_flight: int) -> None:
         """Starts to copy ``source`` (uint8, ``(n,)``) into ``region``, and holds it until that has ended.
 
-        Args:
-            source: On the device.
-            region: Where to.
-            in_flight: How many outward copies may be under way afterwards. What computes next comes after those
-                before them, so that it may have their memory.
+        Up to ``in_flight`` outward copies are under way afterwards. What computes next comes after those before them,
+        so that it may have their memory.
         """
         assert source.numel() <= region.size
-        self._outward.append(self._start(source, region, outward=True))
+        flight = Flight(next(self._numbers), source, region, outward=True)
+        self._start(flight)
+        self._outward.append(flight)
         while len(self._outward) > in_flight:
             self._release(self._outward.popleft())
 
     def back(self, region: Region, nbytes: int, device: torch.device) -> Flight:
         """Starts to copy the first ``nbytes`` of ``region`` to new memory of the device."""
         assert nbytes <= region.size
-        flight = self._start(torch.empty(nbytes, dtype=torch.uint8, device=device), region, outward=False)
+        target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        flight = Flight(next(self._numbers), target, region, outward=False)
+        self._start(flight)
         self._homeward.append(flight)
         return flight
 
@@ -118,7 +102,7 @@ class Mover(ABC):
         self._wait(flight, flight.stream)
 
     @abstractmethod
-    def _start(self, device_bytes: Tensor, region: Region, *, outward: bool) -> Flight: ...
+    def _start(self, flight: Flight) -> None: ...
 
     @abstractmethod
     def _is_over(self, flight: Flight) -> bool: ...
@@ -139,19 +123,18 @@ class StreamMover(Mover):
     """
 
     @override
-    def _start(self, device_bytes: Tensor, region: Region, *, outward: bool) -> Flight:
+    def _start(self, flight: Flight) -> None:
         assert self._side is not None
-        current = torch.cuda.current_stream(device_bytes.device)
-        flight = Flight(next(self._numbers), device_bytes, region, outward, current, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        device = flight.bytes.device
+        flight.stream = torch.cuda.current_stream(device)
+        self._side.wait_stream(flight.stream)  # that wrote these bytes, or used this memory before
         source, target = flight.ends()
-        self._side.wait_stream(current)  # that wrote these bytes, or used this memory before
         with torch.cuda.stream(self._side):
             target.copy_(source, non_blocking=True)
-        if current != torch.cuda.default_stream(device_bytes.device):
+        if flight.stream != torch.cuda.default_stream(device):
             # It may be another stream's memory, which waiting on this one does not protect.
-            device_bytes.record_stream(self._side)
-        flight.over.record(self._side)
-        return flight
+            flight.bytes.record_stream(self._side)
+        flight.over = self._side.record_event()
 
     @override
     def _is_over(self, flight: Flight) -> bool:
@@ -168,9 +151,6 @@ class StreamMover(Mover):
             self._release(flight)
 
 
-_Jobs = queue.SimpleQueue[tuple[Flight, "torch.cuda.Event | None"] | None]
-
-
 class ThreadMover(Mover):
     """Copies on a thread of its own: for memory of a CPU, and between any device and a file.
 
@@ -179,67 +159,53 @@ class ThreadMover(Mover):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._jobs: _Jobs = queue.SimpleQueue()
-        # The thread knows only the queue, so that it ends with the mover, closed or not.
-        self._thread = threading.Thread(
-            target=_work, args=(self._jobs, self._side), name="lightning-accel-offload", daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, self._jobs.put, None)
+        # Its thread ends with it, closed or not.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning-accel-offload")
 
     @override
-    def _start(self, device_bytes: Tensor, region: Region, *, outward: bool) -> Flight:
-        flight = Flight(next(self._numbers), device_bytes, region, outward, None, threading.Event())
+    def _start(self, flight: Flight) -> None:
         ready = None
         if self._side is not None:
-            flight.stream = torch.cuda.current_stream(device_bytes.device)
+            flight.stream = torch.cuda.current_stream(flight.bytes.device)
             ready = flight.stream.record_event()
-        self._jobs.put((flight, ready))
-        return flight
+        # Weakly: whoever asked for the copy holds it until it is over. So no memory is ever freed on that thread, where
+        # a profiler of this one would not see it.
+        flight.over = self._thread.submit(_copy, weakref.ref(flight), ready, self._side)
 
     @override
     def _is_over(self, flight: Flight) -> bool:
-        return bool(flight.over.is_set())
+        return bool(flight.over.done())
 
     @override
     def _wait(self, flight: Flight, stream: torch.cuda.Stream | None) -> None:
         # The copy has ended on the device, too, before its thread says so: no stream has anything left to wait for.
-        if not flight.over.is_set():
-            start = time.perf_counter()
-            flight.over.wait()
-            self.waited_s += time.perf_counter() - start
-        if flight.error is not None:
-            raise flight.error
+        error = flight.over.result()
+        if error is not None:
+            raise error
 
     @override
     def _finish(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
+        self._thread.shutdown()
 
 
-def _work(jobs: _Jobs, side: torch.cuda.Stream | None) -> None:
-    while (job := jobs.get()) is not None:
-        flight = job[0]
-        try:
-            _copy(*job, side)
-        except BaseException as error:
-            flight.error = error.with_traceback(None)  # which would hold the flight
-        over = flight.over
-        # Whoever asked for the copy holds it until it is over. So no memory is ever freed on this thread, where a
-        # profiler of the other one would not see it.
-        del job, flight
-        over.set()
-
-
-def _copy(flight: Flight, ready: torch.cuda.Event | None, side: torch.cuda.Stream | None) -> None:
+def _copy(
+    reference: weakref.ref[Flight], ready: torch.cuda.Event | None, side: torch.cuda.Stream | None
+) -> BaseException | None:
+    """Makes the copy, and returns what it raises."""
+    flight = reference()
+    assert flight is not None
     source, target = flight.ends()
-    if side is None:
-        # Not copy_(), which would have all cores copy, and wait for those that the computation has just then.
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
-    else:
-        assert ready is not None
-        with torch.cuda.stream(side):
-            side.wait_event(ready)
-            target.copy_(source)
-            side.synchronize()
-    flight.region.let_go()
+    try:
+        if side is None:
+            # Not copy_(), which would have all cores copy, and wait for those that the computation has just then.
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+        else:
+            assert ready is not None
+            with torch.cuda.stream(side):
+                side.wait_event(ready)
+                target.copy_(source)
+                side.synchronize()
+        flight.region.let_go()
+    except BaseException as error:
+        return error.with_traceback(None)  # which would hold the flight
+    return None

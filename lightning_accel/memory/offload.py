@@ -33,38 +33,22 @@ _GONE = (
 
 @dataclass(frozen=True)
 class Offloading:
-    """Where saved tensors are moved to, and which.
+    """Where saved tensors are moved to, and which."""
 
-    Attributes:
-        to: ``"host"``: pinned memory of the host (plain memory where the device is a CPU); ``"disk"``: a file.
-        min_bytes: Smaller tensors stay.
-        folder: Where the file is made; None: the folder for temporary files.
-    """
-
-    to: Literal["host", "disk"]
-    min_bytes: int
-    folder: str | None = None
+    to: Literal["host", "disk"]  # pinned memory of the host (plain memory where the device is a CPU), or a file
+    min_bytes: int  # smaller tensors stay
+    folder: str | None = None  # where the file is made; None: the folder for temporary files
 
 
 @dataclass(kw_only=True)
 class OffloadStats:
-    """What an :class:`Offloader` has done so far.
+    """What an :class:`Offloader` has done so far."""
 
-    Attributes:
-        bytes_out: Bytes that left the device.
-        bytes_in: Bytes that came back.
-        tensors_out: Storages, or parts of them, that left it.
-        waited_s: For how long the program stood still for copies, in seconds. Waiting of a GPU's streams is not in it.
-        live_bytes: Bytes that buffers hold for graphs that are alive.
-        total_bytes: Bytes that the pool of buffers has taken from the host, or from the disk.
-    """
-
-    bytes_out: int = 0
-    bytes_in: int = 0
-    tensors_out: int = 0
-    waited_s: float = 0.0
-    live_bytes: int = 0
-    total_bytes: int = 0
+    bytes_out: int = 0  # that left the device
+    bytes_in: int = 0  # that came back
+    tensors_out: int = 0  # storages, or parts of them, that left it
+    live_bytes: int = 0  # that buffers hold for graphs that are alive
+    total_bytes: int = 0  # that the pool of buffers has taken from the host, or from the disk
 
 
 class Offloader:
@@ -73,14 +57,9 @@ class Offloader:
     Buffers, the thread or stream that copies, and the file are made at first use, serve step after step, and last
     until :meth:`close`. A buffer returns to its pool when the last graph that needs it is freed.
 
-    Args:
-        device: Whose tensors are moved.
-        offloading: Where to.
-        prefetch_depth: How many of the tensors saved just before one are on their way back when it is used; 0 needs
-            the least memory.
-
     Attributes:
-        prefetch_depth: As given; it may be set between steps.
+        prefetch_depth: How many of the tensors saved just before one are on their way back when it is used; 0 needs
+            the least memory. It may be set between steps.
         complaints: Why tensors stayed that were to move, each reason once; for the caller to read and clear.
     """
 
@@ -109,13 +88,9 @@ class Offloader:
         """What it has done so far, and holds now."""
         with self._lock:
             self._bury()
-            pool, mover = self._pool, self._mover
-            return replace(
-                self._done,
-                waited_s=self._done.waited_s + (mover.waited_s if mover else 0.0),
-                live_bytes=pool.live_bytes if pool else 0,
-                total_bytes=pool.total_bytes if pool else 0,
-            )
+            if self._pool is None:
+                return replace(self._done)
+            return replace(self._done, live_bytes=self._pool.live_bytes, total_bytes=self._pool.total_bytes)
 
     def pack(self, tensor: Tensor) -> Packed | None:
         """Starts to move ``tensor``; None where it stays.
@@ -281,7 +256,6 @@ class Offloader:
         pool, self._pool = self._pool, None
         if mover is not None:
             mover.close()
-            self._done.waited_s += mover.waited_s
         if pool is not None:
             pool.close()
 

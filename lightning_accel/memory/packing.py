@@ -97,15 +97,10 @@ class NonZeros:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What some thousand elements of a tensor are like.
+    """What some thousand elements of a tensor are like."""
 
-    Attributes:
-        density: The share of them that is not zero, 0 to 1.
-        word: The bit pattern of all that are not zero, if it is the same one.
-    """
-
-    density: float
-    word: int | None
+    density: float  # the share of them that is not zero, 0 to 1
+    word: int | None  # the bit pattern of all that are not zero, if it is the same one
 
 
 def is_packable(tensor: Tensor) -> bool:

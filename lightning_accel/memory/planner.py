@@ -55,41 +55,24 @@ Phase = Literal["learning", "timing", "planning", "confirming", "settled"]
 
 @dataclass(frozen=True)
 class State:
-    """How far planning has come. What rank 0 has come to holds on all ranks.
+    """How far planning has come. What rank 0 has come to holds on all ranks."""
 
-    Attributes:
-        phase: What the next step is for.
-        policies: What each block does in it; those not named recompute.
-        offloads_rest: Whether what is saved outside all blocks is offloaded too: only where nothing else fits.
-        schedule: What was decided; None until then.
-        gave_up: Why nothing is planned, and every block recomputes; empty while all is well.
-        error: Why the run cannot go on.
-        remark: What is to be said once.
-    """
-
-    phase: Phase = "learning"
-    policies: Policies = field(default_factory=dict)
-    offloads_rest: bool = False
-    schedule: MemorySchedule | None = None
-    gave_up: str = ""
-    error: str = ""
-    remark: str = ""
+    phase: Phase = "learning"  # what the next step is for
+    policies: Policies = field(default_factory=dict)  # what each block does in it; those not named recompute
+    offloads_rest: bool = False  # whether what is saved outside all blocks is too: only where nothing else fits
+    schedule: MemorySchedule | None = None  # what was decided
+    gave_up: str = ""  # why nothing is planned, and every block recomputes
+    error: str = ""  # why the run cannot go on
+    remark: str = ""  # what is to be said once
 
 
 class Planner:
-    """Decides what each block of a model does, so that a training step fits into a budget.
+    """Decides what each block of a model does, so that a training step allocates no more than a budget at one time.
 
     Attributes:
         state: How far it has come.
         agree: Maps a value of this process to that of rank 0; None with one process.
         offloader: What blocks offload with; None: no block does.
-
-    Args:
-        model: The model.
-        blocks: Its blocks: site → module.
-        budget_bytes: The most that a training step may have allocated at one time.
-        device: Where it computes.
-        offloading: Where blocks may offload to; None: nowhere.
     """
 
     def __init__(

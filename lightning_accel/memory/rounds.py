@@ -18,45 +18,26 @@ Policies = dict[str, Policy]
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to run next.
-
-    Attributes:
-        policies: What each block does.
-        is_final: Whether that is the answer, measured to fit.
-        offloads_rest: Whether what is saved outside all blocks is to be offloaded too.
-        least_bytes: The least budget that there is an answer for, where none was found; then the rest says nothing.
-    """
+    """What to run next."""
 
     policies: Policies
-    is_final: bool
-    offloads_rest: bool = False
-    least_bytes: int | None = None
+    is_final: bool  # whether that is the answer, measured to fit
+    offloads_rest: bool = False  # whether what is saved outside all blocks is to be offloaded too
+    least_bytes: int | None = None  # the least budget that has an answer, where none was found; the rest says nothing
 
 
 class Rounds:
-    """The search for policies that are measured to keep to a budget, and of those the fastest.
-
-    Attributes:
-        measured_bytes: The peak that was measured with some policies.
-        predicted_bytes: The peak that was predicted for them before they ran; not for those that nobody proposed.
-    """
+    """The search for policies that are measured to keep to a budget, and of those the fastest."""
 
     def __init__(self, budget_bytes: int, *, may_offload: bool) -> None:
-        self.measured_bytes: dict[frozenset[tuple[str, Policy]], int] = {}
-        self.predicted_bytes: dict[frozenset[tuple[str, Policy]], int] = {}
+        self.measured_bytes: dict[frozenset[tuple[str, Policy]], int] = {}  # the peak with some policies
+        self.predicted_bytes: dict[frozenset[tuple[str, Policy]], int] = {}  # likewise, before they ran
         self._budget = budget_bytes
         self._may_offload_rest = may_offload
         self._offloads_rest = False
 
     def next(self, problem: Problem, policies: Policies, peak_bytes: int, costs: Mapping[str, BlockCosts]) -> Proposal:
-        """What to run next, now that a step was metered.
-
-        Args:
-            problem: As the metered step showed it.
-            policies: What the blocks did in it, those included that were not called.
-            peak_bytes: Its peak.
-            costs: Site → what each policy costs the block there.
-        """
+        """What to run next, now that a step with these ``policies`` was metered, and showed ``problem``."""
         self.measured_bytes[frozenset(policies.items())] = peak_bytes
         target = self._budget * (1 - SLACK)
         while True:

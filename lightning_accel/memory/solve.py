@@ -23,22 +23,14 @@ Costs = Mapping[Call, Mapping[Policy, Cost]]
 
 @dataclass(frozen=True)
 class Stage:
-    """One call of a block, as the planner sees it. All in bytes.
-
-    Attributes:
-        by_policy: What each policy costs.
-        forward_base: The peak during its forward pass, without what blocks keep and without its own need.
-        backward_base: Likewise for its backward pass; None: it has none.
-        after: The peaks outside all blocks while exactly this call and those before it hold memory, likewise.
-        starts_afresh: Nothing is held when it is called: the calls before have had their backward pass.
-    """
+    """One call of a block, as the planner sees it. All in bytes."""
 
     call: Call
     by_policy: Mapping[Policy, Cost]
-    forward_base: int
-    backward_base: int | None
-    after: int | None
-    starts_afresh: bool = False
+    forward_base: int  # the peak during its forward pass, without what blocks keep and without its own need
+    backward_base: int | None  # likewise for its backward pass; None: it has none
+    after: int | None  # the peaks outside all blocks while exactly this call and those before it hold memory, likewise
+    starts_afresh: bool = False  # nothing is held when it is called: the calls before have had their backward pass
 
     def need(self, cost: Cost) -> int:
         """The most that it needs, forward or backward, on top of what those before it keep."""
@@ -50,15 +42,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Problem:
-    """A step to be fitted into a budget.
+    """A step to be fitted into a budget."""
 
-    Attributes:
-        stages: The calls of blocks, in the order of their forward passes.
-        floor: The peak where no block holds anything, in bytes: no choice lowers it.
-    """
-
-    stages: Sequence[Stage]
-    floor: int
+    stages: Sequence[Stage]  # in the order of their forward passes
+    floor: int  # the peak where no block holds anything, in bytes: no choice lowers it
 
     @classmethod
     def of(cls, timeline: Timeline, chosen: Choice, costs: Costs) -> Problem:

@@ -26,17 +26,11 @@ _SPREAD, _PICK = 0x0101010101010101, 0x0102040810204080
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The words that are not zero, and where they stood.
+    """The words that are not zero, and where they stood."""
 
-    Attributes:
-        bits: (ceil(N / 8),) uint8, set where the word is not zero.
-        values: The other words, in their order.
-        counts: How many of the values each piece of the words has.
-    """
-
-    bits: Tensor
-    values: Tensor
-    counts: tuple[int, ...]
+    bits: Tensor  # (ceil(N / 8),) uint8, set where the word is not zero
+    values: Tensor  # the other words, in their order
+    counts: tuple[int, ...]  # how many of the values each piece of the words has
 
 
 def mask_bits(words: Tensor, test: Test) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 # -- saved tensors ---------------------------------------------------------------------------------------------------
 
@@ -112,3 +113,35 @@ def before_profilers(tell: Callable[[], Any]) -> Callable[[], None]:
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """What ``module.compile()`` made of its calls: ``_compiled_call_impl``, since torch 2.0. No public way tells."""
     return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """What :func:`compiled_call` reads; None: calls run eagerly. ``module.compile()`` does nothing for torch's own."""
+    if call is None:
+        vars(module).pop("_compiled_call_impl", None)
+    else:
+        module._compiled_call_impl = call
+
+
+def eager_call(module: nn.Module) -> Callable[..., Any]:
+    """A module's call, its hooks included, past whatever was compiled: ``_call_impl``, since torch 1.6."""
+    return module._call_impl
+
+
+def was_compiled_by_lightning(module: nn.Module) -> bool:
+    """Whether Lightning unwrapped it from ``torch.compile()``: its ``_compiler_ctx``, since Lightning 2.0.
+
+    The Trainer then has the original, whose methods Lightning has replaced by compiled ones. It stands here, as core
+    must know. Without it such a module is taken for one that runs eagerly.
+    """
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
+def compile_with_inductor(graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Any:
+    """What ``torch.compile()`` does with a captured graph: ``torch._inductor.compile_fx``, since torch 2.0.
+
+    For a graph that is edited between the two. Without it blocks fail to compile, and run eagerly.
+    """
+    from torch._inductor.compile_fx import compile_fx  # the whole code generator
+
+    return compile_fx(graph, inputs, config_patches=options)

@@ -1,7 +1,7 @@
 """How much memory a training step needs on each device, by strategy: a formula, for before there is a model to measure.
 
 It is for decoders: an embedding, L repeated blocks of width D and an output layer, trained with parameters kept in
-float32, as Lightning's mixed precision keeps them. docs/planning.md derives it term by term. A device holds its share of
+float32, as Lightning's mixed precision keeps them. docs/planning.md has it term by term. A device holds its share of
 parameters, gradients and optimizer states all the time; on top comes, for a while, what a :class:`Moment` counts, and
 the peak is what is held and the fullest of the moments. With c bytes an element of the compute dtype, 4 or 2, and T
 tokens a device, a block keeps (14 c + 8) T D for its backward pass.

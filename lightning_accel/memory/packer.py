@@ -20,29 +20,9 @@ import torch
 from torch import Tensor
 
 from lightning_accel.core.torch_private import has_saved_result, version_of
-from lightning_accel.memory.packing import (
-    Layout,
-    NonZeros,
-    OneBit,
-    is_packable,
-    pack_above_zero,
-    pack_bits,
-    pack_nonzeros,
-    pack_two_valued,
-    sample,
-)
-from lightning_accel.memory.packing_budget import (
-    ALIVE,
-    DENSE,
-    MAX_TIME_SHARE,
-    NO_ROOM,
-    STRANGE,
-    TRIALS,
-    PackingReport,
-    Place,
-    Span,
-    choose,
-)
+from lightning_accel.memory import packing
+from lightning_accel.memory.packing import Layout, NonZeros, OneBit, is_packable
+from lightning_accel.memory.packing_budget import DENSE, MAX_TIME_SHARE, TRIALS, PackingReport, Place, Span, choose
 from lightning_accel.memory.saved import Packed
 
 MIN_BYTES = 64 << 10
@@ -50,6 +30,10 @@ MIN_BYTES = 64 << 10
 
 SPARSE_ENOUGH, TOO_DENSE = 0.75, 0.9
 """What a packed tensor may take, as a share of the original: by a sample at first sight, and counted later."""
+
+ALIVE = "also alive elsewhere"
+NO_ROOM = "without the memory to pack them in"
+STRANGE = "of a dtype or layout that is not packed"
 
 _MAX_PLACES = 4096
 _MAX_OVERFLOWS = 2
@@ -88,11 +72,16 @@ class Packer:
         self._entered = now
         self._step += 1
         self._turn = 0
-        self._decide()
+        packed = [place for place in self._places.values() if place.is_packed]
+        if self._step_seconds and any(not p.is_decided and len(p.sightings) >= TRIALS for p in packed):
+            choose(packed, statistics.median(self._step_seconds), self._max_time_share)
 
     def end_step(self) -> None:
-        """Called when the forward pass is over, and its local variables are gone."""
-        self._settle()
+        """Called when the forward pass, or all so far of it, is over: gives up places whose tensor is still there."""
+        unsettled, self._unsettled = self._unsettled, []
+        for place, storage in unsettled:
+            if storage() is not None:
+                place.head.reason = ALIVE
 
     def abandon_step(self) -> None:
         """Called in the stead of :meth:`end_step` after an error, whose traceback holds on to local variables."""
@@ -167,20 +156,6 @@ class Packer:
             self._unsettled.append((place, weakref.ref(tensor.untyped_storage())))
         return handle
 
-    # -- verdicts ------------------------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """Gives up the places whose tensor is still there, when the forward pass, or all so far of it, is over."""
-        unsettled, self._unsettled = self._unsettled, []
-        for place, storage in unsettled:
-            if storage() is not None:
-                place.head.reason = ALIVE
-
-    def _decide(self) -> None:
-        packed = [place for place in self._places.values() if place.is_packed]
-        if self._step_seconds and any(not p.is_decided and len(p.sightings) >= TRIALS for p in packed):
-            choose(packed, statistics.median(self._step_seconds), self._max_time_share)
-
 
 class _Handle:
     """A packed tensor, for all that saved it: it stays unpacked from the first of them to the last."""
@@ -195,7 +170,7 @@ class _Handle:
         self._unpacked: Tensor | None = None
 
     def unpack(self) -> Tensor:
-        self._packer._settle()  # a backward pass within the step: what it frees must not pass for freed by packing
+        self._packer.end_step()  # a backward pass within the step: what it frees must not pass for freed by packing
         tensor = self._unpacked
         if tensor is None:
             span = None if self.spans is None else Span(self.packed.layout.device)
@@ -242,7 +217,7 @@ def _first_sight(tensor: Tensor, is_own: bool) -> Place:
         return Place(reason=STRANGE)
     if is_own or tensor.dtype == torch.bool:
         return Place()
-    found = sample(tensor)
+    found = packing.sample(tensor)
     a_bit = 1 / (8 * tensor.element_size())
     share = a_bit if found.word is not None else a_bit + found.density
     return Place(word=found.word, reason="" if share < SPARSE_ENOUGH else DENSE)
@@ -250,15 +225,15 @@ def _first_sight(tensor: Tensor, is_own: bool) -> Place:
 
 def _encode(tensor: Tensor, place: Place, is_own: bool) -> OneBit | NonZeros | None:
     if tensor.dtype == torch.bool:
-        return pack_bits(tensor)
+        return packing.pack_bits(tensor)
     if is_own:
-        return pack_above_zero(tensor)
+        return packing.pack_above_zero(tensor)
     if place.word is not None:
-        packed = pack_two_valued(tensor, place.word)
+        packed = packing.pack_two_valued(tensor, place.word)
         if packed is not None:
             return packed
         place.word = None
-    return pack_nonzeros(tensor, TOO_DENSE * tensor.nbytes)
+    return packing.pack_nonzeros(tensor, TOO_DENSE * tensor.nbytes)
 
 
 def _is_own_result(tensor: Tensor) -> bool:

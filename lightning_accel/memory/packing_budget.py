@@ -16,10 +16,7 @@ TRIALS = 3
 """How often a place is packed and timed before it has its verdict; the median counts."""
 
 DENSE = "dense"
-ALIVE = "also alive elsewhere"
 SLOW = "not worth the time"
-NO_ROOM = "without the memory to pack them in"
-STRANGE = "of a dtype or layout that is not packed"
 
 
 class Span:

@@ -35,12 +35,12 @@ from lightning_accel.memory.costs import (
     measure_block,
     run_block,
 )
-from lightning_accel.memory.meter import MeterBusyError, meter_for
+from lightning_accel.memory.meter import Interval, MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Policies, Rounds, leanest, solve
 from lightning_accel.memory.schedule import FixedMemory, MemorySchedule, describe, state_of
 from lightning_accel.memory.solve import Problem
-from lightning_accel.memory.timeline import Call, OptimizerWatch, SharedArguments, StepRecorder, Timeline
+from lightning_accel.memory.timeline import Call, OptimizerWatch, SharedArguments, StepRecorder
 
 CONFIRMING_STEPS = 3
 # A step without an optimizer step is the middle of an accumulation; the one that ends it holds all gradients.
@@ -261,15 +261,15 @@ class Planner:
             is_whole = self._optimizers.has_stepped and len(calls) == self._most_calls
             if calls and (is_whole or self._waited >= MAX_WAITING_STEPS):
                 self._waited = 0
-                self._take_up(Timeline.of(calls, intervals))
+                self._take_up(calls, intervals)
 
-    def _take_up(self, timeline: Timeline) -> None:
+    def _take_up(self, calls: list[Call], intervals: list[Interval]) -> None:
         """Decides by what a metered step showed."""
         policies = {site: self.state.policies.get(site, "full") for site in self._costs}
-        chosen = {call: policies[call.site] for call in timeline.calls}
-        costs = {call: self._costs_of(call, self._elements[call]) for call in timeline.calls}
-        problem = self._last = Problem.of(timeline, chosen, costs)
-        found = self._rounds.next(problem, policies, timeline.peak_bytes, self._costs)
+        chosen = {call: policies[call.site] for call in calls}
+        costs = {call: self._costs_of(call, self._elements[call]) for call in calls}
+        problem = self._last = Problem.of(calls, intervals, chosen, costs)
+        found = self._rounds.next(problem, policies, max(i.peak_bytes for i in intervals), self._costs)
         state = replace(
             self.state, policies={**self.state.policies, **found.policies}, offloads_rest=found.offloads_rest
         )
@@ -284,7 +284,7 @@ class Planner:
                 measured_peak_bytes=self._rounds.measured_bytes.get(key),
             )
             state, self._times = replace(state, phase="confirming", schedule=schedule), []
-            self._planned = {call: float(self._elements[call]) for call in timeline.calls}
+            self._planned = {call: float(self._elements[call]) for call in calls}
         self.state = state
 
     def _grown(self, state: State) -> State:

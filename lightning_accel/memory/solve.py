@@ -8,11 +8,12 @@ al., "Optimal checkpointing for heterogeneous chains" (2019), https://arxiv.org/
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_accel.memory.costs import Cost, Policy
-from lightning_accel.memory.timeline import Call, Timeline
+from lightning_accel.memory.meter import Interval
+from lightning_accel.memory.timeline import Call, Mark
 
 GRAINS = 4096  # into which a budget is divided: what blocks keep is told apart to a grain
 BISECTIONS = 24
@@ -48,32 +49,46 @@ class Problem:
     floor: int  # the peak where no block holds anything, in bytes: no choice lowers it
 
     @classmethod
-    def of(cls, timeline: Timeline, chosen: Choice, costs: Costs) -> Problem:
-        """The problem behind a step that was metered while the blocks followed the policies that were ``chosen``."""
-        own = {call: costs[call][chosen[call]] for call in timeline.calls}
+    def of(cls, calls: Sequence[Call], intervals: Sequence[Interval], chosen: Choice, costs: Costs) -> Problem:
+        """The problem behind a step that was metered while the blocks followed the policies that were ``chosen``.
 
-        def kept(calls: Iterable[Call]) -> int:
-            return sum(own[call].kept_bytes for call in calls)
-
-        order = {call: index for index, call in enumerate(timeline.calls)}
+        What these need is taken off each peak. What is left is there whatever else is chosen.
+        """
+        own = {call: costs[call][chosen[call]] for call in calls}
         floor = 0
-        after: dict[int, int] = {}
-        for held, peak in timeline.outside.items():
-            base = peak - kept(held)
-            if held:
-                last = max(order[call] for call in held)
+        forward, backward, after = dict.fromkeys(calls, 0), dict[Call, int](), dict[Call, int]()
+        afresh: set[Call] = set()
+        running: Call | None = None
+        held: dict[Call, None] = {}  # in the order of their forward passes
+        returning: dict[Call, None] = {}
+        for interval in intervals:
+            mark = interval.mark
+            if isinstance(mark, Mark) and mark.call in own:
+                if mark.event == "forward":
+                    running = mark.call
+                    if not held:
+                        afresh.add(running)
+                elif mark.event == "forward ended":
+                    running, held[mark.call] = None, None
+                elif mark.event == "backward":
+                    returning[mark.call] = None
+                else:
+                    returning.pop(mark.call, None)
+                    held.pop(mark.call, None)
+            base = interval.peak_bytes - sum(own[call].kept_bytes for call in held)
+            if running is not None:
+                forward[running] = max(forward[running], base - own[running].forward_bytes)
+            for call in returning:
+                backward[call] = max(base - own[call].backward_bytes, backward.get(call, 0))
+            if running is None and not returning and held:
+                last = next(reversed(held))
                 after[last] = max(base, after.get(last, base))
-            else:
+            elif running is None and not returning:
                 floor = max(floor, base)
-        stages = []
-        for index, call in enumerate(timeline.calls):
-            peaks, cost = timeline.peaks[call], own[call]
-            forward = (peaks.forward or 0) - kept(peaks.held_at_forward) - cost.forward_bytes
-            backward = None
-            if peaks.backward is not None:
-                backward = peaks.backward - kept(peaks.held_at_backward) - cost.kept_bytes - cost.backward_bytes
-            afresh = index > 0 and not peaks.held_at_forward
-            stages.append(Stage(call, costs[call], forward, backward, after.get(index), afresh))
+        stages = [
+            Stage(call, costs[call], forward[call], backward.get(call), after.get(call), call in afresh and index > 0)
+            for index, call in enumerate(calls)
+        ]
         return cls(stages, floor)
 
     def with_costs(self, costs: Costs, factor: float, fixed_bytes: int) -> Problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_accel.core.torch_private import sequence_number
 from lightning_accel.core.tree import storages_of, tensors_in
-from lightning_accel.memory.meter import Interval, Meter
+from lightning_accel.memory.meter import Meter
 
 
 @dataclass(frozen=True, order=True)
@@ -108,67 +108,6 @@ def _nodes_since(first: int, ends: Iterable[Node]) -> set[Node]:
         found.add(node)
         waiting += [following for following, _ in node.next_functions if following is not None]
     return found
-
-
-@dataclass
-class CallPeaks:
-    """The most that was allocated while a call of a block ran, in bytes; None where it did not run."""
-
-    forward: int | None = None
-    backward: int | None = None
-    held_at_forward: frozenset[Call] = frozenset()
-    held_at_backward: frozenset[Call] = frozenset()
-
-
-@dataclass
-class Timeline:
-    """What a metered step showed.
-
-    Attributes:
-        calls: The calls of blocks, in the order of their forward passes.
-        peak_bytes: The most that was allocated at any time.
-        peaks: The most that was allocated during each call.
-        outside: The most that was allocated outside all blocks, by the calls that were between forward and backward.
-    """
-
-    calls: list[Call]
-    peak_bytes: int
-    peaks: dict[Call, CallPeaks] = field(default_factory=dict)
-    outside: dict[frozenset[Call], int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, calls: list[Call], intervals: list[Interval]) -> Timeline:
-        timeline = cls(calls, max(i.peak_bytes for i in intervals), {call: CallPeaks() for call in calls})
-        forward: set[Call] = set()
-        held: set[Call] = set()
-        backward: set[Call] = set()
-        for interval in intervals:
-            mark = interval.mark
-            if isinstance(mark, Mark) and mark.call in timeline.peaks:
-                if mark.event == "forward":
-                    forward = {mark.call}
-                elif mark.event == "forward ended":
-                    forward = set()
-                    held.add(mark.call)
-                elif mark.event == "backward":
-                    backward.add(mark.call)
-                else:
-                    backward.discard(mark.call)
-                    held.discard(mark.call)
-            timeline._count(interval.peak_bytes, forward, backward, frozenset(held))
-        return timeline
-
-    def _count(self, peak: int, forward: set[Call], backward: set[Call], held: frozenset[Call]) -> None:
-        for call in forward:
-            peaks = self.peaks[call]
-            if peaks.forward is None or peak > peaks.forward:
-                peaks.forward, peaks.held_at_forward = peak, held
-        for call in backward:
-            peaks = self.peaks[call]
-            if peaks.backward is None or peak > peaks.backward:
-                peaks.backward, peaks.held_at_backward = peak, held - {call}
-        if not forward and not backward:
-            self.outside[held] = max(peak, self.outside.get(held, 0))
 
 
 class OptimizerWatch:

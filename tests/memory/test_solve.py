@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_accel.memory.costs import Cost, Policy
+from lightning_accel.memory.meter import Interval
 from lightning_accel.memory.solve import Problem, Stage
-from lightning_accel.memory.timeline import Call, CallPeaks, Timeline
+from lightning_accel.memory.timeline import Call, Mark
 
 A, B, C = (Call(site) for site in "abc")
 
@@ -135,15 +136,17 @@ def test_no_choice_within_the_budget_is_faster(found: list[Stage], floor: int, b
 
 # -- from a metered step -------------------------------------------------------------------------------------------
 
-STEP = Timeline(
-    calls=[A, B],
-    peak_bytes=1700,
-    peaks={
-        A: CallPeaks(1110, 1320, frozenset(), frozenset()),
-        B: CallPeaks(1210, 1700, frozenset({A}), frozenset({A})),
-    },
-    outside={frozenset(): 1005, frozenset({A}): 1150, frozenset({A, B}): 1250},
-)
+STEP = [
+    Interval("start", level_bytes=1000, peak_bytes=1005),
+    Interval(Mark("forward", A), level_bytes=1000, peak_bytes=1110),
+    Interval(Mark("forward ended", A), level_bytes=1050, peak_bytes=1150),
+    Interval(Mark("forward", B), level_bytes=1050, peak_bytes=1210),
+    Interval(Mark("forward ended", B), level_bytes=1100, peak_bytes=1250),
+    Interval(Mark("backward", B), level_bytes=1100, peak_bytes=1700),
+    Interval(Mark("backward ended", B), level_bytes=1050, peak_bytes=1100),
+    Interval(Mark("backward", A), level_bytes=1050, peak_bytes=1320),
+    Interval(Mark("backward ended", A), level_bytes=1000, peak_bytes=1005),
+]
 COSTS: dict[Call, dict[Policy, Cost]] = {
     call: {"full": cost(50, 3.0, forward=80, backward=200), "keep": cost(150, 2.0, forward=160, backward=60)}
     for call in (A, B)
@@ -152,18 +155,18 @@ COSTS: dict[Call, dict[Policy, Cost]] = {
 
 def test_a_metered_step_is_predicted_to_be_what_it_was() -> None:
     chosen: dict[Call, Policy] = {A: "full", B: "full"}
-    assert Problem.of(STEP, chosen, COSTS).peak(chosen) == STEP.peak_bytes
+    assert Problem.of([A, B], STEP, chosen, COSTS).peak(chosen) == 1700
 
 
 def test_another_choice_is_predicted_by_what_it_changes() -> None:
-    problem = Problem.of(STEP, {A: "full", B: "full"}, COSTS)
+    problem = Problem.of([A, B], STEP, {A: "full", B: "full"}, COSTS)
     # While b runs backward a holds 100 more; b itself holds 100 more and needs 140 less.
     assert problem.peak({A: "keep", B: "keep"}) == 1700 + 100 + 100 - 140
     assert problem.ms({A: "keep", B: "full"}) == 5.0
 
 
 def test_the_peak_outside_all_blocks_while_nothing_is_held_is_a_floor() -> None:
-    assert Problem.of(STEP, {A: "full", B: "full"}, COSTS).floor == 1005
+    assert Problem.of([A, B], STEP, {A: "full", B: "full"}, COSTS).floor == 1005
 
 
 @pytest.mark.parametrize("count", [200])

@@ -37,19 +37,12 @@ class OffloadingError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """A stretch of a pool.
+    """A stretch of a pool."""
 
-    Attributes:
-        bytes: The memory, a uint8 tensor on the CPU of shape ``(size,)``.
-        pool: Where it came from.
-        mapping: The mapping it is part of, if it lies in a file.
-        offset: Where it starts in ``mapping``.
-    """
-
-    bytes: Tensor
+    bytes: Tensor  # the memory: uint8, on the CPU, (size,)
     pool: Pool
-    mapping: mmap.mmap | None = None
-    offset: int = 0
+    mapping: mmap.mmap | None = None  # that it is part of, if it lies in a file
+    offset: int = 0  # where it starts in that
 
     @property
     def size(self) -> int:
@@ -100,7 +93,7 @@ class Pool(ABC):
         insort_left(self._free, region, key=_SIZE)
 
     def let_go(self, region: Region) -> None:  # noqa: B027  # most pools have nothing to do
-        """As :meth:`Region.let_go`; does nothing for memory that is resident anyway."""
+        """As :meth:`Region.let_go`."""
 
     def close(self) -> None:
         """Forgets all its memory, which is freed with the last region that is still handed out."""
@@ -110,7 +103,7 @@ class Pool(ABC):
 
     @abstractmethod
     def _segment(self, size: int) -> Region | None:
-        """At least ``size`` bytes from the system; None when it has no more."""
+        """At least ``size`` bytes from the system; None when it has no more: ``_failure`` says why."""
 
     @abstractmethod
     def _refusal(self, size: int) -> OffloadingError: ...

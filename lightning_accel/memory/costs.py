@@ -82,7 +82,7 @@ def run_block(
     kwargs: dict[str, Any],
     offloader: Offloader | None = None,
 ) -> Any:
-    """Calls ``original(block, *args, **kwargs)`` by one of the policies."""
+    """Calls ``original(block, *args, **kwargs)`` by a policy."""
     if offloader is not None:
         offloader.settle()  # of the blocks before
         with saving(offloader, block) if policy in OFFLOADING else sparing(offloader):
@@ -112,10 +112,6 @@ def kind_of(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     )
 
 
-def elements_in(args: Any, kwargs: Any) -> int:
-    return sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
-
-
 def measure_block(
     block: nn.Module,
     original: Callable[..., Any],
@@ -123,10 +119,10 @@ def measure_block(
     kwargs: dict[str, Any],
     meter: Meter,
     *,
-    policies: tuple[Policy, ...],
+    policies: tuple[Policy, ...] = POLICIES,
     offloader: Offloader | None = None,
 ) -> BlockCosts:
-    """Runs the block by each of ``policies``, and leaves no trace of it. One that raises (out of memory) is left out.
+    """Runs the block by each of ``policies`` that it can, and leaves no trace. One that raises is left out.
 
     Raises:
         MeterBusyError: Another profiler is at work.
@@ -134,7 +130,7 @@ def measure_block(
     costs: dict[Policy, Cost] = {}
     runs: dict[Policy, _Run] = {}
     tally = _Tally()
-    for policy in policies:
+    for policy in policies if offloader is not None else [p for p in policies if p not in OFFLOADING]:
         run = partial(run_block, policy, block, original, offloader=offloader)
         try:
             with isolated(block):
@@ -148,7 +144,8 @@ def measure_block(
             continue
         runs[policy] = run
     costs |= {policy: replace(costs[policy], ms=ms) for policy, ms in _timed(block, runs, args, kwargs).items()}
-    return BlockCosts(by_policy=costs, argument_elements=elements_in(args, kwargs), saved_by_operator=dict(tally.saved))
+    elements = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
+    return BlockCosts(by_policy=costs, argument_elements=elements, saved_by_operator=dict(tally.saved))
 
 
 _Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]

@@ -42,11 +42,7 @@ class Meter(ABC):
 
     @abstractmethod
     def start(self, alive: Iterable[Tensor] = ()) -> None:
-        """Begins, with the mark ``START``.
-
-        Args:
-            alive: What is taken to be allocated now, where the allocator does not say (on a CPU): parameters,
-                buffers, gradients, the optimizer's state.
+        """Begins, with the mark ``START``; ``alive`` is taken to be allocated now, where the allocator does not say.
 
         Raises:
             MeterBusyError: Another profiler is at work (on a CPU).
@@ -63,8 +59,7 @@ class Meter(ABC):
             MeterBusyError: Another profiler began in the meantime, and this one gave way (on a CPU).
         """
 
-    @abstractmethod
-    def abort(self) -> None:
+    def abort(self) -> None:  # noqa: B027  # one of them has nothing to end
         """Ends, if need be, without a result."""
 
 
@@ -86,28 +81,19 @@ class _CudaMeter(Meter):
     @override
     def start(self, alive: Iterable[Tensor] = ()) -> None:
         self._intervals = []
-        self._begin(START)
+        self.mark(START)
 
     @override
     def mark(self, mark: Hashable) -> None:
-        self._end()
-        self._begin(mark)
-
-    @override
-    def stop(self) -> list[Interval]:
-        self._end()
-        return self._intervals
-
-    @override
-    def abort(self) -> None:
-        pass
-
-    def _begin(self, mark: Hashable) -> None:
+        self.stop()
         self._intervals.append(Interval(mark, torch.cuda.memory_allocated(self._device), 0))
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _end(self) -> None:
-        self._intervals[-1].peak_bytes = torch.cuda.max_memory_allocated(self._device)
+    @override
+    def stop(self) -> list[Interval]:
+        if self._intervals:
+            self._intervals[-1].peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        return self._intervals
 
 
 @dataclass(frozen=True)

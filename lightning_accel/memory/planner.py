@@ -24,17 +24,7 @@ from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.torch_private import is_in_backward
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import synchronize
-from lightning_accel.memory.costs import (
-    OFFLOADING,
-    POLICIES,
-    BlockCosts,
-    Cost,
-    Policy,
-    elements_in,
-    kind_of,
-    measure_block,
-    run_block,
-)
+from lightning_accel.memory.costs import BlockCosts, Cost, Policy, kind_of, measure_block, run_block
 from lightning_accel.memory.meter import Interval, MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Policies, Rounds, leanest, solve
@@ -89,7 +79,6 @@ class Planner:
         self.offloader = None if offloading is None else Offloader(device, offloading, prefetch_depth=1)
         self._model, self._blocks, self._budget, self._device = model, dict(blocks), budget_bytes, device
         self._offloading = offloading
-        self._possible = POLICIES if offloading else tuple(policy for policy in POLICIES if policy not in OFFLOADING)
         self._meter = meter_for(device)
         self._kinds: dict[Any, BlockCosts] = {}
         self._costs: dict[str, BlockCosts] = {}
@@ -109,7 +98,7 @@ class Planner:
         self._times: list[float] = []
         self._last: Problem | None = None
         self._planned: dict[Call, float] = {}  # elements of the arguments
-        self._outgrown: dict[Call, int] = {}  # those that were larger than planned, or not planned for
+        self._outgrown: dict[Call, int] = {}  # of those that were larger than planned, or not planned for
         self._optimizers = OptimizerWatch(model)
 
     # -- during a step -----------------------------------------------------------------------------------------
@@ -124,11 +113,12 @@ class Planner:
             return run_block(policy, block, original, args, kwargs, self.offloader)
         if site in self._unlearned:
             self.learn(site, block, original, args, kwargs)
-        call = Call(site, self._called[site])
+        call, tensors = Call(site, self._called[site]), tensors_in((args, kwargs))
         self._called[site] += 1
-        self._elements[call] = elements_in(args, kwargs)
-        if self.state.phase in ("confirming", "settled") and self._outgrows(call):
-            self._outgrown[call] = max(self._elements[call], self._outgrown.get(call, 0))
+        elements = self._elements[call] = sum(tensor.numel() for tensor in tensors)
+        is_planned = self.state.phase in ("confirming", "settled") and site in self._costs
+        if is_planned and elements > self._planned.get(call, 0.0):
+            self._outgrown[call] = max(elements, self._outgrown.get(call, 0))
             if self.agree is None:
                 self.learn(site, block, original, args, kwargs)
         # Until there is a plan for larger calls, all recompute. But several ranks follow the same policies always: a
@@ -138,12 +128,8 @@ class Planner:
         run = partial(run_block, policy, block, original, args, kwargs, self.offloader)
         if self._recorder is None:
             return run()
-        self._arguments.note(call, tensors_in((args, kwargs)))
+        self._arguments.note(call, tensors)
         return self._recorder.record(call, run)
-
-    def _outgrows(self, call: Call) -> bool:
-        """Whether a call is larger than any that was planned for, or was not planned for."""
-        return call.site in self._costs and self._elements[call] > self._planned.get(call, 0.0)
 
     def learn(
         self, site: str, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -155,9 +141,7 @@ class Planner:
             if self._recorder is not None:
                 return
             try:
-                self._kinds[kind] = measure_block(
-                    block, original, args, kwargs, self._meter, policies=self._possible, offloader=self.offloader
-                )
+                self._kinds[kind] = measure_block(block, original, args, kwargs, self._meter, offloader=self.offloader)
             except MeterBusyError as error:
                 self._busy = str(error)
                 return
@@ -270,9 +254,8 @@ class Planner:
         costs = {call: self._costs_of(call, self._elements[call]) for call in calls}
         problem = self._last = Problem.of(calls, intervals, chosen, costs)
         found = self._rounds.next(problem, policies, max(i.peak_bytes for i in intervals), self._costs)
-        state = replace(
-            self.state, policies={**self.state.policies, **found.policies}, offloads_rest=found.offloads_rest
-        )
+        policies = {**self.state.policies, **found.policies}
+        state = replace(self.state, policies=policies, offloads_rest=found.offloads_rest)
         if found.least_bytes is not None:
             state = replace(state, error=self._impossible(found.least_bytes))
         elif found.is_final:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lightning_accel.memory.costs import POLICIES, BlockCosts, Cost, Policy
+from lightning_accel.memory.costs import POLICIES, BlockCosts, Policy
 from lightning_accel.memory.solve import Problem
 from lightning_accel.memory.timeline import Call
 
@@ -92,8 +92,6 @@ def _variants(problem: Problem) -> list[Problem]:
     blocks; all there is to choose would be too many.
     """
     shared = list(dict.fromkeys(stage.call.site for stage in problem.stages if stage.call.index))
-    if not shared:
-        return [problem]
     stages = [stage for stage in problem.stages if stage.call.site in shared]
     common = [policy for policy in POLICIES if all(policy in stage.by_policy for stage in stages)]
     choices = {
@@ -106,8 +104,8 @@ def _variants(problem: Problem) -> list[Problem]:
 
 
 def _restricted(problem: Problem, policies: Policies) -> Problem:
-    def only(costs: Mapping[Policy, Cost], policy: Policy | None) -> Mapping[Policy, Cost]:
-        return costs if policy is None else {policy: costs[policy]}
-
-    stages = [replace(s, by_policy=only(s.by_policy, policies.get(s.call.site))) for s in problem.stages]
+    stages = []
+    for stage in problem.stages:
+        policy = policies.get(stage.call.site)
+        stages.append(stage if policy is None else replace(stage, by_policy={policy: stage.by_policy[policy]}))
     return replace(problem, stages=stages)

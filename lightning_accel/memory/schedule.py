@@ -28,7 +28,7 @@ _OTHER = "other activations, transients"
 
 @dataclass(frozen=True, kw_only=True)
 class FixedMemory:
-    """What a training step holds whatever its blocks do, in bytes."""
+    """What a training step holds whatever its blocks do, in bytes; every storage is counted once."""
 
     parameters: int
     gradients: int
@@ -37,7 +37,6 @@ class FixedMemory:
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> FixedMemory:
-        """Of a model and the optimizers that train it, every storage counted once."""
         return cls(
             parameters=unique_bytes(model.parameters()),
             gradients=unique_bytes(p for p in model.parameters() if p.requires_grad),
@@ -137,13 +136,10 @@ class MemorySchedule:
         return sum(block.kept_bytes for block in self.blocks)
 
     def apply(self, model: nn.Module) -> PatchSet:
-        """Makes the blocks of ``model`` do what is planned for them, until the edits are undone.
+        """Makes the blocks of ``model`` do what is planned for them, until the edits are undone by ``.undo()``.
 
         Args:
             model: The model that was planned for, or one with the same sites.
-
-        Returns:
-            The edits; ``.undo()`` takes them back.
 
         Raises:
             AttributeError: ``model`` has no module at one of the sites.

@@ -27,9 +27,9 @@ from lightning_accel.core.trial import synchronize
 from lightning_accel.memory.costs import BlockCosts, Cost, Policy, kind_of, measure_block, run_block
 from lightning_accel.memory.meter import Interval, MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader, Offloading
-from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Policies, Rounds, leanest, solve
-from lightning_accel.memory.schedule import FixedMemory, MemorySchedule, describe, state_of
-from lightning_accel.memory.solve import Problem
+from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Policies, Rounds, by_call, leanest, solve
+from lightning_accel.memory.schedule import BlockSchedule, FixedMemory, MemorySchedule, state_of
+from lightning_accel.memory.solve import Choice, Problem
 from lightning_accel.memory.timeline import Call, OptimizerWatch, SharedArguments, StepRecorder
 
 CONFIRMING_STEPS = 3
@@ -94,7 +94,7 @@ class Planner:
         self._window_start: float | None = None
         self._arguments = SharedArguments()
         # Of those before:
-        self._base_ms = 0.0
+        self._base_ms = 0.0  # of a step in which every block follows its leanest policy
         self._times: list[float] = []
         self._last: Problem | None = None
         self._planned: dict[Call, float] = {}  # elements of the arguments
@@ -259,7 +259,7 @@ class Planner:
         if found.least_bytes is not None:
             state = replace(state, error=self._impossible(found.least_bytes))
         elif found.is_final:
-            schedule = self._described(problem, found.policies, found.offloads_rest)
+            schedule = self._scheduled(problem, found.policies, found.offloads_rest)
             key = frozenset(found.policies.items())
             schedule = replace(
                 schedule,
@@ -289,7 +289,7 @@ class Planner:
                 f"gradient_checkpointing: a batch larger than any before may not fit into"
                 f" {format_bytes(self._budget)}; every block now needs as little as it can."
             )
-        schedule = self._described(problem, found, state.offloads_rest)
+        schedule = self._scheduled(problem, found, state.offloads_rest)
         self._times = []
         policies = {**state.policies, **found}
         return replace(state, phase="confirming", policies=policies, schedule=schedule, remark=remark)
@@ -299,18 +299,32 @@ class Planner:
     def _costs_of(self, call: Call, elements: float) -> dict[Policy, Cost]:
         return self._costs[call.site].of_call(elements, self._arguments.shared_bytes[call])
 
-    def _described(self, problem: Problem, policies: Policies, offloads_rest: bool) -> MemorySchedule:
-        return describe(
-            problem,
-            policies,
-            self._costs,
-            kinds={site: type(block).__name__ for site, block in self._blocks.items()},
-            base_ms=self._base_ms,
+    def _scheduled(self, problem: Problem, policies: Policies, offloads_rest: bool) -> MemorySchedule:
+        """The schedule in which each block follows its policy, and what it is predicted to need."""
+        chosen = by_call(problem, policies)
+        kept: Choice = dict.fromkeys(chosen, "keep")
+        is_plain_known = all("keep" in stage.by_policy for stage in problem.stages)
+        return MemorySchedule(
             budget_bytes=self._budget,
+            blocks=tuple(
+                BlockSchedule.of(stage, policies[site], self._costs[site], type(self._blocks[site]).__name__)
+                for stage in problem.stages
+                for site in [stage.call.site]
+            ),
             fixed=self._fixed(),
             offloading=self._offloading,
             offloads_rest=offloads_rest,
+            plain_peak_bytes=problem.peak(kept) if is_plain_known else None,
+            plain_ms=self._step_ms(kept) if is_plain_known else None,
+            predicted_peak_bytes=problem.peak(chosen),
+            predicted_ms=self._step_ms(chosen),
         )
+
+    def _step_ms(self, choice: Choice) -> float:
+        """The time of a step, by the clock, though in a deterministic run that decides nothing."""
+        costs = [(self._costs[call.site], policy) for call, policy in choice.items()]
+        extra = sum(cost.by_policy[policy].ms - cost.by_policy[leanest(cost)].ms for cost, policy in costs)
+        return max(0.0, self._base_ms + extra)
 
     def _impossible(self, least_bytes: int) -> str:
         return (

@@ -19,9 +19,9 @@ from lightning_accel.core.tree import tensors_in, unique_bytes
 from lightning_accel.memory.costs import OFFLOADING, BlockCosts, Policy, run_block
 from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.recompute import Run, trained_patch
-from lightning_accel.memory.rounds import Policies, by_call, leanest
+from lightning_accel.memory.rounds import Policies
 from lightning_accel.memory.saved import saving
-from lightning_accel.memory.solve import Choice, Problem, Stage
+from lightning_accel.memory.solve import Stage
 
 _OTHER = "other activations, transients"
 
@@ -228,51 +228,6 @@ class MemorySchedule:
 
 
 MemoryPlan = MemorySchedule  # the name that users know it by
-
-
-def describe(
-    problem: Problem,
-    policies: Policies,
-    costs: Mapping[str, BlockCosts],
-    *,
-    kinds: Mapping[str, str],
-    base_ms: float,
-    budget_bytes: int,
-    fixed: FixedMemory,
-    offloading: Offloading | None,
-    offloads_rest: bool,
-) -> MemorySchedule:
-    """The schedule in which each block follows its policy, and what it is predicted to need.
-
-    By site come the ``policies``, the ``costs`` that were measured and the ``kinds``, the classes of the blocks;
-    ``base_ms`` is the time of a step in which every block follows its leanest policy.
-    """
-    chosen = by_call(problem, policies)
-
-    def spent_ms(choice: Choice) -> float:  # by the clock, though in a deterministic run it decides nothing
-        return sum(costs[call.site].by_policy[policy].ms for call, policy in choice.items())
-
-    lean_ms = spent_ms({call: leanest(costs[call.site]) for call in chosen})
-
-    def ms(choice: Choice) -> float:
-        return max(0.0, base_ms + spent_ms(choice) - lean_ms)
-
-    kept: Choice = dict.fromkeys(chosen, "keep")
-    is_plain_known = all("keep" in stage.by_policy for stage in problem.stages)
-    return MemorySchedule(
-        budget_bytes=budget_bytes,
-        blocks=tuple(
-            BlockSchedule.of(stage, chosen[stage.call], costs[stage.call.site], kinds[stage.call.site])
-            for stage in problem.stages
-        ),
-        fixed=fixed,
-        offloading=offloading,
-        offloads_rest=offloads_rest,
-        plain_peak_bytes=problem.peak(kept) if is_plain_known else None,
-        plain_ms=ms(kept) if is_plain_known else None,
-        predicted_peak_bytes=problem.peak(chosen),
-        predicted_ms=ms(chosen),
-    )
 
 
 def _following(policy: Policy, offloader: Offloader | None) -> Run:

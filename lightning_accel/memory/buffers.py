@@ -49,10 +49,6 @@ class Region:
         """In bytes; at least as many as were asked for."""
         return self.bytes.numel()
 
-    def let_go(self) -> None:
-        """Takes what lies in a file out of this process's resident memory. The mover calls it after every copy."""
-        self.pool.let_go(self)
-
 
 _SIZE = attrgetter("size")
 
@@ -93,7 +89,7 @@ class Pool(ABC):
         insort_left(self._free, region, key=_SIZE)
 
     def let_go(self, region: Region) -> None:  # noqa: B027  # most pools have nothing to do
-        """As :meth:`Region.let_go`."""
+        """Takes what lies in a file out of this process's resident memory. The mover calls it after every copy."""
 
     def close(self) -> None:
         """Forgets all its memory, which is freed with the last region that is still handed out."""

@@ -162,7 +162,7 @@ def _timed(block: nn.Module, runs: Mapping[Policy, _Run], args: Any, kwargs: Any
                 synchronize(device)
                 start = time.perf_counter()
                 once.forward(run)
-                once.backward()
+                once.backward(once.gradients())
                 synchronize(device)
                 ms[policy] = min(ms[policy], 1e3 * (time.perf_counter() - start))
     # Whatever recomputes or moves does all that keeping does, and more: less time is the clock's noise.
@@ -177,9 +177,9 @@ def _metered(once: _Pass, run: _Run, meter: Meter, offloader: Offloader | None) 
             offloader.drain()  # as the blocks that follow give it time for
         meter.mark("between")
         result_bytes, held_bytes = once.result_bytes(), once.held_bytes()
-        once.prepare_backward()
+        gradients = once.gradients()
         meter.mark("backward")
-        once.backward()
+        once.backward(gradients)
         meter.mark(END)
     finally:
         intervals = {interval.mark: interval for interval in meter.stop()}
@@ -205,7 +205,6 @@ class _Pass:
         self._given: tuple[Any, Any] | None = map_tensors(self._copied, (args, kwargs))
         self._storages = WeakSet(storages_of(self.arguments()))
         self._results: list[Tensor] = []
-        self._gradients: list[Tensor] = []
         self.argument_bytes = self.held_bytes()
 
     def _copied(self, tensor: Tensor) -> Tensor:
@@ -233,12 +232,11 @@ class _Pass:
         """Of the arguments, what is still there."""
         return sum(storage.nbytes() for storage in self._storages)
 
-    def prepare_backward(self) -> None:
-        self._gradients = [torch.ones_like(t) for t in self._results]
+    def gradients(self) -> list[Tensor]:
+        return [torch.ones_like(t) for t in self._results]
 
-    def backward(self) -> None:
+    def backward(self, gradients: list[Tensor]) -> None:
         if self._results and self._wanted:
-            gradients = self._gradients or [torch.ones_like(t) for t in self._results]
             torch.autograd.grad(self._results, self._wanted, gradients, allow_unused=True)
 
 

@@ -205,7 +205,7 @@ def _copy(
                 side.wait_event(ready)
                 target.copy_(source)
                 side.synchronize()
-        flight.region.let_go()
+        flight.region.pool.let_go(flight.region)
     except BaseException as error:
         return error.with_traceback(None)  # which would hold the flight
     return None

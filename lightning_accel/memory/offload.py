@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -74,20 +73,19 @@ class Offloader:
         self._mover: Mover | None = None
         # By what counts their changes: pieces of one storage may each have a counter, at the same number.
         self._known: WeakKeyDictionary[torch.UntypedStorage, list[tuple[Tensor, _Entries]]] = WeakKeyDictionary()
-        self._live: WeakValueDictionary[int, _Entry] = WeakValueDictionary()
-        self._order: list[int] = []  # of those that live, as they were packed
+        self._live: WeakValueDictionary[int, _Entry] = WeakValueDictionary()  # by their turn
         self._packed = 0
         self._said: set[str] = set()
         # Entries die whenever the collector pleases, in the midst of what is guarded by the lock: they only leave
-        # their remains here.
-        self._dead: deque[tuple[int, Region | None]] = deque()
+        # their buffers here.
+        self._left: deque[Region] = deque()
         self._lock = threading.RLock()
 
     @property
     def stats(self) -> OffloadStats:
         """What it has done so far, and holds now."""
         with self._lock:
-            self._bury()
+            self._collect()
             if self._pool is None:
                 return replace(self._done)
             return replace(self._done, live_bytes=self._pool.live_bytes, total_bytes=self._pool.total_bytes)
@@ -163,7 +161,7 @@ class Offloader:
         return entry
 
     def _move_out(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> _Entry | None:
-        self._bury()
+        self._collect()
         on_gpu, to_disk = storage.device.type == "cuda", self._offloading.to == "disk"
         if self._pool is None or self._mover is None:
             self._pool = SpillFile(self._offloading.folder) if to_disk else HostPool(pinned=on_gpu)
@@ -178,8 +176,7 @@ class Offloader:
             self._complain(f"{error} Until then the tensors stay on the device.")
             return None
         entry = _Entry(self, self._packed, weakref.ref(storage), storage.device, start, nbytes, region)
-        self._live[entry.index] = entry
-        self._order.append(entry.index)
+        self._live[self._packed] = entry
         self._packed += 1
         # On their way out may be enough to keep the copies going, where there is room for any.
         in_flight = 1 if self.prefetch_depth == 0 else min(max(self.prefetch_depth, 2), 4)
@@ -198,7 +195,7 @@ class Offloader:
     def bytes_of(self, entry: _Entry) -> tuple[Tensor, int]:
         """Bytes on the device that ``entry`` stands for, and where in its storage they start."""
         with self._lock:
-            self._bury()
+            self._collect()
             storage = entry.storage()
             if storage is not None and storage.nbytes() >= entry.start + entry.nbytes:
                 found = _as_bytes(storage), 0  # still on its way out, or held by somebody else: nothing to bring back
@@ -210,7 +207,8 @@ class Offloader:
                 except BaseException:
                     self._release()
                     raise
-            self._prefetch(entry)
+            if self._mover is not None:
+                self._prefetch(entry)
             return found
 
     def _bring_back(self, entry: _Entry) -> Flight:
@@ -223,11 +221,8 @@ class Offloader:
         return flight
 
     def _prefetch(self, entry: _Entry) -> None:
-        if self._mover is None:
-            return
-        here = bisect_left(self._order, entry.index)
-        for index in reversed(self._order[max(0, here - self.prefetch_depth) : here]):
-            earlier = self._live.get(index)
+        for turn in range(entry.turn - 1, entry.turn - 1 - self.prefetch_depth, -1):
+            earlier = self._live.get(turn)
             if earlier is not None and earlier.waiting > 0 and earlier.storage() is None and earlier.region is not None:
                 try:
                     self._bring_back(earlier)
@@ -236,22 +231,18 @@ class Offloader:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def _bury(self) -> None:
+    def _collect(self) -> None:
         """Returns the buffers of dead entries."""
-        while self._dead:
-            index, region = self._dead.popleft()
-            at = bisect_left(self._order, index)
-            if at < len(self._order) and self._order[at] == index:
-                del self._order[at]
-            if region is not None and region.pool is self._pool:
+        while self._left:
+            region = self._left.popleft()
+            if region.pool is self._pool:
                 self._pool.give(region)
 
     def _release(self) -> None:
         for entry in list(self._live.values()):
             entry.region = None
         self._known.clear()  # a graph that lives on must not lend what it has lost to the next one
-        self._dead.clear()
-        self._order.clear()
+        self._left.clear()
         mover, self._mover = self._mover, None
         pool, self._pool = self._pool, None
         if mover is not None:
@@ -268,7 +259,7 @@ class _Entry:
     """Part of a storage, as it was at one version, away from the device. Its handles own it, and nothing else does."""
 
     owner: Offloader
-    index: int
+    turn: int
     storage: weakref.ref[torch.UntypedStorage]
     device: torch.device
     start: int
@@ -284,7 +275,8 @@ class _Entry:
             self.homeward = None
 
     def __del__(self) -> None:
-        self.owner._dead.append((self.index, self.region))
+        if self.region is not None:
+            self.owner._left.append(self.region)
 
 
 class _Handle:

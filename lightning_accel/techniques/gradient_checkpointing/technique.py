@@ -27,14 +27,12 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 def checkpoint_block(site: str, block: nn.Module, mode: Recomputation) -> MethodPatch:
     """The edit that makes one block recompute itself: non-reentrant, with the random state of the first time."""
-    run = functools.partial(_recomputed, mode, keeps_statistics(block))
+    has_statistics = keeps_statistics(block)
+
+    def run(block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return recomputed(block, original, mode, args, kwargs, has_statistics=has_statistics)
+
     return trained_patch(site, f"forward → checkpointed ({mode})", block, run)
-
-
-def _recomputed(
-    mode: Recomputation, has_statistics: bool, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    return recomputed(block, original, mode, args, kwargs, has_statistics=has_statistics)
 
 
 def blocks_for(plan: CheckpointingPlan, model: nn.Module) -> dict[str, nn.Module]:

@@ -6,6 +6,7 @@ backward pass, which walks through the graph in about the order opposite to that
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -21,6 +22,8 @@ from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Regi
 from lightning_accel.memory.movers import Flight, Mover, StreamMover, ThreadMover
 from lightning_accel.memory.saved import Packed, counter_of, shares_counter
 
+# Of those saved before a tensor, so many are looked at for the next that are still needed.
+_LOOK_BACK = 100
 # Addresses that agree modulo this, agree in whatever a kernel asks about alignment.
 _ALIGNMENT = 512
 
@@ -221,9 +224,9 @@ class Offloader:
         return flight
 
     def _prefetch(self, entry: _Entry) -> None:
-        for turn in range(entry.turn - 1, entry.turn - 1 - self.prefetch_depth, -1):
-            earlier = self._live.get(turn)
-            if earlier is not None and earlier.waiting > 0 and earlier.storage() is None and earlier.region is not None:
+        before = map(self._live.get, range(entry.turn - 1, entry.turn - _LOOK_BACK, -1))
+        for earlier in itertools.islice(filter(None, before), self.prefetch_depth):
+            if earlier.waiting > 0 and earlier.storage() is None and earlier.region is not None:
                 try:
                     self._bring_back(earlier)
                 except torch.OutOfMemoryError:

@@ -67,7 +67,7 @@ def try_batch(mode: str, batch: int, dry_run: bool) -> dict[str, Any] | None:
                 torch.cuda.synchronize()
             spent.append(time.perf_counter() - start)
         seconds = statistics.median(spent[-TIMED_STEPS:])
-        plan = handle.memory_plan
+        plan = handle.memory_schedule
         handle.undo()
         return {
             "batch": batch,

@@ -23,10 +23,10 @@ from _measure import publish
 from _networks import resnet_task, transformer_task, unet_task
 from torch import Tensor, nn
 
-from lightning_accel import MemoryPlan, Plan, accelerate
+from lightning_accel import MemorySchedule, Plan, accelerate
 from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
-from lightning_accel.memory.memory_plan import FixedMemory, state_of
-from lightning_accel.memory.saved import unique_bytes
+from lightning_accel.core.tree import unique_bytes
+from lightning_accel.memory.schedule import FixedMemory, state_of
 
 SHARES = (0.8, 0.6, 0.4, 0.25)
 TASKS: dict[str, Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]] = {
@@ -69,12 +69,12 @@ class Run:
 
     @property
     def is_settled(self) -> bool:
-        plan = self.handle.memory_plan
+        plan = self.handle.memory_schedule
         return plan is not None and plan.measured_ms is not None
 
     @property
-    def plan(self) -> MemoryPlan:
-        plan = self.handle.memory_plan
+    def plan(self) -> MemorySchedule:
+        plan = self.handle.memory_schedule
         assert plan is not None
         return plan
 
@@ -106,7 +106,7 @@ def keeps_budgets(name: str) -> tuple[list[list[str]], list[dict[str, Any]]]:
             continue
         peak = run.peak_bytes()
         spent = interleaved_ms({"plain": lambda: plain.step(), "planned": lambda run=run: run.step()}, rounds=7)
-        ways = Counter(run.plan.ways.values())
+        ways = Counter(run.plan.policies.values())
         rows.append([
             name,
             asked,
@@ -118,7 +118,7 @@ def keeps_budgets(name: str) -> tuple[list[list[str]], list[dict[str, Any]]]:
         ])  # fmt: skip
         details.append({
             "share": share, "budget": budget, "peak": peak, "predicted": run.plan.predicted_peak_bytes,
-            "fixed": fixed, "plain": plain_peak, "ways": run.plan.ways, "step_ms": spent,
+            "fixed": fixed, "plain": plain_peak, "ways": run.plan.policies, "step_ms": spent,
         })  # fmt: skip
         run.handle.undo()
     return rows, details
@@ -166,11 +166,11 @@ def exhaustive(share: float) -> tuple[list[str], dict[str, Any]]:
     ]
     sides: dict[str, Callable[[], Any]] = {}
     run = Run(task)
-    for ways in [tuple(plan.ways.values()), *choices]:
+    for ways in [tuple(plan.policies.values()), *choices]:
         blocks = tuple(replace(block, way=way) for block, way in zip(plan.blocks, ways, strict=True))
         chosen = replace(plan, blocks=blocks)
 
-        def step(chosen: MemoryPlan = chosen) -> None:
+        def step(chosen: MemorySchedule = chosen) -> None:
             patches = chosen.apply(run.model)
             run.step()
             patches.undo()
@@ -185,12 +185,12 @@ def exhaustive(share: float) -> tuple[list[str], dict[str, Any]]:
     row = [
         f"{share:.0%}",
         f"{len(choices)}, {len(sides) - 1} of which fit",
-        _words(plan.ways.values()),
+        _words(plan.policies.values()),
         _words(ways for ways in best.strip("()").replace("'", "").split(", ")),
         f"{100 * (ratio - 1):+.1f}%",
     ]
     medians = {name: statistics.median(times) for name, times in spent.items()}
-    return row, {"share": share, "budget": budget, "planned": plan.ways, "best": best, "median_step_ms": medians}
+    return row, {"share": share, "budget": budget, "planned": plan.policies, "best": best, "median_step_ms": medians}
 
 
 def _words(ways: Any) -> str:

@@ -20,6 +20,7 @@ from _measure import publish
 from torch import Tensor, nn
 
 from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
+from lightning_accel.core.tree import unique_bytes
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.packing import (
     NonZeros,
@@ -31,7 +32,6 @@ from lightning_accel.memory.packing import (
     sample,
 )
 from lightning_accel.memory.packing_budget import TRIALS
-from lightning_accel.memory.saved import unique_bytes
 from lightning_accel.techniques.sparse_activations import SparseActivations
 
 ELEMENTS = 1 << 22

@@ -6,6 +6,7 @@ a plain PyTorch loop.
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_accel.core.report import Report
     from lightning_accel.engine import AccelError, AccelWarning
     from lightning_accel.lightning.plugin import AccelPlugin
-    from lightning_accel.memory.memory_plan import MemoryPlan
+    from lightning_accel.memory.schedule import MemorySchedule
     from lightning_accel.planning import plan_memory
     from lightning_accel.settings import Plan
     from lightning_accel.strategies.ddp import AccelDDPStrategy
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_RENAMED = {"MemoryPlan": "MemorySchedule"}
 _HOMES = {
     "AccelCLI": "cli.accel_cli",
     "AccelDDPStrategy": "strategies.ddp",
@@ -45,7 +47,7 @@ _HOMES = {
     "Handle": "assembly",
     "Host": "core.host",
     "MemoryBudgetPlan": "techniques.gradient_checkpointing.settings",
-    "MemoryPlan": "memory.memory_plan",
+    "MemorySchedule": "memory.schedule",
     "OffloadingPlan": "techniques.activation_offloading",
     "Plan": "settings",
     "Report": "core.report",
@@ -67,7 +69,7 @@ __all__ = [
     "Handle",
     "Host",
     "MemoryBudgetPlan",
-    "MemoryPlan",
+    "MemorySchedule",
     "OffloadingPlan",
     "Plan",
     "Report",
@@ -79,6 +81,11 @@ register_strategies()
 
 
 def __getattr__(name: str) -> object:
+    if name in _RENAMED:
+        warnings.warn(
+            f"lightning_accel.{name} is now {_RENAMED[name]}; the old name goes in 0.3.", FutureWarning, stacklevel=2
+        )
+        name = _RENAMED[name]
     # Imported when first used: torch and Lightning take seconds, `lightning-accel doctor` should not.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,7 +15,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import device_of
 from lightning_accel.core.report import Report
 from lightning_accel.engine import Engine
-from lightning_accel.memory.memory_plan import MemoryPlan
+from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Surroundings
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
@@ -73,10 +74,16 @@ class Handle:
         return self.engine.report
 
     @property
-    def memory_plan(self) -> MemoryPlan | None:
+    def memory_schedule(self) -> MemorySchedule | None:
         """With a memory budget, what each block does for it, once that is decided; else None. It outlives the run."""
         budget = self.engine.technique(MemoryBudget)
-        return None if budget is None else budget.memory_plan
+        return None if budget is None else budget.memory_schedule
+
+    @property
+    def memory_plan(self) -> MemorySchedule | None:
+        """The older name of :attr:`memory_schedule`, until 0.3."""
+        warnings.warn("memory_plan is now memory_schedule; the old name goes in 0.3.", FutureWarning, stacklevel=2)
+        return self.memory_schedule
 
     def step(self, stage: str = "train") -> AbstractContextManager[None]:
         """Enter it around forward and loss of every step: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""

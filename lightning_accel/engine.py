@@ -72,7 +72,8 @@ class Engine:
         self._patches: dict[str, PatchSet] = {}
         self._stage: str | None = None  # of the step under way
         self._optimizers: list[Optimizer] = []
-        self._looks_for_optimizers = any(type(t).optimizers is not Technique.optimizers for t in techniques)
+        # Before both trial steps: a loop may make its optimizer in the course of its first step.
+        self._searches_left = 2 * any(type(t).optimizers is not Technique.optimizers for t in techniques)
         for name in names or [technique.name for technique in techniques]:
             self.report.of(name).status = "off"
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
@@ -107,12 +108,8 @@ class Engine:
             if may_try is None:
                 may_try = stage == "train" and torch.is_grad_enabled()
             if may_try:
-                if self._looks_for_optimizers:
-                    self._looks_for_optimizers = False
-                    self.meet(living_optimizers(self.model))
-                    for technique in self._techniques:
-                        if technique.edits_optimizers:
-                            self._miss_sites(technique)
+                if self._searches_left:
+                    self._search_optimizers()
                 return self._trial(stage)
         if not self._at_work:
             return nullcontext()
@@ -156,6 +153,13 @@ class Engine:
                     self._apply(technique, claim, claim.change)
                     self._settle(technique)
             self._hear(technique)
+
+    def _search_optimizers(self) -> None:
+        self._searches_left -= 1
+        self.meet(living_optimizers(self.model))
+        for technique in self._techniques:
+            if technique.edits_optimizers and not self._searches_left:
+                self._miss_sites(technique)
 
     def undo(self) -> None:
         """Takes every edit back: the model is again the one that was passed in. The report stays."""

@@ -17,8 +17,8 @@ from lightning_accel.core.isolation import Snapshot, device_of, own_rng
 from lightning_accel.core.optimizers import living_optimizers
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.engine import AccelError
-from lightning_accel.memory.memory_plan import MemoryPlan
 from lightning_accel.memory.planner import MAX_STEPS
+from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.activation_offloading import OffloadingPlan, OffloadingSetting
 from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
@@ -32,7 +32,7 @@ def plan_memory(
     *,
     blocks: Sequence[str] = (),
     offloading: OffloadingSetting | OffloadingPlan = "auto",
-) -> MemoryPlan:
+) -> MemorySchedule:
     """Finds what each block of ``model`` should do so that a training step fits into ``budget``, at the least time.
 
     .. code-block:: python
@@ -83,7 +83,7 @@ def plan_memory(
             for _ in range(MAX_STEPS):
                 with handle.step():
                     step_fn(model, batch)
-                plan = handle.memory_plan
+                plan = handle.memory_schedule
                 if plan is not None and plan.measured_ms is not None:
                     return plan
             raise AccelError(handle.report.of("memory_budget").status)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_accel.core.checks import nearest
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, nn.Module]:
@@ -50,19 +50,19 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
     def visit(site: str, module: nn.Module) -> None:
         inside = f"{site}." if site else ""
         if site in blocks or (_is_unit(module) and not any(block.startswith(inside) for block in blocks)):
-            found[site] = module
+            if module not in found.values():
+                found[site] = module
         else:
             for name, child in module.named_children():
                 visit(inside + name, child)
 
     visit("", model)
-    seen: set[int] = set()
-    return {n: m for n, m in found.items() if not (id(m) in seen or seen.add(id(m)))}  # type: ignore[func-returns-value]
+    return found
 
 
 def _is_unit(module: nn.Module) -> bool:
     """Several layers, one of them with weights, in a module that is called itself."""
-    if _is_leaf(module) or type(module) in (nn.ModuleList, nn.ModuleDict):
+    if _is_leaf(module) or type(module) in _LISTS:
         return False
     # A LightningModule computes in its steps; its forward may be called by nobody.
     if hasattr(module, "training_step") or any(not _is_leaf(child) for child in module.children()):
@@ -78,11 +78,13 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     estimate of what checkpointing each block leaves in memory (Chen et al., 2016, https://arxiv.org/abs/1604.06174).
     """
     candidates = _repeated(model)
-    best: dict[str, nn.Module] = {}
-    best_cost = float(_leaves(model))
+    leaves = _leaves(model)
     level = _outermost(candidates)
+    best: dict[str, nn.Module] = {}
+    best_cost = leaves
     while level:
-        cost = _cost(model, level)
+        sizes = [_leaves(module) for module in level.values()]
+        cost = len(sizes) + max(sizes) + leaves - sum(sizes)
         if not best or cost < best_cost:
             best, best_cost = level, cost
         finer = _finer(level, candidates)
@@ -91,28 +93,20 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _repeated(model: nn.Module) -> dict[str, nn.Module]:
-    # named_modules() yields a module once, however often a parent lists it: a block that is shared, not copied,
-    # counts as repeated when one container holds it twice.
-    composite = {
-        n: m
-        for n, m in model.named_modules()
-        if n and not _is_leaf(m) and type(m) not in (nn.ModuleList, nn.ModuleDict)
-    }
+    """The parts that hold others, and whose kind occurs twice, or that one module holds twice: shared, not copied."""
+    composite = {n: m for n, m in model.named_modules() if n and not _is_leaf(m) and type(m) not in _LISTS}
     kinds = Counter(_kind(m) for m in composite.values())
-    shared = {
-        id(child)
-        for parent in model.modules()
-        for child, count in Counter(c for c in parent._modules.values() if c is not None).items()
-        if count > 1
-    }
+    holders = Counter(
+        (name.rpartition(".")[0], id(module)) for name, module in model.named_modules(remove_duplicate=False)
+    )
+    shared = {module for (_, module), count in holders.items() if count > 1}
     return {n: m for n, m in composite.items() if kinds[_kind(m)] > 1 or id(m) in shared}
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
     # Every Sequential is of one class; those of the same layers are of one kind.
-    if isinstance(module, _CONTAINERS):
-        return (type(module), *(type(child) for child in module.children()))
-    return (type(module),)
+    is_container = isinstance(module, (nn.Sequential, *_LISTS))
+    return (type(module), *(map(type, module.children()) if is_container else ()))
 
 
 def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -125,12 +119,6 @@ def _finer(level: dict[str, nn.Module], candidates: dict[str, nn.Module]) -> dic
         inner = _outermost({n: m for n, m in candidates.items() if n.startswith(f"{name}.")})
         finer.update(inner if len(inner) > 1 else {name: module})
     return finer
-
-
-def _cost(model: nn.Module, level: dict[str, nn.Module]) -> float:
-    sizes = [_leaves(module) for module in level.values()]
-    outside = _leaves(model) - sum(sizes)
-    return len(sizes) + max(sizes) + outside
 
 
 def _leaves(module: nn.Module) -> int:

@@ -13,22 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from lightning_accel.core import torch_private
 from lightning_accel.core.patch import MethodPatch
 
 _NUMBERS = itertools.count()
-_FORWARD_PATCH = "_lightning_accel_compiled_forward"
+_FORWARD_PATCH = "lightning_accel_compiled_forward"
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of this very module run compiled code, by ``module.compile()`` or ``torch.compile(module)``.
-
-    Of a compiled LightningModule the Trainer has the original, whose methods Lightning has replaced by compiled ones.
-    """
-    is_lightning = getattr(module, "_compiler_ctx", None) is not None
+    """Whether calls of this very module run compiled code, by ``module.compile()`` or ``torch.compile(module)``."""
     return (
-        is_lightning
+        torch_private.was_compiled_by_lightning(module)
         or _FORWARD_PATCH in vars(module)
-        or module._compiled_call_impl is not None
+        or torch_private.compiled_call(module) is not None
         or type(module).__name__ == "OptimizedModule"
     )
 
@@ -45,22 +42,15 @@ def compile_call(
     """Compiles a module's call in place, as ``module.compile()`` does for modules of the user's own.
 
     Of one that FSDP shards only the forward is compiled, within the hooks that gather its parameters: the compiler
-    leaves those hooks out.
+    leaves those hooks out. ``options`` are TorchInductor's; ``prepare`` edits a captured graph before it gets it.
 
     For those of ``torch.nn`` itself (``nn.TransformerEncoderLayer``, ``nn.Sequential``) that silently compiles
     nothing: the compiler starts at no frame whose code is torch's (torch 2.13). Here it starts at one of ours.
-
-    Args:
-        module: The module.
-        options: Of TorchInductor.
-        prepare: Edits a captured graph, in place, before the compiler gets it.
     """
 
     def backend(graph: GraphModule, inputs: list[Tensor]) -> Any:
-        from torch._inductor.compile_fx import compile_fx  # the whole code generator
-
         prepare(graph)
-        return compile_fx(graph, inputs, config_patches=options)
+        return torch_private.compile_with_inductor(graph, inputs, options)
 
     if is_gathered_by_hooks(module):
 
@@ -81,10 +71,9 @@ def compile_call(
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return torch_private.eager_call(module)(*args, **kwargs)
 
-    compiled: Callable[..., Any] = torch.compile(_with_own_code(call), backend=backend)
-    module._compiled_call_impl = compiled
+    torch_private.set_compiled_call(module, torch.compile(_with_own_code(call), backend=backend))
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,9 +91,15 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def undo_compile(module: nn.Module) -> None:
     """Lets the module's calls run eagerly again."""
-    vars(module).pop("_compiled_call_impl", None)
+    torch_private.set_compiled_call(module, None)
     if (patch := vars(module).pop(_FORWARD_PATCH, None)) is not None:
         patch.undo()
+
+
+def eager_call(module: nn.Module) -> Callable[..., Any]:
+    """What calls a module past its compiled form."""
+    # Within the module's own call its parameters are gathered already; another call would give them back.
+    return module.forward if is_gathered_by_hooks(module) else torch_private.eager_call(module)
 
 
 def is_gathered_by_hooks(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import FunctionType
@@ -62,3 +62,24 @@ def changeable_argument(args: Any, kwargs: Any) -> str | None:
 def tensors_in(data: Any) -> list[Tensor]:
     """Every tensor in ``data``, in the order of its structure."""
     return [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage behind ``tensor``; None where there is none: it is lazy, sparse, or made by ``torch.func``.
+
+    A storage is the same object as long as it lives, whichever tensor is asked for it, and equal to no other: sets and
+    weak dictionaries take it.
+    """
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, ValueError):
+        return None
+
+
+def storages_of(tensors: Iterable[Tensor]) -> set[torch.UntypedStorage]:
+    return {storage for storage in map(storage_of, tensors) if storage is not None}
+
+
+def unique_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the storages behind ``tensors``, each counted once."""
+    return sum(storage.nbytes() for storage in storages_of(tensors))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,7 +33,7 @@ from lightning_accel.lightning.autocasting import AutocastingPrecision, Resolved
 from lightning_accel.lightning.feeding import Feeding, feeding_for
 from lightning_accel.lightning.hooks import strategy_hooks
 from lightning_accel.lightning.safety_net import SafetyNet
-from lightning_accel.memory.memory_plan import MemoryPlan
+from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.memory_format import MemoryFormat
@@ -69,7 +70,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         self._engine: Engine | None = None
         self._net: SafetyNet | None = None
         self._report = Report()
-        self._memory_plan: MemoryPlan | None = None
+        self._memory_schedule: MemorySchedule | None = None
         self._hooks = PatchSet()
         self._feeding: Feeding | None = None
         self._decided_for: weakref.ref[nn.Module] | None = None
@@ -88,10 +89,16 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         return self._report
 
     @property
-    def memory_plan(self) -> MemoryPlan | None:
+    def memory_schedule(self) -> MemorySchedule | None:
         """With a memory budget, what each block does for it in the current or the last run, once that is decided."""
         budget = None if self._engine is None else self._engine.technique(MemoryBudget)
-        return (budget and budget.memory_plan) or self._memory_plan
+        return (budget and budget.memory_schedule) or self._memory_schedule
+
+    @property
+    def memory_plan(self) -> MemorySchedule | None:
+        """The older name of :attr:`memory_schedule`, until 0.3."""
+        warnings.warn("memory_plan is now memory_schedule; the old name goes in 0.3.", FutureWarning, stacklevel=2)
+        return self.memory_schedule
 
     # -- a run starts ------------------------------------------------------------------------------------------
 
@@ -129,7 +136,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             decisions=self._decisions if self._is_fitting else self._decisions_without_gradients | self._decisions,
         )
         if self._is_fitting:
-            self._memory_plan = None
+            self._memory_schedule = None
             self._decisions = self._engine.decisions
         else:
             self._decisions_without_gradients = self._engine.decisions
@@ -264,7 +271,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         if self._engine is not None:
             self._engine.undo()
             self._net = None
-            self._memory_plan = self.memory_plan
+            self._memory_schedule = self.memory_schedule
             self._engine = None
 
     # -- parts -------------------------------------------------------------------------------------------------

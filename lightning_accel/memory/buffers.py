@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import functools
 import mmap
 import os
 import shutil
-import sys
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from bisect import bisect_left, insort
-from collections.abc import Callable
+from bisect import bisect_left, insort_left
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import IO
 
 import torch
@@ -22,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.heap import release_free_memory
 
 # A pool grows by a quarter, and by no more than this: in few segments, as pinning memory is slow, and hardly too large.
 SEGMENT_BYTES = 1 << 30
@@ -39,28 +37,20 @@ class OffloadingError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """A stretch of a pool.
+    """A stretch of a pool."""
 
-    Attributes:
-        bytes: The memory, a uint8 tensor on the CPU of shape ``(size,)``.
-        pool: Where it came from.
-        mapping: The mapping it is part of, if it lies in a file.
-        offset: Where it starts in ``mapping``.
-    """
-
-    bytes: Tensor
+    bytes: Tensor  # the memory: uint8, on the CPU, (size,)
     pool: Pool
-    mapping: mmap.mmap | None = None
-    offset: int = 0
+    mapping: mmap.mmap | None = None  # that it is part of, if it lies in a file
+    offset: int = 0  # where it starts in that
 
     @property
     def size(self) -> int:
         """In bytes; at least as many as were asked for."""
         return self.bytes.numel()
 
-    def let_go(self) -> None:
-        """Takes what lies in a file out of this process's resident memory. The mover calls it after every copy."""
-        self.pool.let_go(self)
+
+_SIZE = attrgetter("size")
 
 
 class Pool(ABC):
@@ -77,9 +67,9 @@ class Pool(ABC):
     def __init__(self) -> None:
         self.total_bytes = 0
         self.live_bytes = 0
-        self._free: dict[int, list[Region]] = {}
-        self._sizes: list[int] = []  # of free regions, sorted
+        self._free: list[Region] = []  # by size
         self._uncut: Region | None = None
+        self._failure = ""  # why the system had no more
 
     def take(self, nbytes: int) -> Region:
         """A region of at least ``nbytes``.
@@ -96,40 +86,28 @@ class Pool(ABC):
         """Takes a region back."""
         assert region.pool is self
         self.live_bytes -= region.size
-        self._keep(region)
+        insort_left(self._free, region, key=_SIZE)
 
     def let_go(self, region: Region) -> None:  # noqa: B027  # most pools have nothing to do
-        """As :meth:`Region.let_go`; does nothing for memory that is resident anyway."""
+        """Takes what lies in a file out of this process's resident memory. The mover calls it after every copy."""
 
     def close(self) -> None:
         """Forgets all its memory, which is freed with the last region that is still handed out."""
         self._free.clear()
-        self._sizes.clear()
         self._uncut = None
         self.total_bytes = self.live_bytes = 0
 
     @abstractmethod
     def _segment(self, size: int) -> Region | None:
-        """At least ``size`` bytes from the system; None when it has no more."""
+        """At least ``size`` bytes from the system; None when it has no more: ``_failure`` says why."""
 
     @abstractmethod
     def _refusal(self, size: int) -> OffloadingError: ...
 
-    def _keep(self, region: Region) -> None:
-        if region.size not in self._free:
-            insort(self._sizes, region.size)
-        self._free.setdefault(region.size, []).append(region)
-
     def _reuse(self, size: int) -> Region | None:
         """The smallest free region that is large enough, unless it is larger than twice that."""
-        at = bisect_left(self._sizes, size)
-        if at == len(self._sizes) or self._sizes[at] > 2 * size:
-            return None
-        found = self._sizes[at]
-        region = self._free[found].pop()
-        if not self._free[found]:
-            del self._free[found], self._sizes[at]
-        return region
+        at = bisect_left(self._free, size, key=_SIZE)
+        return self._free.pop(at) if at < len(self._free) and self._free[at].size <= 2 * size else None
 
     def _carve(self, size: int) -> Region:
         """The next ``size`` bytes of the newest segment, or of a newer one."""
@@ -140,7 +118,7 @@ class Pool(ABC):
                 raise self._refusal(size)
             self.total_bytes += segment.size
             if self._uncut is not None:
-                self._keep(self._uncut)
+                insort_left(self._free, self._uncut, key=_SIZE)
             self._uncut = segment
         whole, self._uncut = self._uncut, None
         if whole.size > size:
@@ -149,16 +127,11 @@ class Pool(ABC):
 
 
 class HostPool(Pool):
-    """Memory of the host, pinned for copies that a GPU makes by itself while it and the CPU go on.
-
-    Args:
-        pinned: Whether to pin it.
-    """
+    """Memory of the host, ``pinned`` for copies that a GPU makes by itself while it and the CPU go on."""
 
     def __init__(self, *, pinned: bool) -> None:
         super().__init__()
         self._pinned = pinned
-        self._failure = ""
 
     @override
     def _segment(self, size: int) -> Region | None:
@@ -203,7 +176,6 @@ class SpillFile(Pool):
                 " Name a folder that exists and can be written to: {'to': 'disk', 'folder': '/scratch'}."
             ) from error
         weakref.finalize(self, self._file.close)  # for those who forget to
-        self._failure = ""
         self._untrimmed_bytes = 0
 
     @override
@@ -213,7 +185,7 @@ class SpillFile(Pool):
         self._untrimmed_bytes += region.size
         if self._untrimmed_bytes >= TRIM_BYTES:
             self._untrimmed_bytes = 0
-            _trim_heap()
+            release_free_memory()
 
     @override
     def close(self) -> None:
@@ -252,17 +224,6 @@ class SpillFile(Pool):
             " (activation_offloading={'to': 'disk', 'folder': ...}), raise min_bytes, or use"
             " activation_offloading='host'."
         )
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-
-
-def _trim_heap() -> None:
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
 
 
 def _rounded(nbytes: int) -> int:

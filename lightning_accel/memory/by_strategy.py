@@ -1,41 +1,15 @@
 """How much memory a training step needs on each device, by strategy: a formula, for before there is a model to measure.
 
-It is for decoders: N parameters in L repeated blocks of width D, an embedding and an output layer of V words, trained
-with parameters kept in float32, as Lightning's mixed precision keeps them. With n devices, each holds all the time
+It is for decoders: an embedding, L repeated blocks of width D and an output layer, trained with parameters kept in
+float32, as Lightning's mixed precision keeps them. docs/planning.md has it term by term. A device holds its share of
+parameters, gradients and optimizer states all the time; on top comes, for a while, what a :class:`Moment` counts, and
+the peak is what is held and the fullest of the moments. With c bytes an element of the compute dtype, 4 or 2, and T
+tokens a device, a block keeps (14 c + 8) T D for its backward pass.
 
-=================  ============================  ==================================================================
-                   `accel`, `accel_ddp`          `accel_fsdp`
-parameters         4 N                           4 N / n
-gradients          4 N                           4 N / n; during the whole step, as under accumulation. DDP's buckets
-                                                 are the gradients
-optimizer states   k N                           k N / n; k is 8 for Adam and AdamW, 4 for SGD with momentum, else 0
-=================  ============================  ==================================================================
-
-(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
-https://arxiv.org/abs/1910.02054, of which `accel_fsdp` is the third stage). On top comes, for a while, what a
-:class:`Moment` counts; the peak is what is held and the fullest of the moments. With c bytes an element of the compute
-dtype, 4 or 2:
-
-- Autocast keeps a 16-bit copy of every weight that is multiplied from its first use to the backward pass: 2 bytes each.
-  There, the gradient of one weight at a time is added to the one that is held: 4 bytes, for the 4 D² of the largest.
-- FSDP2 gathers units in the compute dtype, so that autocast copies nothing. U is a block; R is the root, the embedding
-  and the output layer, and stays gathered from its forward to its backward: c R. Forward, the buffer that a unit was
-  gathered in lives until the next one is copied out of its own: 2 c R + 2 c U at the first block. After that there is
-  less than in the backward pass: a block and the buffer of the next, 2 c U; the block's gradients, another c U when its
-  activations are gone; the float32 buffer in which the block before it is reduced, 4 U; and the gradient of the output
-  layer, c V D. To it comes that of the embedding; where both have one weight, their sum as well. At the end the root's
-  gradients, c R, are copied to be reduced in 4 R; beside what comes of that, 4 R / n, one of them is still held.
-- Adam's and AdamW's step makes the square roots of all second moments at once (torch's "foreach" form, the default on a
-  GPU): as much as the parameters.
-
-Activations of T tokens a device: a block keeps (14 c + 8) T D. That is the count of Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models" (2022), https://arxiv.org/abs/2205.05198, without their two
-dropout masks, and with the inputs of the two norms in float32, as autocast has them on a GPU. Attention that is not
-fused keeps its scores on top. `selective` checkpointing keeps the results of products but no scores, (10 c + 4) T D,
-and `full` the input, 4 T D. The block at work in the backward pass has all of it, and 5 c T D of gradients or two more
-tensors of scores; at its end there are (6 c + 4) T D, gradients of queries, keys and values apart and joined, and of
-the input. The loss has three float32 tensors of T V at one time, the logarithms of the probabilities and two gradients,
-besides the last norm's input and result.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
+https://arxiv.org/abs/1910.02054, for what is sharded; Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (2022), https://arxiv.org/abs/2205.05198, for what a block keeps, here without dropout and with the
+inputs of the norms in float32.
 """
 
 from __future__ import annotations
@@ -55,12 +29,7 @@ _MOST_DEVICES = 1_000_000
 
 
 def memory_per_device(strategy: Strategy, run: Run, devices: int) -> DeviceMemory:
-    """The memory of a training step on the fullest of ``devices``.
-
-    Args:
-        strategy: How the run is spread. With ``"accel"`` and ``"accel_ddp"`` the number of devices does not matter.
-        run: What is trained, and how.
-        devices: In all, over every machine.
+    """The memory of a training step on the fullest of ``devices``, over all machines; only ``"accel_fsdp"`` shares it.
 
     Raises:
         ValueError: There is no such strategy, or no device.
@@ -99,7 +68,11 @@ def _whole_moments(run: Run) -> tuple[Moment, ...]:
 
 
 def _sharded_moments(run: Run, devices: int) -> tuple[Moment, ...]:
-    """What comes and goes where FSDP2 gathers one block after another."""
+    """What comes and goes where FSDP2 gathers one block after another, in the compute dtype.
+
+    The buffer that a block was gathered in lives until the next one is copied out of its own. Its gradients are reduced
+    in a float32 buffer, which is given back a block later. The root, embedding and output layer, stays gathered.
+    """
     kept = _activations(run)
     decoder, c = run.decoder, run.compute_bytes
     root, block, output = c * decoder.root_params, c * decoder.block_params, c * decoder.output_params
@@ -122,7 +95,7 @@ def _sharded_moments(run: Run, devices: int) -> tuple[Moment, ...]:
 def _activations(run: Run) -> _Activations:
     """What activations need; zero where no batch is given."""
     if run.batch is None:
-        return _Activations(block_bytes=0, work_bytes=0, end_bytes=0, loss_bytes=0)
+        return _Activations()
     batch, c = run.batch, run.compute_bytes
     values = batch.tokens * run.decoder.width
     scores = batch.scores if batch.attention == "plain" else 0
@@ -141,17 +114,11 @@ def _activations(run: Run) -> _Activations:
 
 @dataclass(frozen=True)
 class Moment:
-    """What one moment of a step needs beyond what is held all the time.
-
-    Attributes:
-        name: Which it is.
-        weights_bytes: Copies, gathered parameters, gradients on their way, the optimizer's intermediate results.
-        activations_bytes: What is kept for the backward pass, and what is computed right now.
-    """
+    """What one moment of a step needs beyond what is held all the time."""
 
     name: str
-    weights_bytes: int
-    activations_bytes: int
+    weights_bytes: int  # copies, gathered parameters, gradients on their way, the optimizer's intermediate results
+    activations_bytes: int  # what is kept for the backward pass, and what is computed right now
 
     @property
     def total_bytes(self) -> int:
@@ -160,19 +127,12 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """The memory of a training step on one device.
-
-    Attributes:
-        parameters_bytes: Of this device's parameters.
-        gradients_bytes: Of their gradients.
-        optimizer_bytes: Of their optimizer states.
-        moments: What comes and goes, in the order of a step.
-    """
+    """The memory of a training step on one device."""
 
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    moments: tuple[Moment, ...]
+    moments: tuple[Moment, ...]  # what comes and goes, in the order of a step
 
     @property
     def held_bytes(self) -> int:
@@ -192,16 +152,9 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Activations:
-    """What activations need.
+    """What activations need."""
 
-    Attributes:
-        block_bytes: Every block keeps this from its forward to its backward pass.
-        work_bytes: In its backward pass a block has this on top: what it recomputes, and gradients.
-        end_bytes: Of that, what is left when all the block's parameters have their gradients.
-        loss_bytes: The loss, and the last norm.
-    """
-
-    block_bytes: int
-    work_bytes: int
-    end_bytes: int
-    loss_bytes: int
+    block_bytes: int = 0  # every block keeps this from its forward to its backward pass
+    work_bytes: int = 0  # in its backward pass a block has this on top: what it recomputes, and gradients
+    end_bytes: int = 0  # of that, what is left when all the block's parameters have their gradients
+    loss_bytes: int = 0  # the loss, and the last norm

@@ -1,128 +1,115 @@
 """What one call of a block needs: bytes kept for its backward pass, the most it needs on top, and its time.
 
-Measured, not modelled: the block runs, forward and backward, on copies of its real arguments, once a way.
+Measured, not modelled: the block runs, forward and backward, on copies of its real arguments, once a policy.
 """
 
 from __future__ import annotations
 
 import re
 import time
-import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.isolation import device_of, isolated
-from lightning_accel.core.tree import map_tensors, tensors_in
+from lightning_accel.core.tree import map_tensors, storage_of, storages_of, tensors_in
+from lightning_accel.core.trial import synchronize
 from lightning_accel.memory.meter import END, START, Meter, MeterBusyError
 from lightning_accel.memory.offload import Offloader
-from lightning_accel.memory.pieces import recomputed_block
-from lightning_accel.memory.recompute import keeps_statistics
-from lightning_accel.memory.saved import has_storage, saving, sparing, unique_bytes
+from lightning_accel.memory.recompute import keeps_statistics, recomputed
+from lightning_accel.memory.saved import saving, sparing
 
-Way = Literal["keep", "selective", "full", "offload", "full+offload"]
-WAYS: tuple[Way, ...] = get_args(Way)
-OFFLOADING: tuple[Way, ...] = ("offload", "full+offload")
-_ON_DEVICE: dict[Way, Way] = {"offload": "keep", "full+offload": "full"}
+Policy = Literal["keep", "selective", "full", "offload", "full+offload"]
+"""What a block does with its activations: keep, recompute or offload them; the more, the later in this list."""
+
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+OFFLOADING: tuple[Policy, ...] = ("offload", "full+offload")
+_ON_DEVICE: dict[Policy, Policy] = {"offload": "keep", "full+offload": "full"}
 TIMED_RUNS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One way to run one call of a block.
+    """One policy for one call of a block."""
 
-    Attributes:
-        kept_bytes: Held from its forward to its backward pass, arguments and results not counted.
-        argument_bytes: Arguments that it holds likewise.
-        forward_bytes: The most on top of what was allocated before its forward pass.
-        backward_bytes: The most on top of what was allocated before its backward pass.
-        ms: Forward and backward together.
-    """
-
-    kept_bytes: int
-    argument_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-    ms: float
+    kept_bytes: int  # held from its forward to its backward pass, arguments and results not counted
+    argument_bytes: int  # arguments that it holds likewise
+    forward_bytes: int  # the most on top of what was allocated before its forward pass
+    backward_bytes: int  # the most on top of what was allocated before its backward pass
+    ms: float  # forward and backward together
 
     def scaled(self, factor: float) -> Cost:
         """The cost of a call ``factor`` times as large."""
-        return Cost(
-            kept_bytes=round(factor * self.kept_bytes),
-            argument_bytes=round(factor * self.argument_bytes),
-            forward_bytes=round(factor * self.forward_bytes),
-            backward_bytes=round(factor * self.backward_bytes),
-            ms=factor * self.ms,
-        )
+        sizes = {name: round(factor * value) for name, value in vars(self).items() if name != "ms"}
+        return Cost(**sizes, ms=factor * self.ms)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """What is known of one call of a block.
+    """What is known of one call of a block."""
 
-    Attributes:
-        ways: The cost of each way that works here.
-        argument_elements: The size of its arguments, to tell larger batches by.
-        saved_by_operator: Bytes that autograd saves when everything is kept, by the operator that made them;
-            ``"arguments and constants"`` for what no operator did.
-    """
+    by_policy: Mapping[Policy, Cost]  # for each policy that works here
+    argument_elements: int  # the size of its arguments, to tell larger batches by
+    saved_by_operator: Mapping[str, int]  # bytes that autograd saves when everything is kept, by what made them
 
-    ways: Mapping[Way, Cost]
-    argument_elements: int
-    saved_by_operator: Mapping[str, int] = field(default_factory=dict)
+    def of_call(self, elements: float, shared_bytes: int) -> dict[Policy, Cost]:
+        """The costs of one call, in proportion to its size; what it keeps includes arguments that only it holds."""
+        factor = elements / self.argument_elements if self.argument_elements else 1.0
+        scaled = {policy: cost.scaled(factor) if factor != 1 else cost for policy, cost in self.by_policy.items()}
 
-    def for_elements(self, elements: float) -> BlockCosts:
-        """The costs of a call whose arguments have so many elements, in proportion to the one that was measured."""
-        if not self.argument_elements or elements == self.argument_elements:
-            return self
-        factor = elements / self.argument_elements
-        ways = {way: cost.scaled(factor) for way, cost in self.ways.items()}
-        return replace(self, ways=ways, argument_elements=round(elements))
+        def own(policy: Policy, cost: Cost) -> Cost:
+            arguments = max(0, cost.argument_bytes - shared_bytes)
+            kept = replace(cost, kept_bytes=cost.kept_bytes + arguments)
+            if not torch.are_deterministic_algorithms_enabled():
+                return kept
+            # A time that no clock has a part in: the more a policy does, and the more there is to do.
+            return replace(kept, ms=POLICIES.index(policy) * scaled.get("keep", cost).kept_bytes / 2**20)
+
+        return {policy: own(policy, cost) for policy, cost in scaled.items()}
 
 
 def run_block(
-    way: Way,
+    policy: Policy,
     block: nn.Module,
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     offloader: Offloader | None = None,
 ) -> Any:
-    """Calls ``original(block, *args, **kwargs)`` in one of the ways."""
+    """Calls ``original(block, *args, **kwargs)`` by a policy."""
     if offloader is not None:
         offloader.settle()  # of the blocks before
-        with saving(offloader, block) if way in OFFLOADING else sparing(offloader):
-            outputs = run_block(_ON_DEVICE.get(way, way), block, original, args, kwargs)
-        if way in OFFLOADING and offloader.is_exact:
+        with saving(offloader, block) if policy in OFFLOADING else sparing(offloader):
+            outputs = run_block(_ON_DEVICE.get(policy, policy), block, original, args, kwargs)
+        if policy in OFFLOADING and offloader.is_exact:
             offloader.drain()
         return outputs
-    if way == "keep":
+    if policy == "keep":
         return original(block, *args, **kwargs)
-    assert way == "selective" or way == "full"
-    return recomputed_block(block, original, way, args, kwargs, has_statistics=keeps_statistics(block))
+    assert policy == "selective" or policy == "full"
+    return recomputed(block, original, policy, args, kwargs, has_statistics=keeps_statistics(block))
 
 
 def kind_of(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Calls of the same kind cost the same: the same class, the same shapes of parameters and arguments."""
 
     def described(tensor: Tensor) -> tuple[Any, ...]:
-        strides = tensor.stride() if has_storage(tensor) else tensor.layout
+        strides = tensor.layout if storage_of(tensor) is None else tensor.stride()
         return tensor.shape, tensor.dtype, tensor.requires_grad, strides
 
     return (
         type(block),
         block.training,
         tuple((type(m), m.extra_repr()) for m in block.modules()),
-        tuple(described(p) for p in block.parameters()),
+        tuple(map(described, block.parameters())),
         tuple(map(described, tensors_in((args, kwargs)))),
     )
-
-
-def elements_in(args: Any, kwargs: Any) -> int:
-    return sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
 
 
 def measure_block(
@@ -132,76 +119,75 @@ def measure_block(
     kwargs: dict[str, Any],
     meter: Meter,
     *,
-    ways: tuple[Way, ...],
+    policies: tuple[Policy, ...] = POLICIES,
     offloader: Offloader | None = None,
 ) -> BlockCosts:
-    """Runs the block in each of ``ways``, and leaves no trace of it.
-
-    A way that raises (out of memory, say) is left out.
+    """Runs the block by each of ``policies`` that it can, and leaves no trace. One that raises is left out.
 
     Raises:
         MeterBusyError: Another profiler is at work.
     """
-    found: dict[Way, Cost] = {}
+    costs: dict[Policy, Cost] = {}
+    runs: dict[Policy, _Run] = {}
     tally = _Tally()
-    calls: dict[Way, Callable[..., Any]] = {}
-    for way in ways:
-
-        def call(*args: Any, way: Way = way, **kwargs: Any) -> Any:
-            return run_block(way, block, original, args, kwargs, offloader)
-
+    for policy in policies if offloader is not None else [p for p in policies if p not in OFFLOADING]:
+        run = partial(run_block, policy, block, original, offloader=offloader)
         try:
             with isolated(block):
-                if way == "keep":
+                if policy == "keep":
                     with saving(tally, block):
-                        _Pass(block, args, kwargs).forward(call)
-                found[way] = _metered(_Pass(block, args, kwargs), call, meter, offloader)
+                        _Pass(block, args, kwargs).forward(run)
+                costs[policy] = _metered(_Pass(block, args, kwargs), run, meter, offloader)
         except MeterBusyError:
             raise
         except Exception:
             continue
-        calls[way] = call
-    for way, ms in _timed(block, calls, args, kwargs).items():
-        found[way] = replace(found[way], ms=ms)
-    return BlockCosts(ways=found, argument_elements=elements_in(args, kwargs), saved_by_operator=tally.saved)
+        runs[policy] = run
+    costs |= {policy: replace(costs[policy], ms=ms) for policy, ms in _timed(block, runs, args, kwargs).items()}
+    elements = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
+    return BlockCosts(by_policy=costs, argument_elements=elements, saved_by_operator=dict(tally.saved))
 
 
-def _timed(block: nn.Module, calls: Mapping[Way, Callable[..., Any]], args: Any, kwargs: Any) -> dict[Way, float]:
-    """Milliseconds, forward and backward: the least of a few runs, the ways in turns."""
+_Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _timed(block: nn.Module, runs: Mapping[Policy, _Run], args: Any, kwargs: Any) -> dict[Policy, float]:
+    """Milliseconds, forward and backward: the least of a few runs, the policies in turns."""
     device = device_of(block)
-    ms = dict.fromkeys(calls, float("inf"))
+    ms = dict.fromkeys(runs, float("inf"))
     with isolated(block):
         for _ in range(TIMED_RUNS):
-            for way, call in calls.items():
-                run = _Pass(block, args, kwargs)
-                _synchronize(device)
+            for policy, run in runs.items():
+                once = _Pass(block, args, kwargs)
+                synchronize(device)
                 start = time.perf_counter()
-                run.forward(call)
-                run.backward()
-                _synchronize(device)
-                ms[way] = min(ms[way], 1e3 * (time.perf_counter() - start))
+                once.forward(run)
+                once.backward(once.gradients())
+                synchronize(device)
+                ms[policy] = min(ms[policy], 1e3 * (time.perf_counter() - start))
     # Whatever recomputes or moves does all that keeping does, and more: less time is the clock's noise.
-    return {way: max(took, ms.get("keep", 0.0)) for way, took in ms.items()}
+    return {policy: max(took, ms.get("keep", 0.0)) for policy, took in ms.items()}
 
 
-def _metered(run: _Pass, call: Callable[..., Any], meter: Meter, offloader: Offloader | None) -> Cost:
-    meter.start(run.arguments())
+def _metered(once: _Pass, run: _Run, meter: Meter, offloader: Offloader | None) -> Cost:
+    meter.start(once.arguments())
     try:
-        run.forward(call)
+        once.forward(run)
         if offloader is not None:
             offloader.drain()  # as the blocks that follow give it time for
         meter.mark("between")
-        result_bytes, freed_bytes = run.result_bytes(), run.freed_bytes()
-        run.prepare_backward()
+        result_bytes, held_bytes = once.result_bytes(), once.held_bytes()
+        gradients = once.gradients()
         meter.mark("backward")
-        run.backward()
+        once.backward(gradients)
         meter.mark(END)
     finally:
         intervals = {interval.mark: interval for interval in meter.stop()}
     forward, between, back = (intervals[mark] for mark in (START, "between", "backward"))
+    freed_bytes = once.argument_bytes - held_bytes
     return Cost(
         kept_bytes=max(0, between.level_bytes - forward.level_bytes - result_bytes + freed_bytes),
-        argument_bytes=run.argument_bytes - freed_bytes,
+        argument_bytes=held_bytes,
         forward_bytes=forward.peak_bytes - forward.level_bytes,
         backward_bytes=back.peak_bytes - back.level_bytes,
         ms=0.0,
@@ -217,11 +203,9 @@ class _Pass:
     def __init__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._wanted: list[Tensor] = [p for p in block.parameters() if p.requires_grad]
         self._given: tuple[Any, Any] | None = map_tensors(self._copied, (args, kwargs))
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self.arguments() if has_storage(t)}
-        self._storages = {key: (weakref.ref(storage), storage.nbytes()) for key, storage in storages.items()}
+        self._storages = WeakSet(storages_of(self.arguments()))
         self._results: list[Tensor] = []
-        self._gradients: list[Tensor] = []
-        self.argument_bytes = sum(size for _, size in self._storages.values())
+        self.argument_bytes = self.held_bytes()
 
     def _copied(self, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
@@ -234,48 +218,40 @@ class _Pass:
     def arguments(self) -> list[Tensor]:
         return tensors_in(self._given)
 
-    def forward(self, call: Callable[..., Any]) -> None:
+    def forward(self, run: _Run) -> None:
         assert self._given is not None
-        (args, kwargs), self._given = self._given, None
+        given, self._given = self._given, None
         with torch.enable_grad():
-            outputs = call(*args, **kwargs)
+            outputs = run(*given)
         self._results = [t for t in tensors_in(outputs) if t.requires_grad]
 
     def result_bytes(self) -> int:
-        return unique_bytes(t for t in self._results if t.untyped_storage()._cdata not in self._storages)
+        return sum(storage.nbytes() for storage in storages_of(self._results).difference(self._storages))
 
-    def freed_bytes(self) -> int:
-        return sum(size for storage, size in self._storages.values() if storage() is None)
+    def held_bytes(self) -> int:
+        """Of the arguments, what is still there."""
+        return sum(storage.nbytes() for storage in self._storages)
 
-    def prepare_backward(self) -> None:
-        self._gradients = [torch.ones_like(t) for t in self._results]
+    def gradients(self) -> list[Tensor]:
+        return [torch.ones_like(t) for t in self._results]
 
-    def backward(self) -> None:
+    def backward(self, gradients: list[Tensor]) -> None:
         if self._results and self._wanted:
-            gradients = self._gradients or [torch.ones_like(t) for t in self._results]
             torch.autograd.grad(self._results, self._wanted, gradients, allow_unused=True)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class _Tally:
     """Counts what autograd saves, by the operator that made it, and takes nothing."""
 
     def __init__(self) -> None:
-        self.saved: dict[str, int] = {}
-        self._seen: set[int] = set()
-        self._alive: list[Tensor] = []  # or a storage's address might serve a second tensor
+        self.saved: Counter[str] = Counter()
+        self._seen: set[torch.UntypedStorage] = set()
 
     def pack(self, tensor: Tensor) -> None:
-        key = tensor.untyped_storage()._cdata
-        if key not in self._seen:
-            self._seen.add(key)
-            self._alive.append(tensor.detach())
-            maker = _maker(tensor)
-            self.saved[maker] = self.saved.get(maker, 0) + tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        if storage not in self._seen:
+            self._seen.add(storage)
+            self.saved[_maker(tensor)] += storage.nbytes()
 
 
 # They make no values of their own: what they look at did.

@@ -28,12 +28,8 @@ def decoder_of(
 ) -> Decoder:
     """The decoder of ``params`` parameters; what is not given of its shape is guessed.
 
-    Args:
-        params: In all.
-        layers: By default as many as the nearest in size of the GPT-3 family has.
-        width: By default what gives the blocks 12 L D² parameters, as they have in that family.
-        vocab: Words of the embedding; 0: the parameters are all in the blocks.
-        tied_embeddings: Whether the output layer's weight is the embedding's.
+    It gets as many layers as the nearest in size of the GPT-3 family, and the width that gives the blocks 12 L D²
+    parameters, as they have in that family.
 
     Raises:
         ValueError: A number is not positive, or the embedding alone has more parameters.
@@ -55,21 +51,13 @@ def check_positive(name: str, value: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """The parameters of a decoder, and how they are spread over its parts.
+    """The parameters of a decoder, and how they are spread over its parts."""
 
-    Attributes:
-        params: In all.
-        layers: Repeated blocks.
-        width: Of the vectors that run between them.
-        vocab: Words of the embedding and the output layer; 0: they are not counted.
-        tied_embeddings: Whether both have one weight.
-    """
-
-    params: int
-    layers: int
-    width: int
-    vocab: int = 0
-    tied_embeddings: bool = False
+    params: int  # in all
+    layers: int  # repeated blocks
+    width: int  # of the vectors that run between them
+    vocab: int = 0  # words of the embedding and the output layer; 0: they are not counted
+    tied_embeddings: bool = False  # whether both have one weight
 
     def __post_init__(self) -> None:
         for name in ("params", "layers", "width"):
@@ -106,19 +94,12 @@ class Decoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one device computes on at a time.
+    """What one device computes on at a time."""
 
-    Attributes:
-        seq_len: Tokens in a sequence.
-        batch_size: Sequences.
-        heads: Of attention; matters for ``"plain"`` only.
-        attention: ``"fused"``: a kernel that never has all scores (flash attention); ``"plain"``: by hand.
-    """
-
-    seq_len: int
-    batch_size: int = 1
-    heads: int = 1
-    attention: Attention = "fused"
+    seq_len: int  # tokens in a sequence
+    batch_size: int = 1  # sequences
+    heads: int = 1  # of attention; matters for "plain" only
+    attention: Attention = "fused"  # a kernel that never has all scores (flash attention); "plain": by hand
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "heads"):
@@ -137,21 +118,13 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is trained, and how.
-
-    Attributes:
-        decoder: The model.
-        batch: What one device computes on; None: activations are not counted.
-        precision: Of the computation; parameters are float32.
-        optimizer: Which states there are.
-        checkpointing: As :class:`~lightning_accel.AccelPlugin`'s ``gradient_checkpointing``.
-    """
+    """What is trained, and how."""
 
     decoder: Decoder
-    batch: Batch | None = None
-    precision: Precision = "bf16-mixed"
+    batch: Batch | None = None  # what one device computes on; None: activations are not counted
+    precision: Precision = "bf16-mixed"  # of the computation; parameters are float32
     optimizer: Optimizer = "adamw"
-    checkpointing: Checkpointing = "off"
+    checkpointing: Checkpointing = "off"  # as AccelPlugin's gradient_checkpointing
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, get_args(Precision))

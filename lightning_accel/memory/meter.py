@@ -14,34 +14,27 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
 from torch.autograd import profiler_legacy
 from torch.profiler import record_function
 from typing_extensions import override
 
-from lightning_accel.memory.saved import has_storage
+from lightning_accel.core.torch_private import before_profilers, stop_legacy_profiler
+from lightning_accel.core.tree import storages_of
 
 START, END = "start", "end"
-_PROFILERS: Any = torch.autograd.profiler  # where all others begin
 
 
 class MeterBusyError(RuntimeError):
     """Somebody else is profiling this thread, and only one can."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Interval:
-    """From one mark to the next.
+    """From one mark to the next."""
 
-    Attributes:
-        mark: The mark that it begins with.
-        level_bytes: Allocated at its beginning.
-        peak_bytes: The most that was allocated at one time within it.
-    """
-
-    mark: Hashable
-    level_bytes: int
-    peak_bytes: int
+    mark: Hashable  # that it begins with
+    level_bytes: int  # allocated at its beginning
+    peak_bytes: int  # the most that was allocated at one time within it
 
 
 class Meter(ABC):
@@ -49,11 +42,7 @@ class Meter(ABC):
 
     @abstractmethod
     def start(self, alive: Iterable[Tensor] = ()) -> None:
-        """Begins, with the mark ``START``.
-
-        Args:
-            alive: What is taken to be allocated now, where the allocator does not say (on a CPU): parameters,
-                buffers, gradients, the optimizer's state.
+        """Begins, with the mark ``START``; ``alive`` is taken to be allocated now, where the allocator does not say.
 
         Raises:
             MeterBusyError: Another profiler is at work (on a CPU).
@@ -70,8 +59,7 @@ class Meter(ABC):
             MeterBusyError: Another profiler began in the meantime, and this one gave way (on a CPU).
         """
 
-    @abstractmethod
-    def abort(self) -> None:
+    def abort(self) -> None:  # noqa: B027  # one of them has nothing to end
         """Ends, if need be, without a result."""
 
 
@@ -89,35 +77,23 @@ class _CudaMeter(Meter):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._intervals: list[Interval] = []
-        self._open: tuple[Hashable, int] | None = None
 
     @override
     def start(self, alive: Iterable[Tensor] = ()) -> None:
         self._intervals = []
-        self._begin(START)
+        self.mark(START)
 
     @override
     def mark(self, mark: Hashable) -> None:
-        self._end()
-        self._begin(mark)
+        self.stop()
+        self._intervals.append(Interval(mark, torch.cuda.memory_allocated(self._device), 0))
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     @override
     def stop(self) -> list[Interval]:
-        self._end()
-        self._open = None
+        if self._intervals:
+            self._intervals[-1].peak_bytes = torch.cuda.max_memory_allocated(self._device)
         return self._intervals
-
-    @override
-    def abort(self) -> None:
-        self._open = None
-
-    def _begin(self, mark: Hashable) -> None:
-        self._open = mark, torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def _end(self) -> None:
-        assert self._open is not None
-        self._intervals.append(Interval(*self._open, torch.cuda.max_memory_allocated(self._device)))
 
 
 @dataclass(frozen=True)
@@ -152,23 +128,25 @@ class _ProfilerMeter(Meter):
 
     @override
     def start(self, alive: Iterable[Tensor] = ()) -> None:
-        if _profiler_enabled():
-            raise MeterBusyError("another profiler is at work")
-        self._marks = []
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in filter(has_storage, alive)}
-        self._base_bytes = sum(storage.nbytes() for storage in storages.values())
-        self._watched = [weakref.ref(storage, self._on_free(storage.nbytes())) for storage in storages.values()]
-        del storages
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated
-            config = profiler_legacy.profile(profile_memory=True).config()  # type: ignore[no-untyped-call]
+            profiler = profiler_legacy.profile(profile_memory=True)  # type: ignore[no-untyped-call]
         # What is garbage already must not be freed in the midst of what is metered, and does not count before either.
         self._has_frozen = gc.get_freeze_count() == 0
         if self._has_frozen:
             gc.freeze()
-        _enable_profiler_legacy(config)
-        self._is_on, self._gave_way = True, False
-        self._watch_for_others()
+        storages = storages_of(alive)
+        self._base_bytes = sum(storage.nbytes() for storage in storages)
+        self._watched = [weakref.ref(storage, self._on_free(storage.nbytes())) for storage in storages]
+        del storages
+        try:
+            profiler.__enter__()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            self._thaw()
+            raise MeterBusyError("another profiler is at work") from error
+        self._marks, self._is_on, self._gave_way = [], True, False
+        weak = weakref.ref(self)
+        self._let_others_be = before_profilers(lambda: None if (meter := weak()) is None else meter._give_way())
         self.mark(START)
 
     @override
@@ -182,29 +160,25 @@ class _ProfilerMeter(Meter):
         if not self._is_on:
             return []
         self._is_on = False
+        self._thaw()
+        self._let_others_be()
+        return stop_legacy_profiler()
+
+    def _thaw(self) -> None:
         if self._has_frozen:
             gc.unfreeze()
-        _PROFILERS._enable_profiler = self._enable_others
-        return _disable_profiler_legacy()
 
-    def _watch_for_others(self) -> None:
-        meter, enable = weakref.ref(self), _PROFILERS._enable_profiler
-
-        def enable_profiler(*args: Any, **kwargs: Any) -> Any:
-            if (found := meter()) is not None and found._is_on:
-                found._end()
-                found._gave_way = True
-            return enable(*args, **kwargs)
-
-        self._enable_others = enable
-        _PROFILERS._enable_profiler = enable_profiler
+    def _give_way(self) -> None:
+        if self._is_on:
+            self._end()
+            self._gave_way = True
 
     def _on_free(self, size: int) -> Callable[[Any], None]:
-        meter = weakref.ref(self)
+        weak = weakref.ref(self)
 
         def freed(_: Any) -> None:
-            if (found := meter()) is not None and found._is_on:
-                found.mark(_Freed(size))
+            if (meter := weak()) is not None:
+                meter.mark(_Freed(size))
 
         return freed
 
@@ -225,30 +199,23 @@ class _ProfilerMeter(Meter):
         events = next(t for t in threads if any(event.name() == f"{self._PREFIX}0" for event in t))
         self._watched = []
         intervals: list[Interval] = []
-        held = peak = level = self._base_bytes
-        mark: Hashable = None
+        held = self._base_bytes
         is_counted = False  # a free of which the profiler's own report would come next, if it has one
         for event in events:
-            kind, name = str(event.kind()), event.name()
+            kind, name = event.kind(), event.name()
             if kind == "memory_alloc":
                 if not (is_counted and event.cpu_memory_usage() < 0):
                     held += event.cpu_memory_usage()
-                    peak = max(peak, held)
+                    if intervals:
+                        intervals[-1].peak_bytes = max(intervals[-1].peak_bytes, held)
                 is_counted = False
             elif kind == "push":
-                is_counted = False
-                if not name.startswith(self._PREFIX):
-                    continue
-                found = self._marks[int(name[len(self._PREFIX) :])]
-                if isinstance(found, _Freed):
-                    held -= found.size
-                    is_counted = True
-                    continue
-                if mark is not None:
-                    intervals.append(Interval(mark, level, peak))
-                mark, level, peak = found, held, held
-        if mark is not None:
-            intervals.append(Interval(mark, level, peak))
+                mark = self._marks[int(name[len(self._PREFIX) :])] if name.startswith(self._PREFIX) else None
+                is_counted = isinstance(mark, _Freed)
+                if isinstance(mark, _Freed):
+                    held -= mark.size
+                elif mark is not None:
+                    intervals.append(Interval(mark, held, held))
         return intervals
 
 

@@ -6,24 +6,24 @@ backward pass, which walks through the graph in about the order opposite to that
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from lightning_accel.core.byte_size import parse_bytes
+from lightning_accel.core.torch_private import version_of
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region, SpillFile
 from lightning_accel.memory.movers import Flight, Mover, StreamMover, ThreadMover
-from lightning_accel.memory.saved import ByStorage, Packed, counter_of, shares_counter
+from lightning_accel.memory.saved import Packed, counter_of, shares_counter
 
-if TYPE_CHECKING:
-    from lightning_accel.techniques.activation_offloading import OffloadingPlan
-
+# Of those saved before a tensor, so many are looked at for the next that are still needed.
+_LOOK_BACK = 100
 # Addresses that agree modulo this, agree in whatever a kernel asks about alignment.
 _ALIGNMENT = 512
 
@@ -33,25 +33,24 @@ _GONE = (
 )
 
 
+@dataclass(frozen=True)
+class Offloading:
+    """Where saved tensors are moved to, and which."""
+
+    to: Literal["host", "disk"]  # pinned memory of the host (plain memory where the device is a CPU), or a file
+    min_bytes: int  # smaller tensors stay
+    folder: str | None = None  # where the file is made; None: the folder for temporary files
+
+
 @dataclass(kw_only=True)
 class OffloadStats:
-    """What an :class:`Offloader` has done so far.
+    """What an :class:`Offloader` has done so far."""
 
-    Attributes:
-        bytes_out: Bytes that left the device.
-        bytes_in: Bytes that came back.
-        tensors_out: Storages, or parts of them, that left it.
-        waited_s: For how long the program stood still for copies, in seconds. Waiting of a GPU's streams is not in it.
-        live_bytes: Bytes that buffers hold for graphs that are alive.
-        total_bytes: Bytes that the pool of buffers has taken from the host, or from the disk.
-    """
-
-    bytes_out: int = 0
-    bytes_in: int = 0
-    tensors_out: int = 0
-    waited_s: float = 0.0
-    live_bytes: int = 0
-    total_bytes: int = 0
+    bytes_out: int = 0  # that left the device
+    bytes_in: int = 0  # that came back
+    tensors_out: int = 0  # storages, or parts of them, that left it
+    live_bytes: int = 0  # that buffers hold for graphs that are alive
+    total_bytes: int = 0  # that the pool of buffers has taken from the host, or from the disk
 
 
 class Offloader:
@@ -60,54 +59,39 @@ class Offloader:
     Buffers, the thread or stream that copies, and the file are made at first use, serve step after step, and last
     until :meth:`close`. A buffer returns to its pool when the last graph that needs it is freed.
 
-    Args:
-        device: Whose tensors are moved.
-        to: ``"host"``: pinned memory of the host (plain memory where the device is a CPU); ``"disk"``: a file.
-        min_bytes: Smaller tensors stay.
-        folder: Where the file is made; None: the folder for temporary files.
-
     Attributes:
         prefetch_depth: How many of the tensors saved just before one are on their way back when it is used; 0 needs
-            the least memory.
+            the least memory. It may be set between steps.
         complaints: Why tensors stayed that were to move, each reason once; for the caller to read and clear.
     """
 
-    def __init__(
-        self, device: torch.device, to: Literal["host", "disk"], *, min_bytes: int, folder: str | None = None
-    ) -> None:
-        self.prefetch_depth = 2
+    def __init__(self, device: torch.device, offloading: Offloading, *, prefetch_depth: int = 2) -> None:
+        self.prefetch_depth = prefetch_depth
         self.complaints: list[str] = []
         self._device = device
-        self._to = to
-        self._min_bytes = min_bytes
-        self._folder = folder
+        self._offloading = offloading
         self._closed = False
         self._done = OffloadStats()
         self._pool: Pool | None = None
         self._mover: Mover | None = None
         # By what counts their changes: pieces of one storage may each have a counter, at the same number.
-        self._known: ByStorage[list[tuple[Tensor, _Entries]]] = ByStorage()
-        self._live: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
-        self._order: list[int] = []  # of those that live, as they were packed
+        self._known: WeakKeyDictionary[torch.UntypedStorage, list[tuple[Tensor, _Entries]]] = WeakKeyDictionary()
+        self._live: WeakValueDictionary[int, _Entry] = WeakValueDictionary()  # by their turn
         self._packed = 0
         self._said: set[str] = set()
         # Entries die whenever the collector pleases, in the midst of what is guarded by the lock: they only leave
-        # their remains here.
-        self._dead: deque[tuple[int, Region | None]] = deque()
+        # their buffers here.
+        self._left: deque[Region] = deque()
         self._lock = threading.RLock()
 
     @property
     def stats(self) -> OffloadStats:
         """What it has done so far, and holds now."""
         with self._lock:
-            self._bury()
-            pool, mover = self._pool, self._mover
-            return replace(
-                self._done,
-                waited_s=self._done.waited_s + (mover.waited_s if mover else 0.0),
-                live_bytes=pool.live_bytes if pool else 0,
-                total_bytes=pool.total_bytes if pool else 0,
-            )
+            self._collect()
+            if self._pool is None:
+                return replace(self._done)
+            return replace(self._done, live_bytes=self._pool.live_bytes, total_bytes=self._pool.total_bytes)
 
     def pack(self, tensor: Tensor) -> Packed | None:
         """Starts to move ``tensor``; None where it stays.
@@ -118,7 +102,8 @@ class Offloader:
         if self._closed:  # a copy of the model outlives the run
             return None
         nbytes = _extent(tensor) * tensor.element_size()
-        if nbytes < max(self._min_bytes, 1) or not self._is_here(tensor) or tensor.is_conj() or tensor.is_neg():
+        is_here = tensor.device.type == self._device.type and self._device.index in (None, tensor.device.index)
+        if nbytes < max(self._offloading.min_bytes, 1) or not is_here or tensor.is_conj() or tensor.is_neg():
             return None
         if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._complain("while a CUDA graph is recorded, whose tensors have fixed places, nothing is moved")
@@ -159,21 +144,15 @@ class Offloader:
 
     # -- out ---------------------------------------------------------------------------------------------------
 
-    def _is_here(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device.type and self._device.index in (None, tensor.device.index)
-
     def _entry(self, tensor: Tensor, nbytes: int) -> _Entry | None:
         """The one that holds this tensor's part of its storage as it is now; a new one if there is none."""
         storage = tensor.untyped_storage()
-        counted = self._known.get(tensor)
-        if counted is None:
-            counted = []
-            self._known.set(tensor, counted)
+        counted = self._known.setdefault(storage, [])
         entries = next((found for counter, found in counted if shares_counter(counter, tensor)), None)
         if entries is None:
-            entries = weakref.WeakValueDictionary()
+            entries = WeakValueDictionary()
             counted.append((counter_of(tensor), entries))
-        version, size = tensor._version, int(storage.nbytes())
+        version, size = version_of(tensor), int(storage.nbytes())
         start = int(tensor.storage_offset()) * tensor.element_size()
         end, start = start + nbytes, start // _ALIGNMENT * _ALIGNMENT
         key = (version, 0, size) if 2 * nbytes >= size else (version, start, end - start)
@@ -185,39 +164,29 @@ class Offloader:
         return entry
 
     def _move_out(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> _Entry | None:
-        self._bury()
+        self._collect()
+        on_gpu, to_disk = storage.device.type == "cuda", self._offloading.to == "disk"
         if self._pool is None or self._mover is None:
-            self._open(storage.device)
+            self._pool = SpillFile(self._offloading.folder) if to_disk else HostPool(pinned=on_gpu)
+            self._mover = (StreamMover if on_gpu and not to_disk else ThreadMover)(storage.device)
         pool, mover = self._pool, self._mover
-        assert pool is not None
-        assert mover is not None
         mover.settle()
         try:
             region = pool.take(nbytes)
         except OffloadingError as error:
-            if self._to == "disk":
+            if to_disk:
                 raise
             self._complain(f"{error} Until then the tensors stay on the device.")
             return None
-        entry = _Entry(self, self._packed, storage, start, nbytes, region)
-        self._live[entry.index] = entry
-        self._order.append(entry.index)
+        entry = _Entry(self, self._packed, weakref.ref(storage), storage.device, start, nbytes, region)
+        self._live[self._packed] = entry
         self._packed += 1
-        source = _as_bytes(storage)[start : start + nbytes]
-        mover.out(source, region, in_flight=self._in_flight)
+        # On their way out may be enough to keep the copies going, where there is room for any.
+        in_flight = 1 if self.prefetch_depth == 0 else min(max(self.prefetch_depth, 2), 4)
+        mover.out(_as_bytes(storage)[start : start + nbytes], region, in_flight=in_flight)
         self._done.bytes_out += nbytes
         self._done.tensors_out += 1
         return entry
-
-    @property
-    def _in_flight(self) -> int:
-        """How many tensors may be on their way out: enough to keep the copies going, where there is room for any."""
-        return 1 if self.prefetch_depth == 0 else min(max(self.prefetch_depth, 2), 4)
-
-    def _open(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._pool = SpillFile(self._folder) if self._to == "disk" else HostPool(pinned=on_gpu)
-        self._mover = StreamMover(device) if on_gpu and self._to == "host" else ThreadMover(device)
 
     def _complain(self, reason: str) -> None:
         if reason not in self._said:
@@ -226,10 +195,10 @@ class Offloader:
 
     # -- and back ----------------------------------------------------------------------------------------------
 
-    def _bytes_of(self, entry: _Entry) -> tuple[Tensor, int]:
+    def bytes_of(self, entry: _Entry) -> tuple[Tensor, int]:
         """Bytes on the device that ``entry`` stands for, and where in its storage they start."""
         with self._lock:
-            self._bury()
+            self._collect()
             storage = entry.storage()
             if storage is not None and storage.nbytes() >= entry.start + entry.nbytes:
                 found = _as_bytes(storage), 0  # still on its way out, or held by somebody else: nothing to bring back
@@ -241,7 +210,8 @@ class Offloader:
                 except BaseException:
                     self._release()
                     raise
-            self._prefetch(entry)
+            if self._mover is not None:
+                self._prefetch(entry)
             return found
 
     def _bring_back(self, entry: _Entry) -> Flight:
@@ -254,12 +224,9 @@ class Offloader:
         return flight
 
     def _prefetch(self, entry: _Entry) -> None:
-        if self._mover is None:
-            return
-        here = bisect_left(self._order, entry.index)
-        for index in reversed(self._order[max(0, here - self.prefetch_depth) : here]):
-            earlier = self._live.get(index)
-            if earlier is not None and earlier.waiting > 0 and earlier.storage() is None and earlier.region is not None:
+        before = map(self._live.get, range(entry.turn - 1, entry.turn - _LOOK_BACK, -1))
+        for earlier in itertools.islice(filter(None, before), self.prefetch_depth):
+            if earlier.waiting > 0 and earlier.storage() is None and earlier.region is not None:
                 try:
                     self._bring_back(earlier)
                 except torch.OutOfMemoryError:
@@ -267,49 +234,42 @@ class Offloader:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def _bury(self) -> None:
+    def _collect(self) -> None:
         """Returns the buffers of dead entries."""
-        while self._dead:
-            index, region = self._dead.popleft()
-            at = bisect_left(self._order, index)
-            if at < len(self._order) and self._order[at] == index:
-                del self._order[at]
-            if region is not None and region.pool is self._pool:
+        while self._left:
+            region = self._left.popleft()
+            if region.pool is self._pool:
                 self._pool.give(region)
 
     def _release(self) -> None:
         for entry in list(self._live.values()):
             entry.region = None
-        self._known = ByStorage()  # a graph that lives on must not lend what it has lost to the next one
-        self._dead.clear()
-        self._order.clear()
+        self._known.clear()  # a graph that lives on must not lend what it has lost to the next one
+        self._left.clear()
         mover, self._mover = self._mover, None
         pool, self._pool = self._pool, None
         if mover is not None:
             mover.close()
-            self._done.waited_s += mover.waited_s
         if pool is not None:
             pool.close()
 
 
-_Entries: TypeAlias = "weakref.WeakValueDictionary[tuple[int, int, int], _Entry]"
+_Entries: TypeAlias = "WeakValueDictionary[tuple[int, int, int], _Entry]"
 
 
+@dataclass(eq=False)
 class _Entry:
     """Part of a storage, as it was at one version, away from the device. Its handles own it, and nothing else does."""
 
-    def __init__(
-        self, owner: Offloader, index: int, storage: torch.UntypedStorage, start: int, nbytes: int, region: Region
-    ) -> None:
-        self.owner = owner
-        self.index = index
-        self.storage = weakref.ref(storage)
-        self.device = storage.device
-        self.start = start
-        self.nbytes = nbytes
-        self.region: Region | None = region
-        self.homeward: Flight | None = None
-        self.waiting = 0  # handles that have not been unpacked yet
+    owner: Offloader
+    turn: int
+    storage: weakref.ref[torch.UntypedStorage]
+    device: torch.device
+    start: int
+    nbytes: int
+    region: Region | None
+    homeward: Flight | None = None
+    waiting: int = 0  # handles that have not been unpacked yet
 
     def no_longer_waits(self) -> None:
         """One handle less that is to be unpacked; after the last one, the copy on the device goes."""
@@ -318,29 +278,26 @@ class _Entry:
             self.homeward = None
 
     def __del__(self) -> None:
-        self.owner._dead.append((self.index, self.region))
+        if self.region is not None:
+            self.owner._left.append(self.region)
 
 
 class _Handle:
     """One saved tensor, as a view of an entry."""
 
-    __slots__ = ("_dtype", "_entry", "_offset", "_shape", "_strides", "_was_unpacked")
+    __slots__ = ("_dtype", "_entry", "_offset", "_sizes", "_was_unpacked")
 
     def __init__(self, entry: _Entry, tensor: Tensor) -> None:
         self._entry = entry
-        self._dtype = tensor.dtype
-        self._shape = tensor.shape
-        self._strides = tensor.stride()
-        self._offset = tensor.storage_offset()
+        self._dtype, self._offset, self._sizes = tensor.dtype, tensor.storage_offset(), (tensor.shape, tensor.stride())
         self._was_unpacked = False
         entry.waiting += 1
 
     def unpack(self) -> Tensor:
         entry = self._entry
-        found, start = entry.owner._bytes_of(entry)
-        offset = self._offset - start // self._dtype.itemsize
+        found, start = entry.owner.bytes_of(entry)
         tensor = torch.empty(0, dtype=self._dtype, device=found.device)
-        tensor.set_(found.untyped_storage(), offset, self._shape, self._strides)
+        tensor.set_(found.untyped_storage(), self._offset - start // self._dtype.itemsize, *self._sizes)
         if not self._was_unpacked:
             self._was_unpacked = True
             entry.no_longer_waits()
@@ -351,20 +308,6 @@ class _Handle:
     def __del__(self) -> None:
         if not self._was_unpacked:
             self._entry.no_longer_waits()
-
-
-def offloader_for(plan: OffloadingPlan, device: torch.device) -> Offloader | None:
-    """What single blocks offload with; None where ``plan`` says ``"off"``, and for ``"auto"`` without a GPU.
-
-    One tensor at a time is brought back ahead of its use: whoever plans a budget has no room for more.
-    """
-    to = ("host" if device.type == "cuda" else "off") if plan.to == "auto" else plan.to
-    if to == "off":
-        return None
-    min_bytes = int(parse_bytes("activation_offloading.min_bytes", plan.min_bytes))
-    offloader = Offloader(device, to, min_bytes=min_bytes, folder=plan.folder)
-    offloader.prefetch_depth = 1
-    return offloader
 
 
 def _extent(tensor: Tensor) -> int:

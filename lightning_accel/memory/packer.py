@@ -13,41 +13,27 @@ import time
 import weakref
 from collections import Counter, deque
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
-from lightning_accel.memory.packing import (
-    Layout,
-    NonZeros,
-    OneBit,
-    is_packable,
-    pack_above_zero,
-    pack_bits,
-    pack_nonzeros,
-    pack_two_valued,
-    sample,
-)
-from lightning_accel.memory.packing_budget import (
-    ALIVE,
-    DENSE,
-    MAX_TIME_SHARE,
-    NO_ROOM,
-    STRANGE,
-    TRIALS,
-    PackingReport,
-    Place,
-    Span,
-    choose,
-)
-from lightning_accel.memory.saved import ByStorage, Packed
+from lightning_accel.core.torch_private import has_saved_result, version_of
+from lightning_accel.memory import packing
+from lightning_accel.memory.packing import Layout, NonZeros, OneBit, is_packable
+from lightning_accel.memory.packing_budget import DENSE, MAX_TIME_SHARE, TRIALS, PackingReport, Place, Span, choose
+from lightning_accel.memory.saved import Packed
 
 MIN_BYTES = 64 << 10
 """Smaller tensors are left alone: their bytes are not worth the calls."""
 
 SPARSE_ENOUGH, TOO_DENSE = 0.75, 0.9
 """What a packed tensor may take, as a share of the original: by a sample at first sight, and counted later."""
+
+ALIVE = "also alive elsewhere"
+NO_ROOM = "without the memory to pack them in"
+STRANGE = "of a dtype or layout that is not packed"
 
 _MAX_PLACES = 4096
 _MAX_OVERFLOWS = 2
@@ -69,7 +55,7 @@ class Packer:
         self._min_bytes = min_bytes
         self._max_time_share = max_time_share
         self._places: dict[Key, Place] = {}
-        self._seen: ByStorage[_Seen] = ByStorage()
+        self._seen: WeakKeyDictionary[torch.UntypedStorage, _Seen] = WeakKeyDictionary()
         self._unsettled: list[tuple[Place, weakref.ref[torch.UntypedStorage]]] = []
         self._step = 0
         self._turn = 0
@@ -86,11 +72,16 @@ class Packer:
         self._entered = now
         self._step += 1
         self._turn = 0
-        self._decide()
+        packed = [place for place in self._places.values() if place.is_packed]
+        if self._step_seconds and any(not p.is_decided and len(p.sightings) >= TRIALS for p in packed):
+            choose(packed, statistics.median(self._step_seconds), self._max_time_share)
 
     def end_step(self) -> None:
-        """Called when the forward pass is over, and its local variables are gone."""
-        self._settle()
+        """Called when the forward pass, or all so far of it, is over: gives up places whose tensor is still there."""
+        unsettled, self._unsettled = self._unsettled, []
+        for place, storage in unsettled:
+            if storage() is not None:
+                place.head.reason = ALIVE
 
     def abandon_step(self) -> None:
         """Called in the stead of :meth:`end_step` after an error, whose traceback holds on to local variables."""
@@ -119,7 +110,7 @@ class Packer:
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # counting what is not zero waits for the device, which a capture forbids
         is_own = _is_own_result(tensor)
-        seen = self._seen.get(tensor)
+        seen = self._seen.get(tensor.untyped_storage())
         shared = seen.find(tensor, is_own) if seen is not None else None
         if shared is not None:
             shared.saves += 1
@@ -128,8 +119,7 @@ class Packer:
         if not place.is_packed or not is_packable(tensor):
             return None
         if seen is None or seen.step != self._step:
-            seen = _Seen(self._step, place)
-            self._seen.set(tensor, seen)
+            seen = self._seen[tensor.untyped_storage()] = _Seen(self._step, place)
         try:
             return self._pack(tensor, place, is_own, seen)
         except torch.OutOfMemoryError:
@@ -139,12 +129,11 @@ class Packer:
     def _place(self, tensor: Tensor, is_own: bool) -> Place:
         node = tensor.grad_fn
         key = (self._turn, tensor.dim(), tensor.dtype, "" if node is None else node.name(), is_own)
-        place = self._places.get(key)
-        if place is None:
+        if key not in self._places:
             if len(self._places) == _MAX_PLACES:
                 del self._places[next(iter(self._places))]
-            place = self._places[key] = _first_sight(tensor, is_own)
-        return place
+            self._places[key] = _first_sight(tensor, is_own)
+        return self._places[key]
 
     def _pack(self, tensor: Tensor, place: Place, is_own: bool, seen: _Seen) -> _Handle | None:
         span = None if place.is_decided else Span(tensor.device)
@@ -159,27 +148,13 @@ class Packer:
             return None
         place.before_bytes, place.after_bytes = tensor.untyped_storage().nbytes(), after_bytes
         handle = _Handle(self, packed, tensor, is_own)
-        seen.handles.append(weakref.ref(handle))
+        seen.handles.add(handle)
         if span is not None:
             place.leader = None if seen.leader is place else seen.leader
             handle.spans = [span]
             place.sightings = [*place.sightings[1 - TRIALS :], handle.spans]
             self._unsettled.append((place, weakref.ref(tensor.untyped_storage())))
         return handle
-
-    # -- verdicts ------------------------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """Gives up the places whose tensor is still there, when the forward pass, or all so far of it, is over."""
-        unsettled, self._unsettled = self._unsettled, []
-        for place, storage in unsettled:
-            if storage() is not None:
-                place.head.reason = ALIVE
-
-    def _decide(self) -> None:
-        packed = [place for place in self._places.values() if place.is_packed]
-        if self._step_seconds and any(not p.is_decided and len(p.sightings) >= TRIALS for p in packed):
-            choose(packed, statistics.median(self._step_seconds), self._max_time_share)
 
 
 class _Handle:
@@ -190,15 +165,12 @@ class _Handle:
         self.saves = 1
         self.spans: list[Span] | None = None
         self._packer = packer
-        self._identity = (is_own, tensor._version, tensor.storage_offset(), packed.layout)
+        self.identity = _identity(tensor, is_own)
         self._unpacks = 0
         self._unpacked: Tensor | None = None
 
-    def is_of(self, tensor: Tensor, is_own: bool) -> bool:
-        return self._identity == (is_own, tensor._version, tensor.storage_offset(), Layout.of(tensor))
-
     def unpack(self) -> Tensor:
-        self._packer._settle()  # a backward pass within the step: what it frees must not pass for freed by packing
+        self._packer.end_step()  # a backward pass within the step: what it frees must not pass for freed by packing
         tensor = self._unpacked
         if tensor is None:
             span = None if self.spans is None else Span(self.packed.layout.device)
@@ -211,36 +183,32 @@ class _Handle:
         return tensor
 
 
+def _identity(tensor: Tensor, is_own: bool) -> tuple[bool, int, int, Layout | None]:
+    """Of a storage's tensors, those alike in this have the same values now."""
+    return is_own, version_of(tensor), int(tensor.storage_offset()), Layout.of(tensor)
+
+
+@dataclass(eq=False)
 class _Seen:
-    """What was packed of one storage.
+    """What was packed of one storage in a step: by the ``leader`` first, and kept as long as a graph holds a handle."""
 
-    Attributes:
-        step: In which step.
-        leader: The first place of that step that packed some of it.
-        handles: Those that packed tensors, for as long as a graph holds them.
-    """
-
-    def __init__(self, step: int, leader: Place) -> None:
-        self.step = step
-        self.leader = leader
-        self.handles: list[weakref.ref[_Handle]] = []
+    step: int
+    leader: Place
+    handles: WeakSet[_Handle] = field(default_factory=WeakSet)
 
     def find(self, tensor: Tensor, is_own: bool) -> _Handle | None:
-        self.handles = [reference for reference in self.handles if reference() is not None]
-        alive = (reference() for reference in self.handles)
-        return next((handle for handle in alive if handle is not None and handle.is_of(tensor, is_own)), None)
+        identity = _identity(tensor, is_own)
+        return next((handle for handle in self.handles if handle.identity == identity), None)
 
     def share_bits(self, packed: OneBit | NonZeros) -> tuple[OneBit | NonZeros, int]:
         """The same with bits that are there already, and what it takes beyond them.
 
         A ReLU and the layer after it save one tensor; the bits of the one are nearly always those of the other.
         """
-        for reference in self.handles:
-            handle = reference()
-            if handle is None or not isinstance(packed, NonZeros) or handle.packed.bits.shape != packed.bits.shape:
-                continue
-            if torch.equal(handle.packed.bits, packed.bits):
-                return packed.with_bits(handle.packed.bits), packed.nbytes - packed.bits.nbytes
+        if isinstance(packed, NonZeros):
+            for bits in (handle.packed.bits for handle in self.handles):
+                if bits.shape == packed.bits.shape and torch.equal(bits, packed.bits):
+                    return packed.with_bits(bits), packed.nbytes - bits.nbytes
         return packed, packed.nbytes
 
 
@@ -249,7 +217,7 @@ def _first_sight(tensor: Tensor, is_own: bool) -> Place:
         return Place(reason=STRANGE)
     if is_own or tensor.dtype == torch.bool:
         return Place()
-    found = sample(tensor)
+    found = packing.sample(tensor)
     a_bit = 1 / (8 * tensor.element_size())
     share = a_bit if found.word is not None else a_bit + found.density
     return Place(word=found.word, reason="" if share < SPARSE_ENOUGH else DENSE)
@@ -257,29 +225,19 @@ def _first_sight(tensor: Tensor, is_own: bool) -> Place:
 
 def _encode(tensor: Tensor, place: Place, is_own: bool) -> OneBit | NonZeros | None:
     if tensor.dtype == torch.bool:
-        return pack_bits(tensor)
+        return packing.pack_bits(tensor)
     if is_own:
-        return pack_above_zero(tensor)
+        return packing.pack_above_zero(tensor)
     if place.word is not None:
-        packed = pack_two_valued(tensor, place.word)
+        packed = packing.pack_two_valued(tensor, place.word)
         if packed is not None:
             return packed
         place.word = None
-    return pack_nonzeros(tensor, TOO_DENSE * tensor.nbytes)
+    return packing.pack_nonzeros(tensor, TOO_DENSE * tensor.nbytes)
 
 
 def _is_own_result(tensor: Tensor) -> bool:
-    """Whether this is a ReLU that saves its own result, of which it asks no more than where it is above zero.
-
-    Then the ReLU's node has nothing saved yet. What it has saved must not be unpacked to find out: under checkpointing
-    that computes a whole block again. So it is asked for only where neither data nor a hook is there, as is also the
-    case, with an error, once the graph was freed.
-    """
-    node: Any = tensor.grad_fn
-    if node is None or node.name() != "ReluBackward0" or tensor.dtype not in _RELU_DTYPES:
-        return False
-    try:
-        saved = node._raw_saved_result
-        return saved.data is None and saved.unpack_hook is None and node._saved_result is None
-    except (AttributeError, RuntimeError):  # a version of torch without these, or a graph that was freed
-        return False
+    """Whether this is a ReLU that saves its own result, of which it asks no more than where it is above zero."""
+    node = tensor.grad_fn
+    is_relu = node is not None and node.name() == "ReluBackward0" and tensor.dtype in _RELU_DTYPES
+    return is_relu and not has_saved_result(node)

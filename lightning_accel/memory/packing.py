@@ -54,13 +54,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class OneBit:
-    """A tensor of zeros and one other value.
-
-    Attributes:
-        layout: Of the tensor.
-        bits: (ceil(N / 8),) uint8, set where the other value stands, in the order of the memory.
-        word: The other value's bit pattern, as a signed integer.
-    """
+    """A tensor of zeros and one other value, by its bit pattern ``word``, where a bit is set: (ceil(N / 8),) uint8."""
 
     layout: Layout
     bits: Tensor
@@ -78,12 +72,7 @@ class OneBit:
 
 @dataclass(frozen=True, slots=True)
 class NonZeros:
-    """A sparse tensor: a bit for every element, and the values that are not zero.
-
-    Attributes:
-        layout: Of the tensor.
-        split: Its words, in the order of the memory.
-    """
+    """A sparse tensor: a bit for every element in the order of the memory, and the values that are not zero."""
 
     layout: Layout
     split: Split
@@ -108,15 +97,10 @@ class NonZeros:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What some thousand elements of a tensor are like.
+    """What some thousand elements of a tensor are like."""
 
-    Attributes:
-        density: The share of them that is not zero, 0 to 1.
-        word: The bit pattern of all that are not zero, if it is the same one.
-    """
-
-    density: float
-    word: int | None
+    density: float  # the share of them that is not zero, 0 to 1
+    word: int | None  # the bit pattern of all that are not zero, if it is the same one
 
 
 def is_packable(tensor: Tensor) -> bool:
@@ -125,36 +109,21 @@ def is_packable(tensor: Tensor) -> bool:
 
 
 def pack_bits(mask: Tensor) -> OneBit:
-    """Packs booleans, eight to a byte.
-
-    Args:
-        mask: Any shape, bool, dense.
-    """
+    """Packs booleans of any shape, eight to a byte."""
     return OneBit(_layout(mask), mask_bits(_words(mask), lambda words: words != 0), 1)
 
 
 def pack_above_zero(result: Tensor) -> OneBit:
     """Keeps of a ReLU's result what its backward pass asks for: a tensor of 1 where the gradient passes, 0 elsewhere.
 
-    Torch stops the gradient where ``result <= 0``, and so lets it pass at NaN.
-
-    Args:
-        result: Any shape, float64, float32, float16 or bfloat16, dense.
+    Torch stops the gradient where ``result <= 0``, and so lets it pass at NaN. For float64, float32 and both halves.
     """
     bits = mask_bits(_words(result), passes_relu(result.dtype))
     return OneBit(_layout(result), bits, word_of(1.0, result.dtype))
 
 
 def pack_two_valued(tensor: Tensor, word: int) -> OneBit | None:
-    """Packs a tensor that holds nothing but zeros and one other value, as dropout's noise does on a CPU.
-
-    Args:
-        tensor: Any shape, packable.
-        word: The other value's bit pattern, as :class:`Sample` has it.
-
-    Returns:
-        None where the tensor holds anything else.
-    """
+    """Packs a tensor of zeros and one other bit pattern, as dropout's noise is on a CPU; None: it holds another too."""
     words = _words(tensor)
     bits = mask_bits(words, lambda words: words == word)
     if not torch.equal(bits, mask_bits(words, lambda words: words != 0)):
@@ -163,26 +132,14 @@ def pack_two_valued(tensor: Tensor, word: int) -> OneBit | None:
 
 
 def pack_nonzeros(tensor: Tensor, max_bytes: float) -> NonZeros | None:
-    """Packs a tensor into a bit for every element and the values that are not zero.
-
-    Args:
-        tensor: Any shape, packable.
-        max_bytes: What the result may take.
-
-    Returns:
-        None where the result would take more.
-    """
+    """Packs a tensor into a bit for every element and the values that are not zero; None above ``max_bytes``."""
     values_bytes = max_bytes - (tensor.numel() + 7) // 8
     split = split_words(_words(tensor), int(values_bytes // tensor.element_size()))
     return None if split is None else NonZeros(_layout(tensor), split)
 
 
 def sample(tensor: Tensor) -> Sample:
-    """Looks at up to 4096 elements, in short runs all over the memory. Waits for a GPU.
-
-    Args:
-        tensor: Any shape with at least one element, packable.
-    """
+    """Looks at up to 4096 elements of one that has some, in short runs all over the memory. Waits for a GPU."""
     words = _words(tensor)
     if len(words) > _RUNS * _RUN_LENGTH:
         last = len(words) - _RUN_LENGTH

@@ -16,10 +16,7 @@ TRIALS = 3
 """How often a place is packed and timed before it has its verdict; the median counts."""
 
 DENSE = "dense"
-ALIVE = "also alive elsewhere"
 SLOW = "not worth the time"
-NO_ROOM = "without the memory to pack them in"
-STRANGE = "of a dtype or layout that is not packed"
 
 
 class Span:
@@ -54,26 +51,18 @@ class Span:
 class Place:
     """One save of a training step.
 
-    Attributes:
-        word: The one value beside zero that was found there, as a bit pattern.
-        reason: Why its tensor is left alone; empty: it is packed.
-        leader: The first place of the step whose tensor lies in the same storage, if that is another one. A storage is
-            freed when all that is saved of it is packed, or not at all: the leader's reason holds for its followers.
-        is_decided: Whether its trials are over.
-        before_bytes: Of the storage; counted at the leader.
-        after_bytes: Of the packed tensor.
-        overflows: How often a tensor turned out to be denser than its place promised.
-        sightings: What packing and unpacking took, for every trial.
+    A storage is freed when all that is saved of it is packed, or not at all. So the first place of the step whose
+    tensor lies in it leads, and the leader's reason holds for its followers.
     """
 
-    word: int | None = None
-    reason: str = ""
-    leader: Place | None = None
-    is_decided: bool = False
-    before_bytes: int = 0
-    after_bytes: int = 0
-    overflows: int = 0
-    sightings: list[list[Span]] = field(default_factory=list)
+    word: int | None = None  # the one value beside zero that was found there, as a bit pattern
+    reason: str = ""  # why its tensor is left alone; empty: it is packed
+    leader: Place | None = None  # if that is another one
+    is_decided: bool = False  # whether its trials are over
+    before_bytes: int = 0  # of the storage; counted at the leader
+    after_bytes: int = 0  # of the packed tensor
+    overflows: int = 0  # how often a tensor turned out to be denser than its place promised
+    sightings: list[list[Span]] = field(default_factory=list)  # what packing and unpacking took, for every trial
 
     @property
     def head(self) -> Place:
@@ -91,19 +80,12 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class PackingReport:
-    """What packing does to one training step, as last seen.
+    """What packing does to one training step, as last seen."""
 
-    Attributes:
-        before_bytes: Of the storages that are packed and freed.
-        after_bytes: Of what is kept in their stead.
-        packed: How many storages that is.
-        left_alone: Why others are not packed → how many.
-    """
-
-    before_bytes: int
-    after_bytes: int
-    packed: int
-    left_alone: Mapping[str, int]
+    before_bytes: int  # of the storages that are packed and freed
+    after_bytes: int  # of what is kept in their stead
+    packed: int  # how many storages that is
+    left_alone: Mapping[str, int]  # why others are not packed → how many
 
     def __str__(self) -> str:
         count = sum(self.left_alone.values())
@@ -119,10 +101,8 @@ class PackingReport:
 def choose(places: Iterable[Place], step_seconds: float, max_time_share: float) -> None:
     """Decides which places go on being packed: those that free the most bytes a second, while there is time.
 
-    Args:
-        places: All that are packed; those that have not had their trials take their time and stay undecided.
-        step_seconds: What a step takes, packing included.
-        max_time_share: The share of a step without packing that packing may add to it.
+    That is ``max_time_share`` of what a step takes without packing. Places that have not had their trials take their
+    time and stay undecided.
     """
     groups: dict[int, list[Place]] = {}
     for place in places:

@@ -13,37 +13,24 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import SettingError
 from lightning_accel.core.isolation import is_trial
+from lightning_accel.core.torch_private import is_in_backward
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.memory.costs import (
-    OFFLOADING,
-    WAYS,
-    BlockCosts,
-    Cost,
-    Way,
-    elements_in,
-    kind_of,
-    measure_block,
-    run_block,
-)
-from lightning_accel.memory.describe import describe, impossible, own_costs
-from lightning_accel.memory.memory_plan import FixedMemory, MemoryPlan, state_of
-from lightning_accel.memory.meter import MeterBusyError, meter_for
-from lightning_accel.memory.offload import Offloader
-from lightning_accel.memory.optimizers import OptimizerWatch
-from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Rounds, Ways, by_call, leanest, solve
-from lightning_accel.memory.solve import Problem
-from lightning_accel.memory.timeline import Call, SharedArguments, StepRecorder, Timeline
-
-if TYPE_CHECKING:
-    from lightning_accel.techniques.activation_offloading import OffloadingPlan
+from lightning_accel.core.trial import synchronize
+from lightning_accel.memory.costs import BlockCosts, Cost, Policy, kind_of, measure_block, run_block
+from lightning_accel.memory.meter import Interval, MeterBusyError, meter_for
+from lightning_accel.memory.offload import Offloader, Offloading
+from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Policies, Rounds, by_call, leanest, solve
+from lightning_accel.memory.schedule import BlockSchedule, FixedMemory, MemorySchedule, state_of
+from lightning_accel.memory.solve import Choice, Problem
+from lightning_accel.memory.timeline import Call, OptimizerWatch, SharedArguments, StepRecorder
 
 CONFIRMING_STEPS = 3
 # A step without an optimizer step is the middle of an accumulation; the one that ends it holds all gradients.
@@ -58,41 +45,24 @@ Phase = Literal["learning", "timing", "planning", "confirming", "settled"]
 
 @dataclass(frozen=True)
 class State:
-    """How far planning has come. What rank 0 has come to holds on all ranks.
+    """How far planning has come. What rank 0 has come to holds on all ranks."""
 
-    Attributes:
-        phase: What the next step is for.
-        ways: What each block does in it; those not named recompute.
-        offloads_rest: Whether what is saved outside all blocks is offloaded too: only where nothing else fits.
-        plan: What was decided; None until then.
-        gave_up: Why nothing is planned, and every block recomputes; empty while all is well.
-        error: Why the run cannot go on.
-        remark: What is to be said once.
-    """
-
-    phase: Phase = "learning"
-    ways: Ways = field(default_factory=dict)
-    offloads_rest: bool = False
-    plan: MemoryPlan | None = None
-    gave_up: str = ""
-    error: str = ""
-    remark: str = ""
+    phase: Phase = "learning"  # what the next step is for
+    policies: Policies = field(default_factory=dict)  # what each block does in it; those not named recompute
+    offloads_rest: bool = False  # whether what is saved outside all blocks is too: only where nothing else fits
+    schedule: MemorySchedule | None = None  # what was decided
+    gave_up: str = ""  # why nothing is planned, and every block recomputes
+    error: str = ""  # why the run cannot go on
+    remark: str = ""  # what is to be said once
 
 
 class Planner:
-    """Decides what each block of a model does, so that a training step fits into a budget.
+    """Decides what each block of a model does, so that a training step allocates no more than a budget at one time.
 
     Attributes:
         state: How far it has come.
         agree: Maps a value of this process to that of rank 0; None with one process.
-
-    Args:
-        model: The model.
-        blocks: Its blocks: site → module.
-        budget_bytes: The most that a training step may have allocated at one time.
-        device: Where it computes.
-        offloading: Where blocks may offload to, for the plan.
-        offloader: What does so; None: no block is offloaded.
+        offloader: What blocks offload with; None: no block does.
     """
 
     def __init__(
@@ -101,91 +71,82 @@ class Planner:
         blocks: Mapping[str, nn.Module],
         budget_bytes: int,
         device: torch.device,
-        offloading: OffloadingPlan,
-        offloader: Offloader | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
         self.state = State()
         self.agree: Callable[[State], State] | None = None
+        # One tensor at a time comes back ahead of its use: there is no room planned for more.
+        self.offloader = None if offloading is None else Offloader(device, offloading, prefetch_depth=1)
         self._model, self._blocks, self._budget, self._device = model, dict(blocks), budget_bytes, device
-        self._offloading, self._offloader = offloading, offloader
-        self._possible = WAYS if offloader is not None else tuple(way for way in WAYS if way not in OFFLOADING)
+        self._offloading = offloading
         self._meter = meter_for(device)
         self._kinds: dict[Any, BlockCosts] = {}
         self._costs: dict[str, BlockCosts] = {}
         self._unlearned: set[str] = set()  # somebody else was measuring when their turn came
-        self._rounds = Rounds(budget_bytes, may_offload=offloader is not None)
+        self._rounds = Rounds(budget_bytes, may_offload=offloading is not None)
         self._steps = self._waited = self._most_calls = 0
         self._busy = ""
         # Of the step in progress:
         self._called: Counter[str] = Counter()
         self._elements: dict[Call, int] = {}
-        self._last_ways: Ways = {}
+        self._last_policies: Policies = {}
         self._recorder: StepRecorder | None = None
         self._window_start: float | None = None
         self._arguments = SharedArguments()
         # Of those before:
-        self._base_ms = 0.0
+        self._base_ms = 0.0  # of a step in which every block follows its leanest policy
         self._times: list[float] = []
         self._last: Problem | None = None
         self._planned: dict[Call, float] = {}  # elements of the arguments
-        self._outgrown: dict[Call, int] = {}  # those that were larger than planned, or not planned for
-        self._optimizers = OptimizerWatch(model)
+        self._outgrown: dict[Call, int] = {}  # of those that were larger than planned, or not planned for
+        self.optimizers = OptimizerWatch()
 
     # -- during a step -----------------------------------------------------------------------------------------
 
     def run(
         self, site: str, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls a block the way that is planned for it."""
+        """Calls a block by the policy that is planned for it."""
         # A copy of the block, a trial of another technique, a recomputation of the user's own: not the step's calls.
-        is_elsewhere = torch._C._current_graph_task_id() != -1
-        if self._blocks.get(site) is not block or is_trial() or is_elsewhere:
-            way = self._last_ways.get(site, "full")
-            return run_block(way, block, original, args, kwargs, self._offloader)
+        if self._blocks.get(site) is not block or is_trial() or is_in_backward():
+            policy = self._last_policies.get(site, "full")
+            return run_block(policy, block, original, args, kwargs, self.offloader)
         if site in self._unlearned:
             self.learn(site, block, original, args, kwargs)
-        call = Call(site, self._called[site])
+        call, tensors = Call(site, self._called[site]), tensors_in((args, kwargs))
         self._called[site] += 1
-        self._elements[call] = elements_in(args, kwargs)
-        if self.state.phase in ("confirming", "settled"):
-            self._notice_growth(call, block, original, args, kwargs)
-        # Several ranks go the same way always: a block may wait for its like on the others.
+        elements = self._elements[call] = sum(tensor.numel() for tensor in tensors)
+        is_planned = self.state.phase in ("confirming", "settled") and site in self._costs
+        if is_planned and elements > self._planned.get(call, 0.0):
+            self._outgrown[call] = max(elements, self._outgrown.get(call, 0))
+            if self.agree is None:
+                self.learn(site, block, original, args, kwargs)
+        # Until there is a plan for larger calls, all recompute. But several ranks follow the same policies always: a
+        # block may wait for its like on the others.
         is_lean = self._outgrown and self.agree is None
-        way = self._last_ways[site] = "full" if is_lean else self.state.ways.get(site, "full")
-        run = partial(run_block, way, block, original, args, kwargs, self._offloader)
+        policy = self._last_policies[site] = "full" if is_lean else self.state.policies.get(site, "full")
+        run = partial(run_block, policy, block, original, args, kwargs, self.offloader)
         if self._recorder is None:
             return run()
-        self._arguments.note(call, tensors_in((args, kwargs)))
+        self._arguments.note(call, tensors)
         return self._recorder.record(call, run)
-
-    def _notice_growth(
-        self, call: Call, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """A call larger than any that was planned for, or one that was not: until a plan for it, all recomputes."""
-        if call.site not in self._costs or self._elements[call] <= self._planned.get(call, 0.0):
-            return
-        self._outgrown[call] = max(self._elements[call], self._outgrown.get(call, 0))
-        if self.agree is None:
-            self.learn(call.site, block, original, args, kwargs)
 
     def learn(
         self, site: str, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Measures what each way would cost this block, unless one of its kind was measured before."""
+        """Measures what each policy would cost this block, unless one of its kind was measured before."""
         kind = kind_of(block, args, kwargs)
         if kind not in self._kinds:
             self._unlearned.add(site)
             if self._recorder is not None:
                 return
             try:
-                self._kinds[kind] = measure_block(
-                    block, original, args, kwargs, self._meter, ways=self._possible, offloader=self._offloader
-                )
+                self._kinds[kind] = measure_block(block, original, args, kwargs, self._meter, offloader=self.offloader)
             except MeterBusyError as error:
                 self._busy = str(error)
                 return
         self._unlearned.discard(site)
-        if self._kinds[kind].ways:
+        if self._kinds[kind].by_policy:
             self._costs[site] = self._kinds[kind]
 
     # -- between steps -----------------------------------------------------------------------------------------
@@ -196,7 +157,7 @@ class Planner:
         Raises:
             ValueError: The budget is less than any choice needs.
         """
-        if not is_training and self._recorder is not None and not self._optimizers.has_stepped:
+        if not is_training and self._recorder is not None and not self.optimizers.has_stepped:
             return  # in the midst of a step: its backward pass is still to come
         self._end_window()
         if not is_training or self.state.gave_up:
@@ -211,22 +172,23 @@ class Planner:
             self._begin_window()
 
     def close(self) -> None:
-        """Stops watching."""
-        self._optimizers.stop()
+        """Stops watching, and releases what was offloaded."""
+        self.optimizers.stop()
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
         self._meter.abort()
+        if self.offloader is not None:
+            self.offloader.close()
 
     def _advance(self) -> None:
         """Makes what rank 0 has come to hold here. On every rank it is called, or not called, at the same steps."""
         state = replace(self.state, remark="")
         if state.phase == "learning" and self._costs and not self._unlearned:
-            ways = {site: leanest(costs) for site, costs in self._costs.items()}
-            state = replace(state, phase="timing", ways=ways)
+            state = replace(state, phase="timing", policies={site: leanest(c) for site, c in self._costs.items()})
         elif state.phase == "learning" and not self._costs and not self._unlearned and self._steps > LEARNING_STEPS:
             state = replace(state, gave_up="not planned: no block can be recomputed")
-        elif state.phase == "confirming" and state.plan is not None and state.plan.measured_ms is not None:
+        elif state.phase == "confirming" and state.schedule is not None and state.schedule.measured_ms is not None:
             state = replace(state, phase="settled")
         elif state.phase == "settled":
             if self.agree is not None and self._steps % AGREEING_STEPS:
@@ -236,35 +198,37 @@ class Planner:
         if self.state.error:
             raise SettingError(self.state.error)
         if self.state.phase in ("confirming", "settled"):
-            self._optimizers.stop()
-        if self.state.offloads_rest and self._offloader is not None:
-            self._offloader.prefetch_depth = 0
+            self.optimizers.stop()
+        if self.state.offloads_rest and self.offloader is not None:
+            self.offloader.prefetch_depth = 0
 
     def _begin_window(self) -> None:
-        self._optimizers.has_stepped = False
+        self.optimizers.has_stepped = False
         if self.state.phase == "planning":
+            model, optimizers = self._model, self.optimizers.seen
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
             try:
-                self._meter.start(self._alive())
+                self._meter.start([*model.parameters(), *model.buffers(), *gradients, *state_of(optimizers)])
             except MeterBusyError as error:
                 self._busy = str(error)
                 return
             self._recorder = StepRecorder(self._meter)
             self._arguments = SharedArguments()
-        self._synchronize()
+        synchronize(self._device)
         self._window_start = time.perf_counter()
 
     def _end_window(self) -> None:
         if self._window_start is None:
             return
-        self._synchronize()
+        synchronize(self._device)
         ms, self._window_start = 1e3 * (time.perf_counter() - self._window_start), None
         if self.state.phase == "timing":
             self._base_ms, self.state = ms, replace(self.state, phase="planning")
         elif self.state.phase == "confirming":
             self._times.append(ms)
-            if len(self._times) == CONFIRMING_STEPS and self.state.plan is not None:
-                plan = replace(self.state.plan, measured_ms=statistics.median(self._times))
-                self.state = replace(self.state, plan=plan)
+            if len(self._times) == CONFIRMING_STEPS and self.state.schedule is not None:
+                schedule = replace(self.state.schedule, measured_ms=statistics.median(self._times))
+                self.state = replace(self.state, schedule=schedule)
         elif self._recorder is not None:
             recorder, self._recorder = self._recorder, None
             recorder.close()
@@ -278,27 +242,32 @@ class Planner:
             self._most_calls = max(self._most_calls, len(calls))
             # One without an optimizer step holds less than the one that ends an accumulation; one that leaves blocks
             # out, as stochastic depth does, less than one that calls them all.
-            is_whole = self._optimizers.has_stepped and len(calls) == self._most_calls
+            is_whole = self.optimizers.has_stepped and len(calls) == self._most_calls
             if calls and (is_whole or self._waited >= MAX_WAITING_STEPS):
                 self._waited = 0
-                self._take_up(Timeline.of(calls, intervals))
+                self._take_up(calls, intervals)
 
-    def _take_up(self, timeline: Timeline) -> None:
+    def _take_up(self, calls: list[Call], intervals: list[Interval]) -> None:
         """Decides by what a metered step showed."""
-        ways = {site: self.state.ways.get(site, "full") for site in self._costs}
-        problem = self._last = self._problem(timeline, ways)
-        found = self._rounds.next(problem, ways, timeline.peak_bytes, self._costs)
-        state = replace(self.state, ways={**self.state.ways, **found.ways}, offloads_rest=found.offloads_rest)
+        policies = {site: self.state.policies.get(site, "full") for site in self._costs}
+        chosen = {call: policies[call.site] for call in calls}
+        costs = {call: self._costs_of(call, self._elements[call]) for call in calls}
+        problem = self._last = Problem.of(calls, intervals, chosen, costs)
+        found = self._rounds.next(problem, policies, max(i.peak_bytes for i in intervals), self._costs)
+        policies = {**self.state.policies, **found.policies}
+        state = replace(self.state, policies=policies, offloads_rest=found.offloads_rest)
         if found.least_bytes is not None:
-            error = impossible(self._budget, found.least_bytes, self._fixed().total)
-            state = replace(state, error=error)
+            state = replace(state, error=self._impossible(found.least_bytes))
         elif found.is_final:
-            plan = self._described(problem, found.ways, found.offloads_rest)
-            predicted = self._rounds.predicted_bytes(found.ways) or plan.predicted_peak_bytes
-            measured = self._rounds.measured_bytes(found.ways)
-            plan = replace(plan, predicted_peak_bytes=predicted, measured_peak_bytes=measured)
-            state, self._times = replace(state, phase="confirming", plan=plan), []
-            self._planned = {call: float(self._elements[call]) for call in timeline.calls}
+            schedule = self._scheduled(problem, found.policies, found.offloads_rest)
+            key = frozenset(found.policies.items())
+            schedule = replace(
+                schedule,
+                predicted_peak_bytes=self._rounds.predicted_bytes.get(key, schedule.predicted_peak_bytes),
+                measured_peak_bytes=self._rounds.measured_bytes.get(key),
+            )
+            state, self._times = replace(state, phase="confirming", schedule=schedule), []
+            self._planned = {call: float(self._elements[call]) for call in calls}
         self.state = state
 
     def _grown(self, state: State) -> State:
@@ -311,62 +280,67 @@ class Planner:
         for call, size in self._outgrown.items():
             self._planned[call] = max(self._planned.get(call, 0.0), size * (HEADROOM if ratios else 1.0))
         self._outgrown = {}
-        costs = {
-            call: self._own(call, self._costs[call.site].for_elements(size).ways)
-            for call, size in self._planned.items()
-        }
+        costs = {call: self._costs_of(call, size) for call, size in self._planned.items()}
         problem = self._last = self._last.with_costs(costs, factor, self._fixed().total)
-        known = {stage.call.site for stage in problem.stages}
         found, remark = solve(problem, round(self._budget * (1 - SLACK))), ""
         if found is None:
-            found = {site: leanest(self._costs[site]) for site in known}
+            found = {stage.call.site: leanest(self._costs[stage.call.site]) for stage in problem.stages}
             remark = (
                 f"gradient_checkpointing: a batch larger than any before may not fit into"
                 f" {format_bytes(self._budget)}; every block now needs as little as it can."
             )
-        plan = self._described(problem, found, state.offloads_rest)
+        schedule = self._scheduled(problem, found, state.offloads_rest)
         self._times = []
-        return replace(state, phase="confirming", ways={**state.ways, **found}, plan=plan, remark=remark)
+        policies = {**state.policies, **found}
+        return replace(state, phase="confirming", policies=policies, schedule=schedule, remark=remark)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _problem(self, timeline: Timeline, ways: Ways) -> Problem:
-        chosen = {call: ways[call.site] for call in timeline.calls}
-        costs = {call: self._costs[call.site].for_elements(self._elements[call]) for call in timeline.calls}
-        return Problem.of(timeline, chosen, {call: self._own(call, cost.ways) for call, cost in costs.items()})
+    def _costs_of(self, call: Call, elements: float) -> dict[Policy, Cost]:
+        return self._costs[call.site].of_call(elements, self._arguments.shared_bytes[call])
 
-    def _own(self, call: Call, ways: Mapping[Way, Cost]) -> dict[Way, Cost]:
-        return own_costs(ways, self._arguments.shared_bytes[call])
-
-    def _described(self, problem: Problem, ways: Ways, offloads_rest: bool) -> MemoryPlan:
-        kinds = {site: type(block).__name__ for site, block in self._blocks.items()}
-        return describe(
-            problem,
-            by_call(problem, ways),
-            self._costs,
-            kinds=kinds,
-            base_ms=self._base_ms,
+    def _scheduled(self, problem: Problem, policies: Policies, offloads_rest: bool) -> MemorySchedule:
+        """The schedule in which each block follows its policy, and what it is predicted to need."""
+        chosen = by_call(problem, policies)
+        kept: Choice = dict.fromkeys(chosen, "keep")
+        is_plain_known = all("keep" in stage.by_policy for stage in problem.stages)
+        return MemorySchedule(
             budget_bytes=self._budget,
+            blocks=tuple(
+                BlockSchedule.of(stage, policies[site], self._costs[site], type(self._blocks[site]).__name__)
+                for stage in problem.stages
+                for site in [stage.call.site]
+            ),
             fixed=self._fixed(),
             offloading=self._offloading,
             offloads_rest=offloads_rest,
+            plain_peak_bytes=problem.peak(kept) if is_plain_known else None,
+            plain_ms=self._step_ms(kept) if is_plain_known else None,
+            predicted_peak_bytes=problem.peak(chosen),
+            predicted_ms=self._step_ms(chosen),
+        )
+
+    def _step_ms(self, choice: Choice) -> float:
+        """The time of a step, by the clock, though in a deterministic run that decides nothing."""
+        costs = [(self._costs[call.site], policy) for call, policy in choice.items()]
+        extra = sum(cost.by_policy[policy].ms - cost.by_policy[leanest(cost)].ms for cost, policy in costs)
+        return max(0.0, self._base_ms + extra)
+
+    def _impossible(self, least_bytes: int) -> str:
+        return (
+            f"gradient_checkpointing={{'budget': …}}: a training step does not fit into {format_bytes(self._budget)}"
+            f" ({self._budget} bytes). The least that is possible with this model and batch is about"
+            f" {format_bytes(least_bytes)} ({least_bytes} bytes), of which {format_bytes(self._fixed().total)} are"
+            " parameters, gradients, optimizer state and buffers. Give a larger budget or a smaller batch, or let"
+            " activation_offloading help ('host' on a GPU, 'disk')."
         )
 
     def _is_known(self, site: str) -> bool:
         """Whether it is measured what this block does now; one that is first called later on is no part of a plan."""
-        return site in self._costs and self.state.ways.get(site, "full") in self._costs[site].ways
+        return site in self._costs and self.state.policies.get(site, "full") in self._costs[site].by_policy
 
     def _fixed(self) -> FixedMemory:
-        return FixedMemory.of(self._model, self._optimizers.seen)
-
-    def _alive(self) -> list[Tensor]:
-        parameters = list(self._model.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        return [*parameters, *self._model.buffers(), *gradients, *state_of(self._optimizers.seen)]
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        return FixedMemory.of(self._model, self.optimizers.seen)
 
     def _wait_for_meter(self) -> None:
         reason, self._busy = self._busy, ""

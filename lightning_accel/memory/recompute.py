@@ -1,34 +1,54 @@
 """Recomputation of one call: its activations are forgotten, and computed again in the backward pass.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), https://arxiv.org/abs/1604.06174. The selective
-mode keeps what is dear to recompute, as in Korthikanti et al. (2022), https://arxiv.org/abs/2205.05198.
+mode keeps what is expensive to recompute, as in Korthikanti et al. (2022), https://arxiv.org/abs/2205.05198.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
 from lightning_accel.core.isolation import no_cast_cache
+from lightning_accel.core.patch import MethodPatch
 
 Recomputation = Literal["full", "selective"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# Operators whose results selective checkpointing keeps, by name: not every build of torch has every one.
-_DEAR = (
-    *("mm", "bmm", "addmm", "baddbmm", "addbmm", "convolution", "_scaled_mm", "_grouped_mm"),
-    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-    *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward"),
+NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
+"""The norms that may keep running statistics."""
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_COMPUTE_BOUND = (*_CONVOLUTIONS, nn.Linear, nn.Bilinear)
+
+
+Run = Callable[[nn.Module, Callable[..., Any], Any, Any], Any]
+"""Calls ``original`` as ``run(module, original, args, kwargs)``."""
+
+
+def trained_patch(site: str, change: str, module: nn.Module, run: Run) -> MethodPatch:
+    """The edit that has ``run`` call a module's forward wherever there are gradients."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(self, *args, **kwargs)
+            return run(self, original, args, kwargs)
+
+        forward.is_checkpointed = True  # type: ignore[attr-defined]  # for whoever would do it again
+        return forward
+
+    return MethodPatch(site, change, module, "forward", wrap)
 
 
 def recomputed(
@@ -42,6 +62,8 @@ def recomputed(
 ) -> Any:
     """Calls ``original(block, *args, **kwargs)`` so that it recomputes itself: with the random state of the first time.
 
+    Selectively, a long sequence of layers is recomputed piece by piece: what one brings back is gone before the next.
+
     Args:
         block: The module that the call belongs to.
         original: Its forward, as a function of ``(block, *args, **kwargs)``.
@@ -51,14 +73,53 @@ def recomputed(
         kwargs: Keyword arguments.
         has_statistics: Whether the block :func:`keeps_statistics`, which a second run must not move again.
     """
-    # Bound by partial: checkpoint() would take a block's own argument named, say, `debug` for one of its own.
-    function = functools.partial(original, block, **kwargs)
+    is_sequence = original is nn.Sequential.forward and len(args) == 1 and not kwargs
+    pieces = pieces_of(block) if mode == "selective" and is_sequence else []
+    if not pieces:
+        # Bound by partial: checkpoint() would take a block's own argument named, say, `debug` for one of its own.
+        return _whole(functools.partial(original, block, **kwargs), args, block, mode, has_statistics)
+    x = args[0]
+    for piece in pieces:
+        if len(piece) == 1:
+            x = piece[0](x)
+        else:
+            x = _whole(functools.partial(_run_layers, piece), (x,), block, "full", any(map(keeps_statistics, piece)))
+    return x
+
+
+def _whole(
+    function: Callable[..., Any], args: tuple[Any, ...], block: nn.Module, mode: Recomputation, has_statistics: bool
+) -> Any:
     context_fn = _context_fn(block, mode, has_statistics)
     if context_fn is None:
         return checkpoint(function, *args, use_reentrant=False)
     # Selective recomputation counts operators: it must not meet a cast that the first time found in the cache.
     with nullcontext() if torch.compiler.is_compiling() else no_cast_cache():
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+
+
+def pieces_of(block: nn.Module) -> list[list[nn.Module]]:
+    """Runs of consecutive layers that end in a matrix product or convolution; empty where ``block`` has but one.
+
+    Each is to be recomputed whole. All it then keeps is what entered it, the product of the piece before; its own
+    product, the last thing in it, nothing asks for again, and recomputation stops short of it.
+    """
+    if type(block) is not nn.Sequential or any(True for child in block for _ in child.children()):
+        return []
+    if sum(isinstance(layer, _COMPUTE_BOUND) for layer in block) < 2:
+        return []
+    pieces: list[list[nn.Module]] = [[]]
+    for layer in block:
+        pieces[-1].append(layer)
+        if isinstance(layer, _COMPUTE_BOUND):
+            pieces.append([])
+    return [piece for piece in pieces if piece]
+
+
+def _run_layers(layers: Sequence[nn.Module], x: Any) -> Any:
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 def _context_fn(block: nn.Module, mode: str, has_statistics: bool) -> Callable[[], Contexts] | None:
@@ -97,9 +158,17 @@ class _CachedOnce(AbstractContextManager[None]):
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operator in _dear_operators() and not _makes_scores(operator, args):
+    if _is_compute_bound(operator) and not _makes_scores(operator, args):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _is_compute_bound(operator: Any) -> bool:
+    """Whether it is one of aten's matrix products (mm, bmm, addmm …), convolutions, or fused attention."""
+    namespace, _, name = operator.name().partition("::")
+    name = name.partition(".")[0]
+    return namespace == "aten" and (name.endswith("mm") or name == "convolution" or "attention" in name)
 
 
 def _makes_scores(operator: Any, args: Any) -> bool:
@@ -113,15 +182,9 @@ def _makes_scores(operator: Any, args: Any) -> bool:
     return bool(left.shape[1] * right.shape[2] > left.shape[2] * (left.shape[1] + right.shape[2]))
 
 
-@functools.cache
-def _dear_operators() -> frozenset[Any]:
-    found = (getattr(torch.ops.aten, name, None) for name in _DEAR)
-    return frozenset(getattr(packet, overload) for packet in found if packet for overload in packet.overloads())
-
-
 def keeps_statistics(block: nn.Module) -> bool:
     """Whether a training pass through ``block`` moves running statistics."""
-    return any(isinstance(m, _NormBase) and m.track_running_stats for m in block.modules())
+    return any(isinstance(m, NORMS) and m.track_running_stats for m in block.modules())
 
 
 class _FrozenStatistics(AbstractContextManager[None]):
@@ -134,18 +197,18 @@ class _FrozenStatistics(AbstractContextManager[None]):
     def __init__(self, block: nn.Module, around: AbstractContextManager[Any]) -> None:
         self._block = block
         self._around = around
-        self._before: list[tuple[_NormBase, float | None, Tensor | None]] = []
+        self._before: list[tuple[Any, float | None, Tensor | None]] = []
 
     @override
     def __enter__(self) -> None:
-        norms = [m for m in self._block.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
-        self._before = [(norm, norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
+        norms = [m for m in self._block.modules() if isinstance(m, NORMS) and m.training and m.track_running_stats]
+        self._before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
         for norm, _, count in self._before:
-            norm.momentum, norm._buffers["num_batches_tracked"] = 0.0, None if count is None else count.clone()
+            norm.momentum, norm.num_batches_tracked = 0.0, None if count is None else count.clone()
         self._around.__enter__()
 
     @override
     def __exit__(self, *error: Any) -> None:
         self._around.__exit__(*error)
         for norm, momentum, count in self._before:
-            norm.momentum, norm._buffers["num_batches_tracked"] = momentum, count
+            norm.momentum, norm.num_batches_tracked = momentum, count

@@ -8,20 +8,19 @@ whatever none of them wants is kept as it is.
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_accel.memory.functorch import standing_aside_for_functorch
-
-V = TypeVar("V")
+from lightning_accel.core import torch_private
+from lightning_accel.core.torch_private import base_of, set_version, version_of
+from lightning_accel.core.tree import storage_of, storages_of
 
 
 class Packed(Protocol):
@@ -77,60 +76,83 @@ def _asking(savers: tuple[Saver, ...], own: OwnTensors) -> Iterator[None]:
     def pack(tensor: Tensor) -> _Guarded:
         packed: Packed | None = None
         if _is_ordinary(tensor) and tensor not in own:
-            packed = next((p for p in (s.pack(tensor) for s in savers) if p is not None), None)
-        if packed is None:
-            kept = tensor.detach()
-            return _Guarded(_Kept(kept), kept, tensor._version)
-        return _Guarded(packed, counter_of(tensor), tensor._version)
+            packed = next((packed for saver in savers if (packed := saver.pack(tensor)) is not None), None)
+        return _Guarded(packed, tensor.detach() if packed is None else counter_of(tensor), version_of(tensor))
 
     hooks: tuple[Any, Any] = pack, _Guarded.unpack
     if "torch._dynamo" in sys.modules:
         # Where compiled code falls back to eager, Dynamo looks at every function that is called, hooks included.
         hooks = tuple(map(torch.compiler.disable, hooks))
-    hooks[0].stands_aside = True
+    hooks[0].gives_way = True
     tokens = _savers.set(savers), _own.set(own)
     try:
-        with standing_aside_for_functorch(), torch.autograd.graph.saved_tensors_hooks(*hooks):
+        with _giving_way_to_functorch(), torch.autograd.graph.saved_tensors_hooks(*hooks):
             yield
     finally:
         _savers.reset(tokens[0])
         _own.reset(tokens[1])
 
 
+@contextmanager
+def _giving_way_to_functorch() -> Iterator[None]:
+    """Inside, ``torch.func.grad`` and its kin work though there are hooks, if these have ``gives_way`` on them.
+
+    They refuse to run where saved tensors are caught, and switch the catching off within. Hooks of ours, on top, are
+    taken off for that long: what such a transform saves for itself stays where it is.
+    """
+    graph: Any = torch.autograd.graph
+    refusing = graph.disable_saved_tensors_hooks
+    if hasattr(refusing, "gives_way"):
+        yield
+        return
+
+    @contextmanager
+    def disable_saved_tensors_hooks(message: str) -> Iterator[None]:
+        taken_off = []
+        while (top := torch_private.saved_tensors_hooks()) is not None and hasattr(top[0], "gives_way"):
+            hooks = graph.saved_tensors_hooks(*top)
+            hooks.__exit__()
+            taken_off.append(hooks)
+        try:
+            with refusing(message):
+                yield
+        finally:
+            for hooks in reversed(taken_off):
+                hooks.__enter__()
+
+    disable_saved_tensors_hooks.gives_way = True  # type: ignore[attr-defined]
+    graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
+    try:
+        yield
+    finally:
+        graph.disable_saved_tensors_hooks = refusing
+
+
 def _is_ordinary(tensor: Tensor) -> bool:
     """Whether it has memory of its own to look at: no subclass, none of functorch's, nor a zero that is only meant."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout == torch.strided
-        and not tensor.is_nested
-        and not tensor._is_zerotensor()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    tensor: Tensor
-
-    def unpack(self) -> Tensor:
-        return self.tensor
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    try:
+        return tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
 class _Guarded:
     """Autograd leaves its check for in-place changes to whoever packs: here it is."""
 
-    packed: Packed
-    counter: Tensor
+    packed: Packed | None
+    tensor: Tensor  # what is kept where nobody packs it; else one that shares its counter
     version: int
 
     def unpack(self) -> Tensor:
-        if self.counter._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                f" saved at version {self.version}, now at version {self.counter._version}."
+                f" saved at version {self.version}, now at version {version_of(self.tensor)}."
             )
-        return self.packed.unpack()
+        return self.tensor if self.packed is None else self.packed.unpack()
 
 
 def counter_of(tensor: Tensor) -> Tensor:
@@ -140,6 +162,19 @@ def counter_of(tensor: Tensor) -> Tensor:
     return counter
 
 
+def shares_counter(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors count changes together, as views of one another do.
+
+    Not all that share a storage do: ``unsafe_chunk``, which recurrent layers use, gives each piece its own counter.
+    """
+    before = version_of(one)
+    set_version(one, before + 1)
+    try:
+        return version_of(other) == before + 1
+    finally:
+        set_version(one, before)
+
+
 class OwnTensors:
     """The parameters and buffers of a model, to tell views and autocast copies of them from activations."""
 
@@ -147,14 +182,14 @@ class OwnTensors:
 
     def __init__(self, model: nn.Module) -> None:
         tensors = [t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)]
-        self._storages = {t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided}
+        self._storages = storages_of(tensors)
         self._shapes = {t.shape for t in tensors} | {t.shape[::-1] for t in tensors}
 
     def __contains__(self, tensor: Tensor) -> bool:
         # Those that FSDP gathers have memory of their own, which this has not seen.
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
             return True
-        if tensor.untyped_storage()._cdata in self._storages:
+        if storage_of(tensor) in self._storages:
             return True
         # A frozen parameter's copy has no graph that leads to it. An activation of that very shape is passed over
         # with it, which costs memory and no correctness.
@@ -165,56 +200,3 @@ class OwnTensors:
         while node is not None and node.name() in self._SEE_THROUGH:
             node = node.next_functions[0][0]
         return isinstance(getattr(node, "variable", None), nn.Parameter)
-
-
-class ByStorage(Generic[V]):
-    """A value a storage, forgotten when the storage is freed: its address may then be another's."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, tuple[weakref.ref[torch.UntypedStorage], V]] = {}
-
-    def get(self, tensor: Tensor) -> V | None:
-        held = self._values.get(tensor.untyped_storage()._cdata)
-        return None if held is None or held[0]() is None else held[1]
-
-    def set(self, tensor: Tensor, value: V) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-
-        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
-            held = self._values.get(key)
-            if held is not None and held[0] is reference:
-                del self._values[key]
-
-        self._values[key] = (weakref.ref(storage, forget), value)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
-def unique_bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of the storages behind ``tensors``, each counted once."""
-    storages = (tensor.untyped_storage() for tensor in tensors if has_storage(tensor))
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-def has_storage(tensor: Tensor) -> bool:
-    """Whether there is one storage behind it: not while it is lazy, nor where it is sparse."""
-    return not is_lazy(tensor) and tensor.layout == torch.strided
-
-
-def shares_counter(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors count changes together, as views of one another do.
-
-    Not all that share a storage do: ``unsafe_chunk``, which recurrent layers use, gives each piece its own counter.
-    """
-    before = one._version
-    _set_version(one, before + 1)
-    try:
-        return other._version == before + 1
-    finally:
-        _set_version(one, before)
-
-
-def _set_version(tensor: Tensor, version: int) -> None:
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -1,4 +1,4 @@
-"""The choice for each block that fits a budget at the least extra time: a knapsack with a limit at every moment.
+"""The policy for each block that fits a budget at the least extra time: a knapsack with a limit at every moment.
 
 What blocks keep adds up along the forward pass and is given back, last first, along the backward pass. So at any moment
 the blocks that hold memory are the first few, and one number, what these keep together, decides whether a moment fits.
@@ -9,121 +9,132 @@ al., "Optimal checkpointing for heterogeneous chains" (2019), https://arxiv.org/
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from lightning_accel.memory.costs import Cost, Way
-from lightning_accel.memory.timeline import Call, Timeline
+from lightning_accel.memory.costs import Cost, Policy
+from lightning_accel.memory.meter import Interval
+from lightning_accel.memory.timeline import Call, Mark
 
 GRAINS = 4096  # into which a budget is divided: what blocks keep is told apart to a grain
 BISECTIONS = 24
 
+Choice = Mapping[Call, Policy]
+Costs = Mapping[Call, Mapping[Policy, Cost]]
+
 
 @dataclass(frozen=True)
 class Stage:
-    """One call of a block, as the planner sees it. All in bytes.
-
-    Attributes:
-        ways: What each way costs.
-        forward_base: The peak during its forward pass, without what blocks keep and without its own need.
-        backward_base: Likewise for its backward pass; None: it has none.
-        after: The peaks outside all blocks while exactly this call and those before it hold memory, likewise.
-        starts_afresh: Nothing is held when it is called: the calls before have had their backward pass.
-    """
+    """One call of a block, as the planner sees it. All in bytes."""
 
     call: Call
-    ways: Mapping[Way, Cost]
-    forward_base: int
-    backward_base: int | None
-    after: int | None
-    starts_afresh: bool = False
+    by_policy: Mapping[Policy, Cost]
+    forward_base: int  # the peak during its forward pass, without what blocks keep and without its own need
+    backward_base: int | None  # likewise for its backward pass; None: it has none
+    after: int | None  # the peaks outside all blocks while exactly this call and those before it hold memory, likewise
+    starts_afresh: bool = False  # nothing is held when it is called: the calls before have had their backward pass
+
+    def need(self, cost: Cost) -> int:
+        """The most that it needs, forward or backward, on top of what those before it keep."""
+        forward = self.forward_base + cost.forward_bytes
+        if self.backward_base is None:
+            return forward
+        return max(forward, self.backward_base + cost.kept_bytes + cost.backward_bytes)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A step to be fitted into a budget.
+    """A step to be fitted into a budget."""
 
-    Attributes:
-        stages: The calls of blocks, in the order of their forward passes.
-        floor: The peak where no block holds anything, in bytes: no choice lowers it.
-    """
-
-    stages: Sequence[Stage]
-    floor: int
+    stages: Sequence[Stage]  # in the order of their forward passes
+    floor: int  # the peak where no block holds anything, in bytes: no choice lowers it
 
     @classmethod
-    def of(cls, timeline: Timeline, chosen: Mapping[Call, Way], costs: Mapping[Call, Mapping[Way, Cost]]) -> Problem:
-        """The problem behind a step that was metered while the blocks ran the ways that were ``chosen``."""
+    def of(cls, calls: Sequence[Call], intervals: Sequence[Interval], chosen: Choice, costs: Costs) -> Problem:
+        """The problem behind a step that was metered while the blocks followed the policies that were ``chosen``.
 
-        def kept(calls: frozenset[Call]) -> int:
-            return sum(costs[call][chosen[call]].kept_bytes for call in calls)
-
-        order = {call: index for index, call in enumerate(timeline.calls)}
+        What these need is taken off each peak. What is left is there whatever else is chosen.
+        """
+        own = {call: costs[call][chosen[call]] for call in calls}
         floor = 0
-        after: dict[int, int] = {}
-        for held, peak in timeline.outside.items():
-            base = peak - kept(held)
-            if held:
-                last = max(order[call] for call in held)
+        forward, backward, after = dict.fromkeys(calls, 0), dict[Call, int](), dict[Call, int]()
+        afresh: set[Call] = set()
+        running: Call | None = None
+        held: dict[Call, None] = {}  # in the order of their forward passes
+        returning: dict[Call, None] = {}
+        for interval in intervals:
+            mark = interval.mark
+            if isinstance(mark, Mark) and mark.call in own:
+                if mark.event == "forward":
+                    running = mark.call
+                    if not held:
+                        afresh.add(running)
+                elif mark.event == "forward ended":
+                    running, held[mark.call] = None, None
+                elif mark.event == "backward":
+                    returning[mark.call] = None
+                else:
+                    returning.pop(mark.call, None)
+                    held.pop(mark.call, None)
+            base = interval.peak_bytes - sum(own[call].kept_bytes for call in held)
+            if running is not None:
+                forward[running] = max(forward[running], base - own[running].forward_bytes)
+            for call in returning:
+                backward[call] = max(base - own[call].backward_bytes, backward.get(call, 0))
+            if running is None and not returning and held:
+                last = next(reversed(held))
                 after[last] = max(base, after.get(last, base))
-            else:
+            elif running is None and not returning:
                 floor = max(floor, base)
-        stages = []
-        for index, call in enumerate(timeline.calls):
-            peaks, own = timeline.peaks[call], costs[call][chosen[call]]
-            forward = (peaks.forward or 0) - kept(peaks.held_at_forward) - own.forward_bytes
-            backward = None
-            if peaks.backward is not None:
-                backward = peaks.backward - kept(peaks.held_at_backward) - own.kept_bytes - own.backward_bytes
-            afresh = index > 0 and not peaks.held_at_forward
-            stages.append(Stage(call, costs[call], forward, backward, after.get(index), afresh))
+        stages = [
+            Stage(call, costs[call], forward[call], backward.get(call), after.get(call), call in afresh and index > 0)
+            for index, call in enumerate(calls)
+        ]
         return cls(stages, floor)
 
-    def with_costs(self, costs: Mapping[Call, Mapping[Way, Cost]], factor: float, fixed_bytes: int) -> Problem:
-        """The problem of a step with a batch ``factor`` times as large.
+    def with_costs(self, costs: Costs, factor: float, fixed_bytes: int) -> Problem:
+        """The problem of a step with a batch ``factor`` times as large, but for ``fixed_bytes``, which do not grow.
 
-        Args:
-            costs: What its calls cost, of which some may be new: they are taken to come last.
-            factor: By how much grows what is there beside the calls' own needs.
-            fixed_bytes: What does not grow with the batch.
+        Calls that are new in ``costs`` are taken to come last.
         """
 
-        def scale(base: int | None) -> int | None:
-            return base if base is None or base < fixed_bytes else round(fixed_bytes + factor * (base - fixed_bytes))
+        def scale(base: int) -> int:
+            return base if base < fixed_bytes else round(fixed_bytes + factor * (base - fixed_bytes))
 
-        known = [
+        stages = [
             replace(
                 stage,
-                ways=costs[stage.call],
-                forward_base=scale(stage.forward_base) or 0,
-                backward_base=scale(stage.backward_base),
-                after=scale(stage.after),
+                by_policy=costs[stage.call],
+                forward_base=scale(stage.forward_base),
+                backward_base=None if stage.backward_base is None else scale(stage.backward_base),
+                after=None if stage.after is None else scale(stage.after),
             )
             for stage in self.stages
         ]
-        last = known[-1]
-        new = [replace(last, call=call, ways=costs[call]) for call in costs if call not in {s.call for s in known}]
-        return Problem([*known, *new], scale(self.floor) or 0)
+        known = {stage.call for stage in stages}
+        new = [replace(stages[-1], call=call, by_policy=costs[call]) for call in costs if call not in known]
+        return Problem([*stages, *new], scale(self.floor))
 
-    def peak(self, choice: Mapping[Call, Way]) -> int:
-        """The predicted peak of the step with these choices, in bytes."""
+    def peak(self, choice: Choice) -> int:
+        """The predicted peak of the step with this choice, in bytes."""
         peak, held = self.floor, 0
         for stage in self.stages:
             held = 0 if stage.starts_afresh else held
-            cost = stage.ways[choice[stage.call]]
-            peak = max(peak, held + _need(stage, cost))
+            cost = stage.by_policy[choice[stage.call]]
+            peak = max(peak, held + stage.need(cost))
             held += cost.kept_bytes
             if stage.after is not None:
                 peak = max(peak, held + stage.after)
         return peak
 
-    def ms(self, choice: Mapping[Call, Way]) -> float:
-        """What all blocks take together with these choices, in milliseconds."""
-        return sum(stage.ways[choice[stage.call]].ms for stage in self.stages)
+    def ms(self, choice: Choice) -> float:
+        """What all blocks take together with this choice, in milliseconds."""
+        return sum(stage.by_policy[choice[stage.call]].ms for stage in self.stages)
 
     def least(self) -> int:
         """The smallest budget that there is a choice for, in bytes, to a grain."""
-        leanest: dict[Call, Way] = {
-            stage.call: min(stage.ways, key=lambda way: stage.ways[way].kept_bytes) for stage in self.stages
+        leanest: dict[Call, Policy] = {
+            stage.call: min(stage.by_policy, key=lambda policy: stage.by_policy[policy].kept_bytes)
+            for stage in self.stages
         }
         low, high = self.floor, self.peak(leanest)
         for _ in range(BISECTIONS):
@@ -131,7 +142,7 @@ class Problem:
             low, high = (low, middle) if self.solve(middle) is not None else (middle, high)
         return high
 
-    def solve(self, budget: int) -> dict[Call, Way] | None:
+    def solve(self, budget: int) -> dict[Call, Policy] | None:
         """The choice within ``budget`` bytes that takes the least time; None when there is none."""
         if self.floor > budget:
             return None
@@ -140,48 +151,41 @@ class Problem:
         for stage in self.stages:
             if stage.starts_afresh:
                 best = min(frontier, key=lambda state: state.ms)
-                frontier = [_State(best.ms, 0, best)]
+                frontier = [replace(best, kept_bytes=0)]
             grown: dict[int, _State] = {}
-            for way, cost in stage.ways.items():
-                need = _need(stage, cost)
+            for policy, cost in stage.by_policy.items():
+                need = stage.need(cost)
                 for state in frontier:
                     kept = state.kept_bytes + cost.kept_bytes
                     fits = state.kept_bytes + need <= budget and (stage.after is None or kept + stage.after <= budget)
                     place = kept // grain
                     ms = state.ms + cost.ms
                     if fits and (place not in grown or (ms, kept) < (grown[place].ms, grown[place].kept_bytes)):
-                        grown[place] = _State(ms, kept, state, (stage.call, way))
+                        grown[place] = _State(ms, kept, state, policy)
             frontier = _undominated(grown)
             if not frontier:
                 return None
-        return min(frontier, key=lambda state: state.ms).choices()
+        best = min(frontier, key=lambda state: state.ms)
+        return dict(zip((stage.call for stage in self.stages), best.policies(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The best way to have come so far with so many bytes kept."""
+    """The best way to have come so far with so many bytes kept: the state before, and the last stage's policy."""
 
     ms: float
     kept_bytes: int
     before: _State | None = None
-    step: tuple[Call, Way] | None = field(default=None)
+    policy: Policy | None = None
 
-    def choices(self) -> dict[Call, Way]:
-        found: dict[Call, Way] = {}
+    def policies(self) -> list[Policy]:
+        """From the first stage on."""
+        found: list[Policy] = []
         state: _State | None = self
-        while state is not None:
-            if state.step is not None:
-                found[state.step[0]] = state.step[1]
+        while state is not None and state.policy is not None:
+            found.append(state.policy)
             state = state.before
-        return dict(reversed(found.items()))
-
-
-def _need(stage: Stage, cost: Cost) -> int:
-    """The most that a stage needs, forward or backward, on top of what those before it keep."""
-    forward = stage.forward_base + cost.forward_bytes
-    if stage.backward_base is None:
-        return forward
-    return max(forward, stage.backward_base + cost.kept_bytes + cost.backward_bytes)
+        return found[::-1]
 
 
 def _undominated(states: Mapping[int, _State]) -> list[_State]:

@@ -1,21 +1,22 @@
-"""One training step, watched: which blocks were called in which order, and the memory before, within and after each."""
+"""One training step, watched: the order in which blocks were called, the memory at each, and which optimizers step."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from lightning_accel.core.tree import tensors_in
-from lightning_accel.memory.meter import Interval, Meter
-from lightning_accel.memory.saved import ByStorage, has_storage
-
-Event = Literal["forward", "forward ended", "backward", "backward ended"]
+from lightning_accel.core.torch_private import sequence_number
+from lightning_accel.core.tree import storages_of, tensors_in
+from lightning_accel.memory.meter import Meter
 
 
 @dataclass(frozen=True, order=True)
@@ -31,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Mark:
-    event: Event
+    event: Literal["forward", "forward ended", "backward", "backward ended"]
     call: Call
 
 
@@ -44,18 +45,16 @@ class SharedArguments:
 
     def __init__(self) -> None:
         self.shared_bytes: Counter[Call] = Counter()
-        self._holders: ByStorage[list[Call]] = ByStorage()
+        self._holders: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Call]] = weakref.WeakKeyDictionary()
 
     def note(self, call: Call, arguments: Iterable[Tensor]) -> None:
         """Tells that ``call`` is given ``arguments``."""
-        for tensor in filter(has_storage, arguments):
-            holders = self._holders.get(tensor)
-            if holders is None:
-                self._holders.set(tensor, [call])
-            elif call not in holders:
-                for holder in (*holders, call) if len(holders) == 1 else (call,):
-                    self.shared_bytes[holder] += tensor.untyped_storage().nbytes()
-                holders.append(call)
+        for storage in storages_of(arguments):
+            holders = self._holders.setdefault(storage, [])
+            holders.append(call)
+            if len(holders) > 1:
+                for holder in holders if len(holders) == 2 else (call,):
+                    self.shared_bytes[holder] += storage.nbytes()
 
 
 class StepRecorder:
@@ -84,99 +83,55 @@ class StepRecorder:
         nodes = _nodes_since(first, ends)
         if nodes:
             for node in ends.intersection(nodes):
-                node.register_prehook(self._marking(Mark("backward", call)))
-            last = min(nodes, key=lambda node: node._sequence_nr())
-            last.register_hook(self._marking(Mark("backward ended", call)))
+                node.register_prehook(lambda *gradients: self._mark(Mark("backward", call)))
+            last = min(nodes, key=sequence_number)
+            last.register_hook(lambda *gradients: self._mark(Mark("backward ended", call)))
         return outputs
 
     def _mark(self, mark: Mark) -> None:
         if self._meter is not None:
             self._meter.mark(mark)
 
-    def _marking(self, mark: Mark) -> Callable[..., None]:
-        def hook(*gradients: Any) -> None:
-            self._mark(mark)
-
-        return hook
-
 
 def _next_sequence_number() -> int:
     """The number that the next node of the graph will have, or one below it."""
-    node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
-    return int(node._sequence_nr())
+    return sequence_number(torch.empty(0, requires_grad=True).view(0).grad_fn)
 
 
 def _nodes_since(first: int, ends: Iterable[Node]) -> set[Node]:
     found: set[Node] = set()
     waiting = list(ends)
     while waiting:
-        node: Any = waiting.pop()
-        if node in found or hasattr(node, "variable") or node._sequence_nr() < first:
+        node = waiting.pop()
+        if node in found or hasattr(node, "variable") or sequence_number(node) < first:
             continue
         found.add(node)
         waiting += [following for following, _ in node.next_functions if following is not None]
     return found
 
 
-@dataclass
-class CallPeaks:
-    """The most that was allocated while a call of a block ran, in bytes; None where it did not run."""
-
-    forward: int | None = None
-    backward: int | None = None
-    held_at_forward: frozenset[Call] = frozenset()
-    held_at_backward: frozenset[Call] = frozenset()
-
-
-@dataclass
-class Timeline:
-    """What a metered step showed.
+class OptimizerWatch:
+    """Remembers which of a model's optimizers have stepped, until :meth:`stop`.
 
     Attributes:
-        calls: The calls of blocks, in the order of their forward passes.
-        peaks: The most that was allocated during each.
-        outside: The most that was allocated outside all blocks, by the calls that were between forward and backward.
-        start_bytes: Allocated when the step began.
-        peak_bytes: The most that was allocated at any time.
+        seen: Those that have stepped so far.
+        has_stepped: Whether one has since this was last set to False.
     """
 
-    calls: list[Call]
-    start_bytes: int
-    peak_bytes: int
-    peaks: dict[Call, CallPeaks] = field(default_factory=dict)
-    outside: dict[frozenset[Call], int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.seen: list[Optimizer] = []
+        self.has_stepped = False
+        self._hooks: list[RemovableHandle] = []
 
-    @classmethod
-    def of(cls, calls: list[Call], intervals: list[Interval]) -> Timeline:
-        timeline = cls(list(calls), intervals[0].level_bytes, max(i.peak_bytes for i in intervals))
-        timeline.peaks = {call: CallPeaks() for call in calls}
-        held: set[Call] = set()
-        forward: Call | None = None
-        backward: set[Call] = set()
-        for interval in intervals:
-            mark = interval.mark
-            if isinstance(mark, Mark) and mark.call in timeline.peaks:
-                if mark.event == "forward":
-                    forward = mark.call
-                elif mark.event == "forward ended":
-                    forward = None
-                    held.add(mark.call)
-                elif mark.event == "backward":
-                    backward.add(mark.call)
-                else:
-                    backward.discard(mark.call)
-                    held.discard(mark.call)
-            timeline._count(interval.peak_bytes, forward, backward, frozenset(held))
-        return timeline
+    def watch(self, optimizer: Optimizer) -> None:
+        """Looks whenever ``optimizer`` steps from now on."""
+        self._hooks.append(optimizer.register_step_post_hook(self._see))
 
-    def _count(self, peak: int, forward: Call | None, backward: set[Call], held: frozenset[Call]) -> None:
-        if forward is not None:
-            peaks = self.peaks[forward]
-            if peaks.forward is None or peak > peaks.forward:
-                peaks.forward, peaks.held_at_forward = peak, held
-        for call in backward:
-            peaks = self.peaks[call]
-            if peaks.backward is None or peak > peaks.backward:
-                peaks.backward, peaks.held_at_backward = peak, held - {call}
-        if forward is None and not backward:
-            self.outside[held] = max(peak, self.outside.get(held, 0))
+    def _see(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.has_stepped = True
+        if not any(known is optimizer for known in self.seen):
+            self.seen.append(optimizer)
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

@@ -1,4 +1,4 @@
-"""Integer words and the bits that say which of them matter: numpy's loops on a CPU, torch's kernels elsewhere.
+"""Integer words and the bits that say which of them matter: NumPy's loops on a CPU, torch's kernels elsewhere.
 
 A word is the bit pattern of one element, read as a signed integer of its size. Bits lie eight to a byte, the first
 element's in the highest place. Everything runs in pieces, for temporaries that fit the cache on a CPU and stay small
@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 Test = Callable[[Any], Any]
-"""Words → booleans, elementwise, written with operators that numpy arrays and tensors share."""
-
-# Multiples of 8: a piece ends where a byte of bits ends.
-_HOST_PIECE = 1 << 17
-_DEVICE_PIECE = 1 << 24
+"""Words → booleans, elementwise, written with operators that NumPy arrays and tensors share."""
 
 # Eight bytes of 0 or 1, read as one integer, times this: their bits side by side in the highest byte, the first byte's
 # highest. No two of the 64 partial products meet, so that nothing is carried.
@@ -30,28 +26,19 @@ _SPREAD, _PICK = 0x0101010101010101, 0x0102040810204080
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The words that are not zero, and where they stood.
+    """The words that are not zero, and where they stood."""
 
-    Attributes:
-        bits: (ceil(N / 8),) uint8, set where the word is not zero.
-        values: The other words, in their order.
-        counts: How many of the values each piece of the words has.
-    """
-
-    bits: Tensor
-    values: Tensor
-    counts: tuple[int, ...]
+    bits: Tensor  # (ceil(N / 8),) uint8, set where the word is not zero
+    values: Tensor  # the other words, in their order
+    counts: tuple[int, ...]  # how many of the values each piece of the words has
 
 
 def mask_bits(words: Tensor, test: Test) -> Tensor:
     """The bits of ``test(words)``: (N,) words → (ceil(N / 8),) uint8."""
-    bits = torch.empty((words.numel() + 7) // 8, dtype=torch.uint8, device=words.device)
-    if words.is_cpu:
-        array, packed = words.numpy(), bits.numpy()
-        for piece, place in _pieces(array.size, _HOST_PIECE):
-            packed[place] = np.packbits(test(array[piece]))
-    else:
-        _device_mask_bits(words, test, bits)
+    library, bits = _library(words), _empty_bits(words)
+    array, packed = library.open(words), library.open(bits)
+    for piece, place in library.pieces(words):
+        packed[place] = library.to_bits(test(array[piece]))
     return bits
 
 
@@ -60,120 +47,134 @@ def split_words(words: Tensor, max_values: int) -> Split | None:
 
     On a GPU this waits for the device once, to learn how much memory the values need.
     """
-    return _host_split(words, max_values) if words.is_cpu else _device_split(words, max_values)
+    library, bits = _library(words), _empty_bits(words)
+    array, packed = library.open(words), library.open(bits)
+    found = []
+    for piece, place in library.pieces(words):
+        mask = array[piece] != 0
+        packed[place] = library.to_bits(mask)
+        found.append(library.count(mask))
+    counts = library.numbers(found)  # the one place that waits for the device
+    if sum(counts) > max_values:
+        return None
+    values = torch.empty(sum(counts), dtype=words.dtype, device=words.device)
+    kept, start = library.open(values), 0
+    for (piece, _), count in zip(library.pieces(words), counts, strict=True):
+        library.take_nonzeros(array[piece], kept[start : start + count])
+        start += count
+    return Split(bits, values, tuple(counts))
 
 
 def fill_words(out: Tensor, bits: Tensor, word: int) -> None:
     """Sets every word of ``out`` (N,): to ``word`` where its bit is set, else to zero."""
-    if out.is_cpu:
-        array, packed = out.numpy(), bits.numpy()
-        for piece, place in _pieces(array.size, _HOST_PIECE):
-            part = array[piece]
-            np.multiply(np.unpackbits(packed[place], count=part.size).view(np.int8), array.dtype.type(word), out=part)
-    else:
-        _device_fill(out, bits, word)
+    library = _library(out)
+    array, packed = library.open(out), library.open(bits)
+    for piece, place in library.pieces(out):
+        library.fill(array[piece], packed[place], word)
 
 
 def join_words(out: Tensor, split: Split) -> None:
     """Sets every word of ``out`` (N,) to what it was when it was split."""
-    (_host_join if out.is_cpu else _device_join)(out, split)
-
-
-def _pieces(size: int, piece: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of the words, each with the slice of its bits."""
-    for start in range(0, size, piece):
-        stop = min(start + piece, size)
-        yield slice(start, stop), slice(start // 8, (stop + 7) // 8)
-
-
-# -- numpy -----------------------------------------------------------------------------------------------------------
-
-
-def _host_split(words: Tensor, max_values: int) -> Split | None:
-    bits = torch.empty((words.numel() + 7) // 8, dtype=torch.uint8, device=words.device)
-    array, packed = words.numpy(), bits.numpy()
-    counts = []
-    for piece, place in _pieces(array.size, _HOST_PIECE):
-        mask = array[piece] != 0
-        packed[place] = np.packbits(mask)
-        counts.append(int(np.count_nonzero(mask)))
-    if sum(counts) > max_values:
-        return None
-    values = torch.empty(sum(counts), dtype=words.dtype, device=words.device)
-    kept, start = values.numpy(), 0
-    for (piece, _), count in zip(_pieces(array.size, _HOST_PIECE), counts, strict=True):
-        part = array[piece]
-        # Comparing once more is a tenth of this loop. compress() is three to six times as fast as part[mask].
-        np.compress(part != 0, part, out=kept[start : start + count])
-        start += count
-    return Split(bits, values, tuple(counts))
-
-
-def _host_join(out: Tensor, split: Split) -> None:
-    array, packed, kept = out.numpy(), split.bits.numpy(), split.values.numpy()
+    library = _library(out)
+    array, packed, values = library.open(out), library.open(split.bits), library.open(split.values)
     start = 0
-    for (piece, place), count in zip(_pieces(array.size, _HOST_PIECE), split.counts, strict=True):
-        part = array[piece]
+    for (piece, place), count in zip(library.pieces(out), split.counts, strict=True):
+        library.put_nonzeros(array[piece], packed[place], values[start : start + count])
+        start += count
+
+
+def _empty_bits(words: Tensor) -> Tensor:
+    return torch.empty((words.numel() + 7) // 8, dtype=torch.uint8, device=words.device)
+
+
+def _library(words: Tensor) -> type[_NumPy] | type[_Torch]:
+    return _NumPy if words.is_cpu else _Torch
+
+
+class _Torch:
+    """What is done with a piece, by torch's kernels."""
+
+    piece = 1 << 24  # words; a multiple of 8, so that it ends where a byte of bits ends
+
+    @classmethod
+    def pieces(cls, words: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Slices of the words, each with the slice of its bits."""
+        for start in range(0, words.numel(), cls.piece):
+            stop = min(start + cls.piece, words.numel())
+            yield slice(start, stop), slice(start // 8, (stop + 7) // 8)
+
+    @staticmethod
+    def open(tensor: Tensor) -> Any:
+        return tensor
+
+    @staticmethod
+    def count(mask: Tensor) -> Any:
+        return torch.count_nonzero(mask)
+
+    @staticmethod
+    def numbers(counts: list[Any]) -> list[int]:
+        return torch.stack(counts).tolist() if counts else []
+
+    @staticmethod
+    def to_bits(mask: Tensor) -> Tensor:
+        ragged = -mask.numel() % 8
+        if ragged:
+            mask = torch.cat([mask, mask.new_zeros(ragged)])
+        return mask.view(torch.int64).mul(_GATHER).view(torch.uint8).view(-1, 8)[:, 7]
+
+    @staticmethod
+    def to_mask(bits: Tensor, size: int) -> Tensor:
+        spread = bits.to(torch.int64).mul_(_SPREAD).bitwise_and_(_PICK)
+        return spread.view(torch.uint8)[:size] != 0
+
+    @staticmethod
+    def fill(part: Tensor, bits: Tensor, word: int) -> None:
+        torch.mul(_Torch.to_mask(bits, part.numel()), word, out=part)
+
+    @staticmethod
+    def take_nonzeros(part: Tensor, out: Tensor) -> None:
+        # With their number known, nothing has to be asked of the device.
+        torch.index_select(part, 0, torch.nonzero_static(part, size=len(out)).view(-1), out=out)
+
+    @staticmethod
+    def put_nonzeros(part: Tensor, bits: Tensor, values: Tensor) -> None:
+        mask = _Torch.to_mask(bits, part.numel())
+        part.zero_().index_copy_(0, torch.nonzero_static(mask, size=len(values)).view(-1), values)
+
+
+class _NumPy(_Torch):
+    """The same by NumPy's loops."""
+
+    piece = 1 << 17
+
+    @staticmethod
+    def open(tensor: Tensor) -> Any:
+        return tensor.numpy()
+
+    @staticmethod
+    def count(mask: Any) -> Any:
+        return np.count_nonzero(mask)
+
+    @staticmethod
+    def numbers(counts: list[Any]) -> list[int]:
+        return counts
+
+    @staticmethod
+    def to_bits(mask: Any) -> Any:
+        return np.packbits(mask)
+
+    @staticmethod
+    def fill(part: Any, bits: Any, word: int) -> None:
+        np.multiply(np.unpackbits(bits, count=part.size).view(np.int8), part.dtype.type(word), out=part)
+
+    @staticmethod
+    def take_nonzeros(part: Any, out: Any) -> None:
+        # Comparing once more is a tenth of this. compress() is three to six times as fast as part[mask].
+        np.compress(part != 0, part, out=out)
+
+    @staticmethod
+    def put_nonzeros(part: Any, bits: Any, values: Any) -> None:
         part.fill(0)
-        mask = np.unpackbits(packed[place], count=part.size).view(np.bool_)
+        mask = np.unpackbits(bits, count=part.size).view(np.bool_)
         # Positions rather than the mask itself, whose branches cost five times as much at half density.
-        part[np.flatnonzero(mask)] = kept[start : start + count]
-        start += count
-
-
-# -- torch -----------------------------------------------------------------------------------------------------------
-
-
-def _device_mask_bits(words: Tensor, test: Test, bits: Tensor) -> None:
-    for piece, place in _pieces(words.numel(), _DEVICE_PIECE):
-        bits[place] = _to_bits(test(words[piece]))
-
-
-def _device_split(words: Tensor, max_values: int) -> Split | None:
-    bits = torch.empty((words.numel() + 7) // 8, dtype=torch.uint8, device=words.device)
-    masks = []
-    for piece, place in _pieces(words.numel(), _DEVICE_PIECE):
-        masks.append(words[piece] != 0)
-        bits[place] = _to_bits(masks[-1])
-    # The one place that waits for the device: the counts of all pieces at once.
-    counts = torch.stack([mask.sum() for mask in masks]).tolist() if masks else []
-    if sum(counts) > max_values:
-        return None
-    values = torch.empty(sum(counts), dtype=words.dtype, device=words.device)
-    start = 0
-    for (piece, _), mask, count in zip(_pieces(words.numel(), _DEVICE_PIECE), masks, counts, strict=True):
-        torch.index_select(words[piece], 0, _positions(mask, count), out=values[start : start + count])
-        start += count
-    return Split(bits, values, tuple(counts))
-
-
-def _device_fill(out: Tensor, bits: Tensor, word: int) -> None:
-    for piece, place in _pieces(out.numel(), _DEVICE_PIECE):
-        part = out[piece]
-        torch.mul(_from_bits(bits[place], part.numel()), word, out=part)
-
-
-def _device_join(out: Tensor, split: Split) -> None:
-    out.zero_()
-    start = 0
-    for (piece, place), count in zip(_pieces(out.numel(), _DEVICE_PIECE), split.counts, strict=True):
-        mask = _from_bits(split.bits[place], len(out[piece]))
-        out[piece].index_copy_(0, _positions(mask, count), split.values[start : start + count])
-        start += count
-
-
-def _positions(mask: Tensor, count: int) -> Tensor:
-    """Where the mask is set. With the count known, nothing has to be asked of the device."""
-    return torch.nonzero_static(mask, size=count).view(-1)
-
-
-def _to_bits(mask: Tensor) -> Tensor:
-    ragged = -mask.numel() % 8
-    if ragged:
-        mask = torch.cat([mask, mask.new_zeros(ragged)])
-    return mask.view(torch.int64).mul(_GATHER).view(torch.uint8).view(-1, 8)[:, 7]
-
-
-def _from_bits(bits: Tensor, size: int) -> Tensor:
-    spread = bits.to(torch.int64).mul_(_SPREAD).bitwise_and_(_PICK)
-    return spread.view(torch.uint8)[:size] != 0
+        part[np.flatnonzero(mask)] = values

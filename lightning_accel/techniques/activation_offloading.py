@@ -17,7 +17,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
 from lightning_accel.core.checks import check_choice, switch
 from lightning_accel.core.host import Host
-from lightning_accel.memory.offload import Offloader
+from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.saved import saving
 from lightning_accel.techniques.base import Surroundings, Technique
 from lightning_accel.techniques.registry import register
@@ -60,6 +60,13 @@ class OffloadingPlan:
         """Whether it is asked for, memory budget or not."""
         return self.to in ("host", "disk")
 
+    def on(self, device_type: str) -> Offloading | None:
+        """Where what a device saves may be offloaded to; None: nowhere. ``"auto"`` is the host's memory on a GPU."""
+        to = ("host" if device_type == "cuda" else "off") if self.to == "auto" else self.to
+        if to == "off":
+            return None
+        return Offloading(to, int(parse_bytes("activation_offloading.min_bytes", self.min_bytes)), self.folder)
+
 
 @register(
     "activation_offloading",
@@ -82,13 +89,9 @@ class ActivationOffloading(Technique):
     acts_without_sites: ClassVar[bool] = True
 
     def __init__(self, plan: OffloadingPlan, model: nn.Module, device: torch.device) -> None:
-        assert plan.to in ("host", "disk")
-        self.offloader = Offloader(
-            device,
-            plan.to,
-            min_bytes=int(parse_bytes("activation_offloading.min_bytes", plan.min_bytes)),
-            folder=plan.folder,
-        )
+        offloading = plan.on(device.type)
+        assert offloading is not None
+        self.offloader = Offloader(device, offloading)
         self._plan = plan
         self._model = model
         self._search = DepthSearch(device)

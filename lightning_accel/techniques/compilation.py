@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from typing_extensions import Self, override
 
 from lightning_accel.core.blocks import find_blocks
-from lightning_accel.core.compiled import compile_call, is_compiled, is_gathered_by_hooks, undo_compile
+from lightning_accel.core.compiled import compile_call, eager_call, is_compiled, is_gathered_by_hooks, undo_compile
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
@@ -209,7 +209,7 @@ class Compilation(Technique):
             # Off, the block would be compiled a second time; with the same random numbers on both sides it can stay on.
             dropout="on" if patch.eager_random else "off in modules",
         )
-        eager, compiled = Contender(_eager_call(block)), Contender(_call(block), state=lambda: _applied(patch))
+        eager, compiled = Contender(eager_call(block)), Contender(_call(block), state=lambda: _applied(patch))
         found = trial.numbers(eager, compiled)
         if found.failure:
             return Verdict(keep=False, reason=found.failure)
@@ -223,11 +223,6 @@ class Compilation(Technique):
         before, after = found.original_ms, found.candidate_ms
         speed = f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms)"
         return Verdict(keep=after * NOT_SLOWER < before, reason=speed)
-
-
-def _eager_call(block: nn.Module) -> Callable[..., Any]:
-    # Within the block's own call its parameters are gathered already; another call would give them back.
-    return block.forward if is_gathered_by_hooks(block) else block._call_impl
 
 
 def _call(block: nn.Module) -> Callable[..., Any]:

@@ -105,7 +105,7 @@ def test_pages_that_are_let_go_are_not_resident_and_not_lost() -> None:
     resident = psutil.Process().memory_info().rss
     region.bytes.fill_(7)
     written = psutil.Process().memory_info().rss - resident
-    region.let_go()
+    file.let_go(region)
     left = psutil.Process().memory_info().rss - resident
     assert written > 90 * MIB
     assert left < 10 * MIB
@@ -118,7 +118,7 @@ def test_letting_a_region_go_leaves_its_neighbours_as_they_are() -> None:
     regions = [file.take(size) for size in (5, 5000, 50_000)]
     for number, region in enumerate(regions):
         region.bytes.fill_(number)
-        region.let_go()
+        file.let_go(region)
     assert all(bool((region.bytes == number).all()) for number, region in enumerate(regions))
     file.close()
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.memory.costs import WAYS, BlockCosts, Way, kind_of, measure_block
+from lightning_accel.memory.costs import POLICIES, BlockCosts, Policy, kind_of, measure_block
 from lightning_accel.memory.meter import meter_for
-from lightning_accel.memory.offload import Offloader
+from lightning_accel.memory.offload import Offloader, Offloading
 
 pytestmark = pytest.mark.numbers
 
@@ -33,19 +33,20 @@ class Block(nn.Module):
 
 @pytest.fixture
 def offloader() -> Iterator[Offloader]:
-    made = Offloader(torch.device("cpu"), "disk", min_bytes=1024)
+    made = Offloader(torch.device("cpu"), Offloading("disk", min_bytes=1024))
     yield made
     made.close()
 
 
-def measured(block: nn.Module, x: Tensor, ways: tuple[Way, ...] = WAYS, **options: Offloader) -> BlockCosts:
-    return measure_block(block, type(block).forward, (x,), {}, meter_for(torch.device("cpu")), ways=ways, **options)
+def measured(block: nn.Module, x: Tensor, policies: tuple[Policy, ...] = POLICIES, **options: Offloader) -> BlockCosts:
+    meter = meter_for(torch.device("cpu"))
+    return measure_block(block, type(block).forward, (x,), {}, meter, policies=policies, **options)
 
 
-def test_what_is_kept_is_counted_in_every_way(offloader: Offloader) -> None:
+def test_what_is_kept_is_counted_by_every_policy(offloader: Offloader) -> None:
     torch.manual_seed(0)
-    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), offloader=offloader).ways
-    kept = {way: cost.kept_bytes / UNIT for way, cost in costs.items()}
+    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), offloader=offloader).by_policy
+    kept = {policy: cost.kept_bytes / UNIT for policy, cost in costs.items()}
     # The norm's result, four of up's, four of gelu's, and dropout's noise.
     assert kept["keep"] == pytest.approx(10, abs=0.2)
     assert kept["full"] == pytest.approx(0, abs=0.7)  # a state of the random generator
@@ -54,19 +55,19 @@ def test_what_is_kept_is_counted_in_every_way(offloader: Offloader) -> None:
 
 
 def test_arguments_are_counted_apart(offloader: Offloader) -> None:
-    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), offloader=offloader).ways
-    held = {way: cost.argument_bytes for way, cost in costs.items()}
+    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), offloader=offloader).by_policy
+    held = {policy: cost.argument_bytes for policy, cost in costs.items()}
     assert held == {"keep": UNIT, "selective": UNIT, "full": UNIT, "offload": 0, "full+offload": 0}
 
 
 def test_what_recomputes_needs_its_activations_again_in_the_backward_pass() -> None:
-    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep", "full")).ways
+    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep", "full")).by_policy
     assert costs["full"].backward_bytes >= costs["keep"].backward_bytes + 9 * UNIT
     assert costs["keep"].forward_bytes >= costs["keep"].kept_bytes
 
 
 def test_nothing_is_faster_than_keeping_everything() -> None:
-    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep", "selective", "full")).ways
+    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep", "selective", "full")).by_policy
     assert all(cost.ms >= costs["keep"].ms > 0 for cost in costs.values())
 
 
@@ -87,7 +88,7 @@ def test_measuring_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in block.parameters())
 
 
-def test_a_way_that_fails_is_left_out() -> None:
+def test_a_policy_that_fails_is_left_out() -> None:
     class Stubborn(Block):
         def forward(self, x: Tensor) -> Tensor:
             if torch._C._current_graph_task_id() != -1:
@@ -95,7 +96,7 @@ def test_a_way_that_fails_is_left_out() -> None:
             return super().forward(x)
 
     costs = measured(Stubborn(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep", "full"))
-    assert list(costs.ways) == ["keep"]
+    assert list(costs.by_policy) == ["keep"]
 
 
 def test_equal_blocks_with_equal_arguments_are_of_one_kind() -> None:
@@ -107,6 +108,12 @@ def test_equal_blocks_with_equal_arguments_are_of_one_kind() -> None:
 
 def test_a_larger_call_costs_more() -> None:
     costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep",))
-    twice = costs.for_elements(2 * costs.argument_elements)
-    assert twice.ways["keep"].kept_bytes == 2 * costs.ways["keep"].kept_bytes
-    assert twice.argument_elements == 2 * costs.argument_elements
+    twice = costs.of_call(2 * costs.argument_elements, shared_bytes=2 * UNIT)
+    assert twice["keep"].kept_bytes == 2 * costs.by_policy["keep"].kept_bytes
+    assert twice["keep"].forward_bytes == 2 * costs.by_policy["keep"].forward_bytes
+
+
+def test_an_argument_counts_as_kept_where_no_other_call_holds_it() -> None:
+    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep",))
+    alone, shared = (costs.of_call(costs.argument_elements, shared_bytes)["keep"] for shared_bytes in (0, UNIT))
+    assert alone.kept_bytes == shared.kept_bytes + UNIT

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.memory.buffers import OffloadingError
-from lightning_accel.memory.offload import Offloader
+from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.saved import saving
 from support.memory.limits import limited, resource
 from support.memory.offloaders import CPU, NO_MODEL, PLACES, Make, copying_threads, make, one_core, wave
@@ -80,7 +80,7 @@ def test_nothing_grows_in_sixty_steps(to: str, make: Make) -> None:
             loss.backward()
         del loss
         stats = offloader.stats
-        known = len(offloader._known) + len(offloader._order) + len(offloader._live)
+        known = len(offloader._known) + len(offloader._live)
         return stats.live_bytes, stats.total_bytes, known, process.num_fds() + process.num_threads()
 
     before = steps(5)
@@ -124,7 +124,7 @@ def test_nothing_is_made_before_it_is_needed(make: Make) -> None:
 
 
 def test_a_forgotten_offloader_takes_its_thread_with_it(tmp_path: Path) -> None:
-    offloader = Offloader(CPU, "disk", min_bytes=1, folder=str(tmp_path))
+    offloader = Offloader(CPU, Offloading("disk", min_bytes=1, folder=str(tmp_path)))
     offloader.pack(torch.ones(1000))
     threads = copying_threads()
     del offloader

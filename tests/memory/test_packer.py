@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accel.memory.packer import Packer
-from lightning_accel.memory.packing_budget import ALIVE, DENSE, STRANGE, TRIALS
+from lightning_accel.memory.packer import ALIVE, STRANGE, Packer
+from lightning_accel.memory.packing_budget import DENSE, TRIALS
 from support.packing_steps import BITS, BYTES, SIZE, Allocations, held_bytes, patient, sparse, step
 
 pytestmark = pytest.mark.numbers

@@ -144,23 +144,24 @@ def test_unpacking_twice_gives_two_tensors() -> None:
 
 @pytest.mark.parametrize("piece", [8, 64, 1 << 24])
 def test_the_torch_operators_pack_as_numpy_does(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words_module, "_DEVICE_PIECE", piece)
+    monkeypatch.setattr(words_module._Torch, "piece", piece)
     for shape, dtype, density in itertools.product(([0], [1], [8], [3, 67]), WORDS.values(), (0.0, 0.3, 1.0)):
         words = dense(shape, dtype, density, seed=1).flatten()
-        expected = words_module._host_split(words, 1000)
-        found = words_module._device_split(words, 1000)
+        expected = words_module.split_words(words, 1000)
         assert expected is not None
-        assert found is not None
-        assert torch.equal(found.bits, expected.bits)
-        assert torch.equal(found.values, expected.values)
-        joined, bits = torch.full_like(words, 77), torch.full_like(expected.bits, 77)
-        words_module._device_join(joined, found)
-        assert torch.equal(joined, words)
-        words_module._device_mask_bits(words, lambda words: words != 0, bits)
-        assert torch.equal(bits, expected.bits)
-        words_module._device_fill(joined, bits, -5)
-        assert torch.equal(joined, torch.where(words != 0, -5, 0).to(dtype))
-        assert words_module._device_split(words, int((words != 0).sum()) - 1) is None
+        with monkeypatch.context() as on_gpu:
+            on_gpu.setattr(words_module, "_library", lambda words: words_module._Torch)
+            found = words_module.split_words(words, 1000)
+            assert found is not None
+            assert torch.equal(found.bits, expected.bits)
+            assert torch.equal(found.values, expected.values)
+            joined = torch.full_like(words, 77)
+            words_module.join_words(joined, found)
+            assert torch.equal(joined, words)
+            assert torch.equal(words_module.mask_bits(words, lambda words: words != 0), expected.bits)
+            words_module.fill_words(joined, expected.bits, -5)
+            assert torch.equal(joined, torch.where(words != 0, -5, 0).to(dtype))
+            assert words_module.split_words(words, int((words != 0).sum()) - 1) is None
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.memory.pieces import pieces_of
+from lightning_accel.memory.recompute import pieces_of
 
 pytestmark = pytest.mark.numbers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accel.memory.saved import ByStorage, OwnTensors, saving, shares_counter, sparing, unique_bytes
+from lightning_accel.core.tree import storage_of, unique_bytes
+from lightning_accel.memory.saved import OwnTensors, saving, shares_counter, sparing
 
 pytestmark = pytest.mark.numbers
 
@@ -117,14 +119,13 @@ def test_a_tensor_changed_in_place_after_it_was_saved_is_an_error_as_without_sav
 
 
 def test_a_graph_and_what_it_saved_do_not_keep_each_other_alive() -> None:
-    kept: ByStorage[int] = ByStorage()
     with saving(Halving(takes=False), nn.Identity()):
         y = torch.randn(3, requires_grad=True).exp().relu()
-        kept.set(y, 1)
+        storage = weakref.ref(y.untyped_storage())
     gc.disable()
     try:
         del y
-        assert len(kept) == 0
+        assert storage() is None
     finally:
         gc.enable()
 
@@ -175,17 +176,27 @@ def test_compiled_parts_are_caught_too(fresh_dynamo: None) -> None:
     assert saver.offered
 
 
-def test_values_by_storage_are_forgotten_with_it() -> None:
-    values: ByStorage[str] = ByStorage()
+def test_a_storage_is_one_object_for_all_its_tensors_and_dies_with_them() -> None:
+    """What is noted by storage rests on it: who holds what, what was packed already."""
+    noted: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
     tensor = torch.randn(4)
-    values.set(tensor, "kept")
-    assert values.get(tensor[2:]) == "kept"
-    assert values.get(torch.randn(4)) is None
+    noted[tensor.untyped_storage()] = "kept"
+    assert noted.get(tensor[2:].untyped_storage()) == "kept"
+    assert torch.randn(4).untyped_storage() not in noted
     view = tensor.view(2, 2)
     del tensor
-    assert values.get(view) == "kept"
+    assert noted.get(view.untyped_storage()) == "kept"
     del view
-    assert len(values) == 0
+    assert len(noted) == 0
+
+
+def test_what_has_no_storage_has_none() -> None:
+    sparse, lazy = torch.eye(3).to_sparse(), nn.LazyLinear(3).weight
+    assert storage_of(sparse) is None
+    assert storage_of(lazy) is None
+    found = []
+    torch.func.vmap(lambda x: found.append(storage_of(x)) or x)(torch.ones(2, 3))  # type: ignore[func-returns-value]
+    assert found == [None]
 
 
 def test_bytes_are_counted_once_a_storage() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_accel.core.host import Host
 from lightning_accel.engine import AccelWarning
-from lightning_accel.techniques.activation_offloading import OffloadingPlan
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing, MemoryBudget
 from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
 from support.techniques.gradient_checkpointing_cases import (
@@ -169,8 +168,7 @@ def test_on_an_apple_gpu_blocks_that_draw_random_numbers_are_left_alone(dropping
 )
 def test_where_it_saves_nothing_it_says_why_and_what_does(host: Host, full: str | None, budget: str | None) -> None:
     reason = GradientCheckpointing("full").unavailable(host)
-    in_budget = MemoryBudgetPlan(budget="1GiB")
-    budget_reason = MemoryBudget(in_budget, OffloadingPlan(to="off"), torch.device("cpu")).unavailable(host)
+    budget_reason = MemoryBudget(MemoryBudgetPlan(budget="1GiB"), None, torch.device("cpu")).unavailable(host)
     for found, mend in ((reason, full), (budget_reason, budget)):
         assert found is None if mend is None else mend in (found or "")
 

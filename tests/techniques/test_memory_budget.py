@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import AccelWarning, Plan, accelerate
-from lightning_accel.memory.memory_plan import FixedMemory
+from lightning_accel.memory.schedule import FixedMemory
 from support.techniques.memory_budget_cases import PLAIN, SETTLED, Block, Loop, Stack, budget, handles_are_undone, plain
 
 pytestmark = pytest.mark.numbers
@@ -31,7 +31,7 @@ def test_less_memory_is_more_recomputation(plain: tuple[int, int]) -> None:
     for share in (1.1, 0.8, 0.6, 0.4):
         loop = Loop(Stack(), budget(plain, share))
         loop.run(SETTLED)
-        recomputed.append(sum(way != "keep" for way in loop.plan.ways.values()))
+        recomputed.append(sum(way != "keep" for way in loop.plan.policies.values()))
     assert recomputed[0] == 0
     assert recomputed == sorted(recomputed)
     assert recomputed[-1] > recomputed[1] > 0
@@ -58,7 +58,7 @@ def test_what_is_predicted_is_what_is_measured(plain: tuple[int, int]) -> None:
 def test_a_roomy_budget_changes_nothing() -> None:
     loop = Loop(Stack(), "1GiB")
     loop.run(SETTLED)
-    assert set(loop.plan.ways.values()) == {"keep"}
+    assert set(loop.plan.policies.values()) == {"keep"}
     assert loop.handle.report.applied("gradient_checkpointing") == []
     assert "6 keep" in loop.handle.report.of("gradient_checkpointing").status
 
@@ -83,7 +83,7 @@ def test_a_fraction_is_one_of_the_device() -> None:
     loop = Loop(Stack(), 0.9)
     loop.run(SETTLED)
     assert loop.plan.budget_bytes > 2**27
-    assert set(loop.plan.ways.values()) == {"keep"}
+    assert set(loop.plan.policies.values()) == {"keep"}
 
 
 # -- batches of other sizes ------------------------------------------------------------------------------------------
@@ -92,10 +92,10 @@ def test_a_fraction_is_one_of_the_device() -> None:
 def test_a_larger_batch_makes_a_new_plan_that_fits_it(plain: tuple[int, int]) -> None:
     loop = Loop(Stack(), budget(plain, 0.95), rows=128)
     loop.run(SETTLED)
-    assert set(loop.plan.ways.values()) == {"keep"}
+    assert set(loop.plan.policies.values()) == {"keep"}
     loop.rows = 256
     loop.run(2)
-    assert "full" in loop.plan.ways.values() or "selective" in loop.plan.ways.values()
+    assert "full" in loop.plan.policies.values() or "selective" in loop.plan.policies.values()
     assert loop.peak_bytes() <= budget(plain, 0.95)
 
 
@@ -117,7 +117,7 @@ def test_batches_that_grow_bit_by_bit_do_not_make_a_plan_each(plain: tuple[int, 
         plans[id(loop.plan)] = loop.plan
     planned = {plan.budget_bytes for plan in plans.values()}
     assert planned == {budget(plain, 0.8)}
-    assert len({frozenset(plan.ways.items()) for plan in plans.values()}) <= 6
+    assert len({frozenset(plan.policies.items()) for plan in plans.values()}) <= 6
 
 
 def test_a_batch_that_cannot_fit_is_said_and_runs_as_lean_as_it_can(plain: tuple[int, int]) -> None:
@@ -126,7 +126,7 @@ def test_a_batch_that_cannot_fit_is_said_and_runs_as_lean_as_it_can(plain: tuple
     loop.step(2048)
     with pytest.warns(AccelWarning, match="may not fit"):
         loop.step(2048)
-    assert set(loop.plan.ways.values()) == {"full"}
+    assert set(loop.plan.policies.values()) == {"full"}
 
 
 def test_attention_by_hand_is_planned_by_the_square_of_its_length() -> None:
@@ -148,10 +148,10 @@ def test_attention_by_hand_is_planned_by_the_square_of_its_length() -> None:
 
     loop = Loop(Model(), "12MiB", rows=64)
     loop.run(SETTLED)
-    assert set(loop.plan.ways.values()) == {"keep"}
+    assert set(loop.plan.policies.values()) == {"keep"}
     loop.rows = 512
     loop.run(3)
-    assert set(loop.plan.ways.values()) > {"keep"}
+    assert set(loop.plan.policies.values()) > {"keep"}
     assert loop.peak_bytes() <= loop.plan.predicted_peak_bytes <= 12 * 2**20
 
 
@@ -246,7 +246,7 @@ def test_on_a_gpu_blocks_may_offload_without_being_asked() -> None:
     loop = GpuLoop(memory_budget=0.9)
     for _ in range(SETTLED):
         loop.step()
-    planner = loop.handle.memory_plan
+    planner = loop.handle.memory_schedule
     assert planner is not None
     assert planner.budget_bytes == int(0.9 * torch.cuda.get_device_properties(0).total_memory)
     assert set(planner.ways.values()) == {"keep"}
@@ -264,6 +264,6 @@ def test_on_a_gpu_no_block_offloads_where_that_is_off() -> None:
     loop = GpuLoop(memory_budget=asked, activation_offloading="off")
     for _ in range(SETTLED):
         loop.step()
-    assert loop.handle.memory_plan is not None
-    assert not {"offload", "full+offload"} & set(loop.handle.memory_plan.ways.values())
+    assert loop.handle.memory_schedule is not None
+    assert not {"offload", "full+offload"} & set(loop.handle.memory_schedule.policies.values())
     loop.handle.undo()

@@ -12,8 +12,8 @@ from torch.profiler import profile, schedule
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accel import AccelWarning, Plan, accelerate
-from lightning_accel.memory.memory_plan import FixedMemory
 from lightning_accel.memory.planner import MAX_WAITING_STEPS
+from lightning_accel.memory.schedule import FixedMemory
 from support.models import TASKS, Task
 from support.techniques.memory_budget_cases import (
     PLAIN,
@@ -169,7 +169,7 @@ def test_with_a_disk_smaller_budgets_fit(plain: tuple[int, int]) -> None:
     loop = Loop(model, budget(plain, 0.22), activation_offloading=disk)
     assert loop.run(2 * SETTLED) == Loop(twin).run(2 * SETTLED)
     assert loop.peak_bytes() <= budget(plain, 0.22)
-    assert loop.plan.offloads_rest or {"offload", "full+offload"} & set(loop.plan.ways.values())
+    assert loop.plan.offloads_rest or {"offload", "full+offload"} & set(loop.plan.policies.values())
     loop.handle.undo()
 
 
@@ -180,7 +180,7 @@ def test_beside_another_profiler_every_block_recomputes_and_a_warning_says_why()
     loop = Loop(Stack(), "1GiB")
     with profile(), pytest.warns(AccelWarning, match="another profiler is at work"):
         loop.run(MAX_WAITING_STEPS + 2)
-    assert loop.handle.memory_plan is None
+    assert loop.handle.memory_schedule is None
     assert "every block recomputes" in loop.handle.report.of("gradient_checkpointing").status
 
 
@@ -285,7 +285,7 @@ def test_deterministic_runs_plan_alike(plain: tuple[int, int], determinism_resto
     for _ in range(3):
         loop = Loop(Stack(), budget(plain, 0.6))
         loop.run(SETTLED)
-        found.append(loop.plan.ways)
+        found.append(loop.plan.policies)
     assert found[0] == found[1] == found[2]
 
 

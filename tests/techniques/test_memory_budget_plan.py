@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accel import OffloadingPlan, Plan, plan_memory
-from lightning_accel.memory.memory_plan import state_of
 from lightning_accel.memory.meter import meter_for
-from lightning_accel.memory.offload import offloader_for
+from lightning_accel.memory.schedule import state_of
 from lightning_accel.techniques.activation_offloading import OffloadingSetting
 from support.models import TinyTransformer
 from support.techniques.memory_budget_cases import (
@@ -45,8 +44,8 @@ def test_the_report_has_a_table_by_block(plain: tuple[int, int]) -> None:
     assert all(f"blocks.{index}" in text for index in (0, 5))
     assert "gelu" in text  # what made the saved bytes
     record = loop.handle.report.of("gradient_checkpointing")
-    assert set(record.changes) == {site for site, way in loop.plan.ways.items() if way != "keep"}
-    assert set(record.refusals) == {site for site, way in loop.plan.ways.items() if way == "keep"}
+    assert set(record.changes) == {site for site, way in loop.plan.policies.items() if way != "keep"}
+    assert set(record.refusals) == {site for site, way in loop.plan.policies.items() if way == "keep"}
 
 
 def test_fixed_memory_is_counted_by_what_it_is() -> None:
@@ -167,7 +166,4 @@ def test_blocks_offload_unless_it_is_forbidden_or_would_free_nothing(
 ) -> None:
     """Nothing is on the device yet: what the planner may choose from is known before."""
     plan = Plan(activation_offloading=setting, memory_budget="1GiB")
-    offloader = offloader_for(plan.of("activation_offloading"), torch.device(device))
-    assert (offloader is not None) == offloads
-    if offloader is not None:
-        offloader.close()
+    assert (plan.of("activation_offloading").on(device) is not None) == offloads

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch
-from lightning_accel.memory.costs import Way
-from lightning_accel.memory.memory_plan import FixedMemory, MemoryPlan
+from lightning_accel.memory.costs import Policy
 from lightning_accel.memory.meter import device_memory_bytes
-from lightning_accel.memory.offload import Offloader, offloader_for
+from lightning_accel.memory.offload import Offloading
 from lightning_accel.memory.planner import Planner, State
+from lightning_accel.memory.recompute import trained_patch
 from lightning_accel.memory.saved import saving
+from lightning_accel.memory.schedule import FixedMemory, MemorySchedule
 from lightning_accel.techniques.base import Refusal, Surroundings
 from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
 from lightning_accel.techniques.gradient_checkpointing.technique import GradientCheckpointing
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
 
-_DOES: dict[Way, str] = {
+_DOES: dict[Policy, str] = {
     "keep": "keeps its activations: they fit",
     "selective": "forward → checkpointed (selective)",
     "full": "forward → checkpointed (full)",
@@ -49,8 +52,7 @@ class MemoryBudget(GradientCheckpointing):
 
     Args:
         plan: The budget, and the blocks where they are named.
-        offloading: The settings of ``activation_offloading``: where blocks may offload to; ``"auto"``: on a GPU to the
-            host's memory, elsewhere not at all.
+        offloading: Where blocks may offload to; None: nowhere.
         device: Where the model computes, though it may not be there yet.
         verify: Whether each block's recomputation is compared with the original.
     """
@@ -62,12 +64,13 @@ class MemoryBudget(GradientCheckpointing):
     )
     acts_without_sites: ClassVar[bool] = True  # in a roomy budget every block stays as it is
 
-    def __init__(self, plan: MemoryBudgetPlan, offloading: Any, device: torch.device, *, verify: bool = True) -> None:
+    def __init__(
+        self, plan: MemoryBudgetPlan, offloading: Offloading | None, device: torch.device, *, verify: bool = True
+    ) -> None:
         super().__init__("selective", plan.blocks, verify=verify)
         self._plan = plan
         self._offloading = offloading
         self._device = device
-        self._offloader: Offloader | None = None
         self._model: nn.Module = nn.Identity()
         self._planner: Planner | None = None
         self._told: State | None = None
@@ -77,7 +80,7 @@ class MemoryBudget(GradientCheckpointing):
     @classmethod
     @override
     def planned(cls, settings: MemoryBudgetPlan, surroundings: Surroundings) -> Self:
-        offloading = surroundings.settings["activation_offloading"]
+        offloading = surroundings.settings["activation_offloading"].on(surroundings.device.type)
         return cls(settings, offloading, surroundings.device, verify=surroundings.verify)
 
     @classmethod
@@ -97,9 +100,9 @@ class MemoryBudget(GradientCheckpointing):
             )
 
     @property
-    def memory_plan(self) -> MemoryPlan | None:
+    def memory_schedule(self) -> MemorySchedule | None:
         """What was decided; None until then."""
-        return None if self._planner is None else self._planner.state.plan
+        return None if self._planner is None else self._planner.state.schedule
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -122,13 +125,19 @@ class MemoryBudget(GradientCheckpointing):
             )
         claims = list(super().patches(model, host))
         self._model = model
-        self._offloader = offloader_for(self._offloading, self._device)
-        self._planner = Planner(model, self._blocks, budget, self._device, self._offloading, self._offloader)
+        self._planner = Planner(model, self._blocks, budget, self._device, self._offloading)
         return claims
 
     @override
-    def _asked(self, *, long: bool = False) -> Any:
-        return f"'budget': {self._plan.budget!r}" if long else self._plan.budget
+    def optimizers(self, optimizers: Mapping[str, Optimizer]) -> Iterable[Patch | Refusal]:
+        assert self._planner is not None
+        for optimizer in optimizers.values():
+            self._planner.optimizers.watch(optimizer)
+        return ()
+
+    @override
+    def _asked(self) -> tuple[str, Any]:
+        return "budget", self._plan.budget
 
     @override
     def protects(self, model: nn.Module) -> Mapping[str, str]:
@@ -137,18 +146,7 @@ class MemoryBudget(GradientCheckpointing):
 
     @override
     def _edit(self, site: str, block: nn.Module) -> MethodPatch:
-        run = self._run
-
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if not torch.is_grad_enabled():
-                    return original(self, *args, **kwargs)
-                return run(site, self, original, args, kwargs)
-
-            forward.is_checkpointed = True  # type: ignore[attr-defined]
-            return forward
-
-        return MethodPatch(site, "what it does is planned", block, "forward", wrap)
+        return trained_patch(site, "what it does is planned", block, functools.partial(self._run, site))
 
     def _run(self, site: str, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._planner is None or self._is_closed:  # a copy of the model outlives the run
@@ -179,10 +177,10 @@ class MemoryBudget(GradientCheckpointing):
     @contextmanager
     def _step(self, stage: str) -> Iterator[None]:
         assert self._planner is not None
-        with ExitStack() as stack:
-            stack.enter_context(super().step(stage))
-            if self._planner.state.offloads_rest and self._offloader is not None and torch.is_grad_enabled():
-                stack.enter_context(saving(self._offloader, self._model))
+        rest: AbstractContextManager[Any] = nullcontext()
+        if self._planner.state.offloads_rest and self._planner.offloader is not None and torch.is_grad_enabled():
+            rest = saving(self._planner.offloader, self._model)
+        with super().step(stage), rest:
             yield
 
     @override
@@ -190,17 +188,15 @@ class MemoryBudget(GradientCheckpointing):
         self._is_closed = True
         if self._planner is not None:
             self._planner.close()
-        if self._offloader is not None:
-            self._offloader.close()
 
     def _tell(self) -> None:
         """Puts what is new into what the engine reads."""
         assert self._planner is not None
-        state = self._planner.state
-        if self._offloader is not None:
-            for complaint in self._offloader.complaints:
+        state, offloader = self._planner.state, self._planner.offloader
+        if offloader is not None:
+            for complaint in offloader.complaints:
                 self.notes.warn(complaint)
-            self._offloader.complaints.clear()
+            offloader.complaints.clear()
         if state is self._told:
             return
         self._told = state
@@ -210,20 +206,20 @@ class MemoryBudget(GradientCheckpointing):
             why = next((f": {reason}" for reason, _ in self._refusals.most_common(1)), "")
             self.notes.status = f"{state.gave_up}{why}"
             self.notes.warn(f"memory_budget: {self.notes.status}")
-        elif state.plan is None:
+        elif state.schedule is None:
             self.notes.status = "planning: the first training steps recompute every block"
         else:
-            self._report(state.plan)
+            self._report(state.schedule)
 
-    def _report(self, plan: MemoryPlan) -> None:
-        ways = ", ".join(f"{count} {way}" for way, count in Counter(plan.ways.values()).items())
-        peak, word = plan.measured_peak_bytes, "measured"
+    def _report(self, schedule: MemorySchedule) -> None:
+        policies = ", ".join(f"{count} {policy}" for policy, count in Counter(schedule.policies.values()).items())
+        peak, word = schedule.measured_peak_bytes, "measured"
         if peak is None:
-            peak, word = plan.predicted_peak_bytes, "predicted"
-        self.notes.status = f"peak {format_bytes(peak)} ({word}) of {format_bytes(plan.budget_bytes)}: {ways}"
-        self.notes.details = plan.table()
-        for site, way in plan.ways.items():
-            self.notes.revise(site, Verdict(keep=way != "keep", reason=_DOES[way]))
+            peak, word = schedule.predicted_peak_bytes, "predicted"
+        self.notes.status = f"peak {format_bytes(peak)} ({word}) of {format_bytes(schedule.budget_bytes)}: {policies}"
+        self.notes.details = schedule.table()
+        for site, policy in schedule.policies.items():
+            self.notes.revise(site, Verdict(keep=policy != "keep", reason=_DOES[policy]))
 
 
 def budget_bytes(plan: MemoryBudgetPlan, device: torch.device) -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from typing_extensions import Self, override
 
@@ -19,28 +18,23 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
 from lightning_accel.core.trial import Contender, Trial
-from lightning_accel.memory.pieces import recomputed_block
-from lightning_accel.memory.recompute import Recomputation, keeps_statistics
+from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan, budget_moved
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def checkpoint_block(site: str, block: nn.Module, mode: Recomputation) -> MethodPatch:
     """The edit that makes one block recompute itself: non-reentrant, with the random state of the first time."""
     has_statistics = keeps_statistics(block)
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return original(self, *args, **kwargs)
-            return recomputed_block(self, original, mode, args, kwargs, has_statistics=has_statistics)
+    def run(block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return recomputed(block, original, mode, args, kwargs, has_statistics=has_statistics)
 
-        forward.is_checkpointed = True  # type: ignore[attr-defined]
-        return forward
-
-    return MethodPatch(site, f"forward → checkpointed ({mode})", block, "forward", wrap)
+    return trained_patch(site, f"forward → checkpointed ({mode})", block, run)
 
 
 @register(
@@ -88,9 +82,10 @@ class GradientCheckpointing(Technique):
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
         self._blocks = self._find_blocks(model)
         if not self._blocks:
+            switch, value = self._asked()
             raise ValueError(
-                f"{self.name}={self._asked()!r}: {type(model).__name__} has no repeated blocks to checkpoint. Name"
-                f" some: {self.name}={{{self._asked(long=True)}, 'blocks': ['MyBlock', 'encoder.mid']}}."
+                f"{self.name}={value!r}: {type(model).__name__} has no repeated blocks to checkpoint. Name some:"
+                f" {self.name}={{{switch!r}: {value!r}, 'blocks': ['MyBlock', 'encoder.mid']}}."
             )
         for site, block in self._blocks.items():
             if isinstance(block, torch.jit.ScriptModule):
@@ -113,8 +108,8 @@ class GradientCheckpointing(Technique):
         why = "inside a checkpointed block, whose activations do not last anyway"
         return dict.fromkeys(self._find_blocks(model), why)
 
-    def _asked(self, *, long: bool = False) -> Any:
-        return f"'mode': {self._mode!r}" if long else self._mode
+    def _asked(self) -> tuple[str, Any]:
+        return "mode", self._mode
 
     def _find_blocks(self, model: nn.Module) -> dict[str, nn.Module]:
         # Recomputing all of a part that occurs once costs its time and, as it is recomputed in one go, may save
@@ -156,40 +151,36 @@ class GradientCheckpointing(Technique):
 
     @contextmanager
     def _tried_when_called(self, verdicts: Verdicts) -> Iterator[None]:
-        with ExitStack() as stack:
-            for patch in self._untried.values():
-                stack.enter_context(self._tried_at_first_call(patch, verdicts))
-            yield
-        self._untried = {site: patch for site, patch in self._untried.items() if site not in verdicts}
-
-    @contextmanager
-    def _tried_at_first_call(self, patch: MethodPatch, verdicts: Verdicts) -> Iterator[None]:
-        block, checkpointed = self._blocks[patch.site], patch.value
-        original, judge = patch.original, self._judge
-
-        def wrap(_: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if self is block and patch.site not in verdicts and torch.is_grad_enabled():
-                    verdicts[patch.site] = Verdict(keep=True)  # for calls of the block within its own trial
-                    verdicts[patch.site] = judge(patch, args, kwargs)
-                if self is block and patch.site in verdicts and not verdicts[patch.site].keep:
-                    return original(self, *args, **kwargs)
-                return checkpointed.__func__(self, *args, **kwargs)
-
-            return forward
-
-        probe = MethodPatch(patch.site, "trial", block, "forward", wrap)
-        probe.apply()
+        """Inside, every block that was not tried yet is tried at its first call, and follows its verdict."""
+        probes = PatchSet(self._probe(patch, verdicts) for patch in self._untried.values())
+        probes.apply()
         try:
             yield
         finally:
-            probe.undo()
+            probes.undo()
+        self._untried = {site: patch for site, patch in self._untried.items() if site not in verdicts}
+
+    def _probe(self, patch: MethodPatch, verdicts: Verdicts) -> MethodPatch:
+        site, block, judge = patch.site, self._blocks[patch.site], self._judge
+        checkpointed = patch.value.__func__
+
+        def wrap(_: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if self is block and site not in verdicts and torch.is_grad_enabled():
+                    verdicts[site] = Verdict(keep=True)  # for calls of the block within its own trial
+                    verdicts[site] = judge(patch, args, kwargs)
+                is_refused = self is block and site in verdicts and not verdicts[site].keep
+                return (patch.original if is_refused else checkpointed)(self, *args, **kwargs)
+
+            return forward
+
+        return MethodPatch(site, "trial", block, "forward", wrap)
 
 
 def _draws(block: nn.Module) -> bool:
     """Whether modules of ``block`` draw random numbers in training; what its own code draws, its trial shows."""
     return any(
-        (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0)
+        (isinstance(m, _DROPOUTS) and m.p > 0)
         or (isinstance(m, nn.MultiheadAttention) and m.dropout > 0)
         or isinstance(m, nn.RReLU)
         for m in block.modules()
@@ -206,7 +197,7 @@ def try_block(
     found = Trial(block, args, kwargs).numbers(Contender(original), Contender(checkpointed), in_other_orders=False)
     if found.failure:
         return Verdict(keep=False, reason=found.failure)
-    norms = {n: m for n, m in block.named_modules() if isinstance(m, _NormBase)}
+    norms = {n: m for n, m in block.named_modules() if isinstance(m, NORMS)}
     changed = [name for name in found.left_behind if name.rpartition(".")[0] not in norms]
     if changed:
         return Verdict(keep=False, reason=f"its forward changes {changed[0]!r}, which recomputing would change again")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.memory.offload import Offloader
+from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.saved import Packed
 
 pytest.importorskip("resource")  # which is where open files can be counted
@@ -43,9 +43,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Offloader] = []
     before = psutil.Process().num_fds()
 
-    def make(to: str = "host", **options: Any) -> Offloader:
-        settings: dict[str, Any] = {"device": CPU, "min_bytes": 1, "folder": str(folder), **options}
-        made.append(Offloader(settings.pop("device"), to, **settings))  # type: ignore[arg-type]
+    def make(to: str = "host", device: torch.device = CPU, **options: Any) -> Offloader:
+        settings: dict[str, Any] = {"min_bytes": 1, "folder": str(folder), **options}
+        made.append(Offloader(device, Offloading(to, **settings)))  # type: ignore[arg-type]
         return made[-1]
 
     gc.freeze()  # to look for garbage among what the test makes, not among all that the suite has imported
@@ -61,7 +61,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def copying_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "lightning-accel-offload"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lightning-accel-offload")]
 
 
 def wave(x: Tensor, layers: int = 8) -> Tensor:

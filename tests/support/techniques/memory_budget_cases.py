@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_accel import MemoryPlan, Plan, accelerate
+from lightning_accel import MemorySchedule, Plan, accelerate
 from lightning_accel.assembly import Handle
-from lightning_accel.memory.memory_plan import FixedMemory, state_of
 from lightning_accel.memory.meter import meter_for
+from lightning_accel.memory.schedule import FixedMemory, state_of
 
 SETTLED = 10  # steps after which a plan is found, measured and timed
 PLAIN: dict[str, Any] = {
@@ -86,8 +86,8 @@ class Loop:
         return peak_of(self.step, self.model, self.optimizer)
 
     @property
-    def plan(self) -> MemoryPlan:
-        plan = self.handle.memory_plan
+    def plan(self) -> MemorySchedule:
+        plan = self.handle.memory_schedule
         assert plan is not None
         return plan
 

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.isolation import device_of
-from lightning_accel.core.patch import MethodPatch, PatchSet
-from lightning_accel.core.tree import tensors_in
-from lightning_accel.memory.costs import OFFLOADING, Way, run_block
-from lightning_accel.memory.offload import Offloader, offloader_for
-from lightning_accel.memory.saved import saving, unique_bytes
-
-if TYPE_CHECKING:
-    from lightning_accel.techniques.activation_offloading import OffloadingPlan
+from lightning_accel.core.patch import PatchSet
+from lightning_accel.core.tree import tensors_in, unique_bytes
+from lightning_accel.memory.costs import OFFLOADING, BlockCosts, Policy, run_block
+from lightning_accel.memory.offload import Offloader, Offloading
+from lightning_accel.memory.recompute import Run, trained_patch
+from lightning_accel.memory.rounds import Policies
+from lightning_accel.memory.saved import saving
+from lightning_accel.memory.solve import Stage
 
 _OTHER = "other activations, transients"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedMemory:
-    """What a training step holds whatever its blocks do, in bytes."""
+    """What a training step holds whatever its blocks do, in bytes; every storage is counted once."""
 
     parameters: int
     gradients: int
@@ -36,7 +37,6 @@ class FixedMemory:
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> FixedMemory:
-        """Of a model and the optimizers that train it, every storage counted once."""
         return cls(
             parameters=unique_bytes(model.parameters()),
             gradients=unique_bytes(p for p in model.parameters() if p.requires_grad),
@@ -55,14 +55,14 @@ def state_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockPlan:
+class BlockSchedule:
     """One call of a block.
 
     Attributes:
         site: The block's name in the model.
         call: The site, with a number where the block is called more than once a step.
         kind: Its class.
-        way: What it does: keep its activations, recompute (``"selective"``, ``"full"``), or offload them.
+        policy: What it does: keep its activations, recompute (``"selective"``, ``"full"``), or offload them.
         kept_bytes: What it then holds from its forward to its backward pass.
         plain_bytes: What it would hold, keeping everything; None where that could not be run.
         extra_ms: The time that it takes beyond keeping everything; None likewise.
@@ -72,22 +72,36 @@ class BlockPlan:
     site: str
     call: str
     kind: str
-    way: Way
+    policy: Policy
     kept_bytes: int
     plain_bytes: int | None
     extra_ms: float | None
-    saved_by_operator: Mapping[str, int] = field(default_factory=dict)
+    saved_by_operator: Mapping[str, int]
+
+    @classmethod
+    def of(cls, stage: Stage, policy: Policy, costs: BlockCosts, kind: str) -> BlockSchedule:
+        plain = stage.by_policy.get("keep")
+        return cls(
+            site=stage.call.site,
+            call=str(stage.call),
+            kind=kind,
+            policy=policy,
+            kept_bytes=stage.by_policy[policy].kept_bytes,
+            plain_bytes=None if plain is None else plain.kept_bytes,
+            extra_ms=None if plain is None else costs.by_policy[policy].ms - costs.by_policy["keep"].ms,
+            saved_by_operator=costs.saved_by_operator,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
+class MemorySchedule:
     """How a training step fits into its budget.
 
     Attributes:
         budget_bytes: The budget.
         blocks: Every call of a block, in the order of the forward pass.
         fixed: What the step holds in any case.
-        offloading: Where blocks that offload do so.
+        offloading: Where blocks that offload do so; None: nowhere.
         offloads_rest: Whether what is saved outside all blocks is offloaded too.
         plain_peak_bytes: The predicted peak of the step with everything kept; None where that could not be run.
         plain_ms: Its predicted time; None likewise.
@@ -98,9 +112,9 @@ class MemoryPlan:
     """
 
     budget_bytes: int
-    blocks: tuple[BlockPlan, ...]
+    blocks: tuple[BlockSchedule, ...]
     fixed: FixedMemory
-    offloading: OffloadingPlan
+    offloading: Offloading | None
     offloads_rest: bool = False
     plain_peak_bytes: int | None
     plain_ms: float | None
@@ -110,9 +124,11 @@ class MemoryPlan:
     measured_ms: float | None = None
 
     @property
-    def ways(self) -> dict[str, Way]:
+    def policies(self) -> Policies:
         """Site → what the block there does."""
-        return {block.site: block.way for block in self.blocks}
+        return {block.site: block.policy for block in self.blocks}
+
+    ways = policies  # the name that users know it by
 
     @property
     def kept_bytes(self) -> int:
@@ -120,27 +136,25 @@ class MemoryPlan:
         return sum(block.kept_bytes for block in self.blocks)
 
     def apply(self, model: nn.Module) -> PatchSet:
-        """Makes the blocks of ``model`` do what is planned for them, until the edits are undone.
+        """Makes the blocks of ``model`` do what is planned for them, until the edits are undone by ``.undo()``.
 
         Args:
             model: The model that was planned for, or one with the same sites.
 
-        Returns:
-            The edits; ``.undo()`` takes them back.
-
         Raises:
             AttributeError: ``model`` has no module at one of the sites.
         """
-        offloads = self.offloads_rest or any(way in OFFLOADING for way in self.ways.values())
-        offloader = offloader_for(self.offloading, device_of(model)) if offloads else None
+        offloader = None
+        if self.offloading and (self.offloads_rest or any(policy in OFFLOADING for policy in self.policies.values())):
+            depth = 0 if self.offloads_rest else 1
+            offloader = Offloader(device_of(model), self.offloading, prefetch_depth=depth)
         patches = PatchSet(
-            _planned(site, model.get_submodule(site), way, offloader)
-            for site, way in self.ways.items()
-            if way != "keep" or self.offloads_rest
+            trained_patch(site, policy, model.get_submodule(site), _following(policy, offloader))
+            for site, policy in self.policies.items()
+            if policy != "keep" or self.offloads_rest
         )
         if offloader is not None and self.offloads_rest:
-            offloader.prefetch_depth = 0
-            patches.add(_rest_offloaded(model, offloader))
+            patches.add(trained_patch("", "what is saved outside blocks is offloaded", model, _offloading(offloader)))
         patches.apply()
         return patches
 
@@ -148,7 +162,7 @@ class MemoryPlan:
         return asdict(self)
 
     def table(self) -> str:
-        """The plan as text: a line for each run of equal blocks, then predicted and measured peak and time."""
+        """The schedule as text: a line for each run of equal blocks, then predicted and measured peak and time."""
         rows: list[tuple[str, ...]] = [
             ("block", "class", "does", "keeps", "of", "extra time", "saved, plain, by what made it")
         ]
@@ -178,18 +192,19 @@ class MemoryPlan:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError("MemoryPlan.plot() draws with Matplotlib: pip install matplotlib") from error
+            raise ImportError("plot() draws with Matplotlib: pip install matplotlib") from error
         axes = (figure := Figure(figsize=(7, 6), layout="constrained")).subplots()
         before, after = self._stack(planned=False), self._stack(planned=True)
+        blocks = {block.call for block in self.blocks}
         bottoms = [0.0, 0.0]
         for name in before:
             heights = [before[name] / 2**20, after[name] / 2**20]
             # One colour for all blocks, with an edge between them: a legend of fifty names tells nobody anything.
-            style: dict[str, Any] = {"color": "tab:cyan", "edgecolor": "white", "linewidth": 0.5}
-            is_block = name in {block.call for block in self.blocks}
-            axes.bar(["everything kept", "as planned"], heights, bottom=bottoms, **(style if is_block else {}),
-                     label=None if is_block else name)  # fmt: skip
-            if is_block and heights[0] > 0.03 * sum(before.values()) / 2**20:
+            style: dict[str, Any] = {"label": name}
+            if name in blocks:
+                style = {"color": "tab:cyan", "edgecolor": "white", "linewidth": 0.5}
+            axes.bar(["everything kept", "as planned"], heights, bottom=bottoms, **style)
+            if name in blocks and heights[0] > 0.03 * sum(before.values()) / 2**20:
                 axes.annotate(name, (0, bottoms[0] + heights[0] / 2), ha="center", va="center", fontsize=7)
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
         axes.axhline(self.budget_bytes / 2**20, color="black", linestyle="--", label="budget")
@@ -212,52 +227,33 @@ class MemoryPlan:
         return parts
 
 
-def _planned(site: str, block: nn.Module, way: Way, offloader: Offloader | None) -> MethodPatch:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return original(self, *args, **kwargs)
-            return run_block(way, self, original, args, kwargs, offloader)
-
-        return forward
-
-    return MethodPatch(site, way, block, "forward", wrap)
+def _following(policy: Policy, offloader: Offloader | None) -> Run:
+    return lambda module, original, args, kwargs: run_block(policy, module, original, args, kwargs, offloader)
 
 
-def _rest_offloaded(model: nn.Module, offloader: Offloader) -> MethodPatch:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return original(self, *args, **kwargs)
-            with saving(offloader, self):
-                return original(self, *args, **kwargs)
+def _offloading(offloader: Offloader) -> Run:
+    def run(module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with saving(offloader, module):
+            return original(module, *args, **kwargs)
 
-        return forward
-
-    return MethodPatch("", "what is saved outside blocks is offloaded", model, "forward", wrap)
+    return run
 
 
-def _runs(blocks: Iterable[BlockPlan]) -> list[tuple[BlockPlan, BlockPlan, int]]:
+def _runs(blocks: Iterable[BlockSchedule]) -> list[tuple[BlockSchedule, BlockSchedule, int]]:
     """Neighbours that are alike in everything but the name: first, last, how many."""
-    found: list[tuple[BlockPlan, BlockPlan, int]] = []
-    for block in blocks:
-        if found and _alike(found[-1][0]) == _alike(block):
-            found[-1] = (found[-1][0], block, found[-1][2] + 1)
-        else:
-            found.append((block, block, 1))
-    return found
+    groups = (list(group) for _, group in itertools.groupby(blocks, _LIKENESS))
+    return [(group[0], group[-1], len(group)) for group in groups]
 
 
-def _alike(block: BlockPlan) -> tuple[Any, ...]:
-    return block.kind, block.way, block.kept_bytes, block.plain_bytes
+_LIKENESS = attrgetter("kind", "policy", "kept_bytes", "plain_bytes")
 
 
-def _row(first: BlockPlan, last: BlockPlan, count: int) -> tuple[str, ...]:
+def _row(first: BlockSchedule, last: BlockSchedule, count: int) -> tuple[str, ...]:
     operators = sorted(first.saved_by_operator.items(), key=lambda item: -item[1])
     return (
         first.call if count == 1 else f"{first.call} … {last.call} ({count})",
         first.kind,
-        first.way,
+        first.policy,
         format_bytes(first.kept_bytes),
         _maybe(first.plain_bytes, format_bytes),
         _maybe(first.extra_ms, lambda ms: f"{ms:+.1f} ms"),

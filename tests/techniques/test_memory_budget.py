@@ -165,7 +165,7 @@ def test_two_sizes_in_one_step_are_no_growth(plain: tuple[int, int]) -> None:
     before = loop.plan
     loop.run(3)
     assert loop.plan is before
-    assert set(before.ways.values()) == {"keep"}
+    assert set(before.policies.values()) == {"keep"}
 
 
 class Skipping(Stack):
@@ -249,7 +249,7 @@ def test_on_a_gpu_blocks_may_offload_without_being_asked() -> None:
     planner = loop.handle.memory_schedule
     assert planner is not None
     assert planner.budget_bytes == int(0.9 * torch.cuda.get_device_properties(0).total_memory)
-    assert set(planner.ways.values()) == {"keep"}
+    assert set(planner.policies.values()) == {"keep"}
     loop.handle.undo()
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_accel.strategies.fsdp import AccelFSDPStrategy
     from lightning_accel.strategies.single_device import AccelStrategy
     from lightning_accel.techniques.activation_offloading import OffloadingPlan
+    from lightning_accel.techniques.flash_attention.explain import explain
     from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
     from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
     from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan, MemoryBudgetPlan
@@ -52,6 +53,7 @@ _HOMES = {
     "Plan": "settings",
     "Report": "core.report",
     "accelerate": "assembly",
+    "explain": "techniques.flash_attention.explain",
     "plan_memory": "planning",
 }
 
@@ -74,6 +76,7 @@ __all__ = [
     "Plan",
     "Report",
     "accelerate",
+    "explain",
     "plan_memory",
 ]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lightning_accel.core.device import device_of
 from lightning_accel.core.host import Host
-from lightning_accel.core.isolation import device_of
 from lightning_accel.engine import Engine
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.activation_offloading import ActivationOffloading

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_accel.assembly import accelerate
-from lightning_accel.core.isolation import Snapshot, device_of, own_rng
+from lightning_accel.core.device import device_of, own_rng
+from lightning_accel.core.snapshot import Snapshot
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.engine import AccelError
 from lightning_accel.memory.memory_plan import MemoryPlan

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_accel.core.torch_private import cpp_compilers, tpu_library
+
 HostKind = Literal["cuda", "rocm", "xla", "mps", "cpu"]
 
 # AMD's architectures with matrix instructions for bfloat16: CDNA from MI100 on, RDNA from 3 on. Torch says of every AMD
@@ -116,10 +118,7 @@ def _default_device_type() -> str:
 
 
 def _num_tpus() -> int:
-    try:
-        return int(importlib.import_module("torch_xla._internal.tpu").num_available_devices())
-    except Exception:  # not installed, built for another torch, not configured: there is nothing to compute on
-        return 0
+    return int(_ask_tpus("num_available_devices") or 0)
 
 
 def _tpu_name() -> str | None:
@@ -127,12 +126,17 @@ def _tpu_name() -> str | None:
     try:
         if importlib.import_module("torch_xla.runtime").device_type() != "TPU":
             return None
-    except Exception:  # as above
+    except Exception:  # as below
         return None
+    version = _ask_tpus("version")  # asked of the network, which does not know every name that it is given
+    return "TPU" if version is None else f"TPU v{version}"
+
+
+def _ask_tpus(question: str) -> Any:
     try:
-        return f"TPU v{importlib.import_module('torch_xla._internal.tpu').version()}"
-    except Exception:  # it asks the network, and does not know every name that it is given
-        return "TPU"
+        return getattr(tpu_library(), question)()
+    except Exception:  # not installed, built for another torch, not configured: there is nothing to compute on
+        return None
 
 
 def _has_apple_gpu() -> bool:
@@ -155,31 +159,26 @@ def _installed_kernels() -> frozenset[str]:
 def _cpu_capabilities() -> dict[str, Any]:
     if hasattr(torch.cpu, "get_capabilities"):
         return dict(torch.cpu.get_capabilities())
-    # torch 2.11 has only the single questions.
-    return {
-        "avx2": torch.cpu._is_avx2_supported(),
-        "avx512_f": torch.cpu._is_avx512_supported(),
-        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
-        "amx_bf16": torch.cpu._is_amx_tile_supported(),
-    }
+    # torch 2.11 has only private questions: the system is asked, and where that is not Linux nothing is known.
+    flags = (_from_cpuinfo("flags") or "").split()
+    return {flag.replace("avx512f", "avx512_f"): True for flag in flags}
 
 
 def _cpu_name() -> str | None:
+    return _from_cpuinfo("model name") or platform.processor() or None
+
+
+def _from_cpuinfo(key: str) -> str | None:
+    """What Linux says of the first processor."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
-            names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
-            return next(names, None)
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor() or None
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
 
 
 def _cpp_compiler() -> str | None:
-    from torch._inductor import config
-
-    # The same search list as TorchInductor's: its own lookup raises, and pulls in its whole code generator.
-    configured = config.cpp.cxx
-    names = configured if isinstance(configured, list | tuple) else (configured,)
-    return next((name for name in names if name and shutil.which(name)), None)
+    return next((name for name in cpp_compilers() if shutil.which(name)), None)
 
 
 def _c_compiler() -> str | None:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.torch_private import convolution_method
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 FORMAT_NAMES = {4: "channels_last", 5: "channels_last_3d"}
@@ -81,7 +82,7 @@ class WeightLayout(Patch):
         if self._computes_contiguously is None:
             self._apply()
             self._computes_contiguously = MethodPatch(
-                self.site, "contiguous weight", self.convolution, "_conv_forward", _on_contiguous_weight
+                self.site, "contiguous weight", self.convolution, convolution_method(), _on_contiguous_weight
             )
             self._computes_contiguously.apply()
 
@@ -118,10 +119,10 @@ class WeightLayout(Patch):
 
 
 def _on_contiguous_weight(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def _conv_forward(self: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return original(self, x, weight.contiguous(), bias)
 
-    return _conv_forward
+    return convolve
 
 
 def _match_gradient(parameter: nn.Parameter) -> None:

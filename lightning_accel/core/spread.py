@@ -138,11 +138,6 @@ def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Deviation
     return worst
 
 
-def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The noise of :func:`deviation`."""
-    return deviation(actual, expected).noise
-
-
 def other_orders(
     call: Call, batch_size: int, device: torch.device, *, new_kernels: bool = True
 ) -> Iterator[tuple[Call, AbstractContextManager[Any]]]:
@@ -167,7 +162,7 @@ def other_orders(
 
     def turned_round(*args: Any, **kwargs: Any) -> Any:
         def turn(tensor: Tensor) -> Tensor:
-            return tensor.flip(0) if _is_batched(tensor, batch_size) else tensor
+            return tensor.flip(0) if is_batched(tensor, batch_size) else tensor
 
         args, kwargs = map_tensors(turn, (args, kwargs))
         return map_tensors(turn, call(*args, **kwargs))
@@ -187,12 +182,13 @@ def other_orders(
             yield call, _one_thread()
 
 
-def _is_batched(tensor: Tensor, batch_size: int) -> bool:
+def is_batched(tensor: Tensor, batch_size: int) -> bool:
+    """Whether the first dimension of ``tensor`` is that of the samples."""
     return tensor.layout == torch.strided and tensor.dim() > 0 and tensor.shape[0] == batch_size
 
 
 def _rows(batch_size: int, rows: slice) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor[rows] if _is_batched(tensor, batch_size) else tensor
+    return lambda tensor: tensor[rows] if is_batched(tensor, batch_size) else tensor
 
 
 def _transposed_in_memory(tensor: Tensor) -> Tensor:
@@ -215,12 +211,13 @@ def _one_thread() -> Iterator[None]:
 @contextmanager
 def _without_onednn() -> Iterator[None]:
     # Not torch.backends.mkldnn.flags, which sets what concerns other devices too, with warnings.
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    onednn: Any = torch.backends.mkldnn
+    before = onednn.enabled
+    onednn.enabled = False
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        onednn.enabled = before
 
 
 def _finite_part(tensor: Tensor) -> Tensor:

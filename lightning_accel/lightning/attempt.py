@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_accel.core.isolation import Snapshot, can_be_put_back
+from lightning_accel.core.snapshot import Snapshot, can_be_put_back
 from lightning_accel.core.tree import leaves, tensors_in
 
 Step = Callable[..., Any]

@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.isolation import device_of, isolated
+from lightning_accel.core.device import device_of
+from lightning_accel.core.isolation import isolated
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.memory.meter import END, START, Meter, MeterBusyError
 from lightning_accel.memory.offload import Offloader

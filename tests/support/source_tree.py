@@ -111,7 +111,8 @@ class SourceTree:
                 if any(self._is_foreign(file, part) for part in _attributes(node)):
                     yield node, _dotted(node)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if node.value.isidentifier() and self._is_foreign_name(file, node.value):
+                parts = node.value.split(".")  # an attribute for getattr, or a module for import_module
+                if all(map(str.isidentifier, parts)) and any(self._is_foreign_name(file, part) for part in parts):
                     yield node, f'"{node.value}"'
             elif isinstance(node, ast.Import):
                 for alias in node.names:
@@ -178,10 +179,13 @@ def _is_self(node: ast.expr) -> bool:
 
 def _names_defined(tree: ast.Module) -> set[str]:
     """Functions, classes, variables and attributes of ``self`` that a file defines, and what it imports by name."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    # A function within a function may be a method's substitute, by whose name it goes.
+    inner = {id(node) for function in functions for node in ast.walk(function) if node is not function}
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
+            names |= set() if id(node) in inner else {node.name}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
@@ -214,7 +218,8 @@ def _names_of_others() -> frozenset[str]:
     from lightning.pytorch import LightningModule, Trainer
 
     objects = (
-        *(torch.nn.Module(), torch.zeros(1), torch.zeros(1).untyped_storage(), torch.optim.Optimizer),
-        *(torch.nn.parallel.DistributedDataParallel, torch.autograd.Function, LightningModule(), Trainer),
+        *(torch, torch.nn.Module(), torch.nn.Conv2d, torch.nn.LSTM, torch.nn.parallel.DistributedDataParallel),
+        *(torch.zeros(1), torch.zeros(1).untyped_storage(), torch.autograd.Function, torch.optim.Optimizer),
+        *(LightningModule(), Trainer),
     )
     return frozenset(name for item in objects for name in dir(item) if _is_private(name))

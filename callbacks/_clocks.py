@@ -32,15 +32,16 @@ class Tally:
     samples: int = 0
     before_backward_ms: array[float] = field(default_factory=lambda: array("d"))
 
-    def add(
-        self, step_ms: float, gap_ms: float, wait_ms: float, samples: int, before_backward_ms: float | None
-    ) -> None:
-        self.step_ms.append(step_ms)
-        self.train_ms += step_ms + gap_ms + wait_ms
-        self.wait_ms += wait_ms
-        self.samples += samples
-        if before_backward_ms is not None:
-            self.before_backward_ms.append(before_backward_ms)
+
+class Cycle(NamedTuple):
+    """The marks of one training step, each an instant as its clock keeps it."""
+
+    began: Any  # None after a pause: then it begins with its first fetch
+    fetches: list[Any]  # begin, end, begin, end, ...
+    backward: Any
+    ended: Any
+    samples: int
+    is_apart: bool
 
 
 class StepClock(ABC):
@@ -56,116 +57,99 @@ class StepClock(ABC):
     """
 
     def __init__(self) -> None:
-        self.timed = Tally()
-        self.apart = Tally()
-
-    @property
-    @abstractmethod
-    def is_open(self) -> bool:
-        """Whether a cycle has begun, and has not ended."""
-
-    @abstractmethod
-    def fetch_began(self) -> None: ...
-
-    @abstractmethod
-    def fetch_ended(self) -> None: ...
-
-    @abstractmethod
-    def step_began(self) -> None:
-        """Opens the cycle if no fetch has."""
-
-    @abstractmethod
-    def backward_began(self) -> None:
-        """Marks the step's first backward pass. Within a step only."""
-
-    @abstractmethod
-    def step_ended(self, samples: int, is_apart: bool = False) -> None: ...
-
-    @abstractmethod
-    def pause(self) -> None:
-        """Leaves the gap that is running out of the time. Within a cycle, it does nothing."""
+        self.restart()
 
     def restart(self) -> None:
         """Forgets everything, for a new epoch."""
-        self.timed = Tally()
-        self.apart = Tally()
+        self.timed, self.apart = Tally(), Tally()
+        self._begin(None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a cycle has begun, and has not ended."""
+        return bool(self._fetches)
+
+    def fetch_began(self) -> None:
+        self._fetches.append(self._mark())
+
+    def fetch_ended(self) -> None:
+        self._fetches.append(self._mark())
+
+    def step_began(self) -> None:
+        """Opens the cycle if no fetch has."""
+        if not self._fetches:
+            self._fetches += [now := self._mark(), now]
+
+    def backward_began(self) -> None:
+        """Marks the step's first backward pass. Within a step only."""
+        if self._fetches and self._backward is None:
+            self._backward = self._mark()
+
+    def step_ended(self, samples: int, is_apart: bool = False) -> None:
+        ended = self._mark()
+        if self._fetches:
+            self._complete(Cycle(self._began, self._fetches, self._backward, ended, samples, is_apart))
+        self._begin(ended)
+
+    def pause(self) -> None:
+        """Leaves the gap that is running out of the time. Within a cycle, it does nothing."""
+        if not self._fetches:
+            self._began = None
 
     @abstractmethod
     def settle(self) -> None:
         """Completes both tallies. The only call that may wait for the device."""
 
+    @abstractmethod
+    def _mark(self) -> Any:
+        """The instant that the device has come to."""
+
+    @abstractmethod
+    def _ms(self, begin: Any, end: Any) -> float:
+        """From one mark to another."""
+
+    @abstractmethod
+    def _complete(self, cycle: Cycle) -> None:
+        """Has :meth:`_add` called with a cycle, once its marks can be read."""
+
+    def _begin(self, began: Any) -> None:
+        self._began = began
+        self._fetches: list[Any] = []
+        self._backward: Any = None
+
+    def _add(self, cycle: Cycle) -> None:
+        fetches = cycle.fetches
+        began = fetches[0] if cycle.began is None else cycle.began
+        wait_ms = 0.0
+        for at in range(0, len(fetches) - 1, 2):
+            wait_ms += self._ms(fetches[at], fetches[at + 1])
+        train_ms = self._ms(began, cycle.ended)
+        tally = self.apart if cycle.is_apart else self.timed
+        tally.step_ms.append(train_ms - self._ms(began, fetches[0]) - wait_ms)
+        tally.train_ms += train_ms
+        tally.wait_ms += wait_ms
+        tally.samples += cycle.samples
+        if cycle.backward is not None:
+            tally.before_backward_ms.append(self._ms(began, cycle.backward))
+
 
 class HostClock(StepClock):
-    """By the host's clock: right on CPU, where a call returns when its work is done."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._began_ns: int | None = None
-        self._fetch_began_ns = 0
-        self._gap_ns = 0
-        self._wait_ns = 0
-        self._is_open = False
-        self._before_backward_ns: int | None = None
-
-    @property
-    @override
-    def is_open(self) -> bool:
-        return self._is_open
+    """By the host's clock: right on CPU, where a call returns when its work is done. A mark is in nanoseconds."""
 
     @override
-    def fetch_began(self) -> None:
-        self._fetch_began_ns = now = time.perf_counter_ns()
-        if not self._is_open:
-            self._is_open = True
-            if self._began_ns is None:
-                self._began_ns = now
-            self._gap_ns = now - self._began_ns
+    def settle(self) -> None: ...
 
     @override
-    def fetch_ended(self) -> None:
-        self._wait_ns += time.perf_counter_ns() - self._fetch_began_ns
+    def _mark(self) -> int:
+        return time.perf_counter_ns()
 
     @override
-    def step_began(self) -> None:
-        if not self._is_open:
-            self.fetch_began()
+    def _ms(self, begin: int, end: int) -> float:
+        return (end - begin) * 1e-6
 
     @override
-    def backward_began(self) -> None:
-        if self._is_open and self._before_backward_ns is None:
-            assert self._began_ns is not None
-            self._before_backward_ns = time.perf_counter_ns() - self._began_ns
-
-    @override
-    def step_ended(self, samples: int, is_apart: bool = False) -> None:
-        now = time.perf_counter_ns()
-        if self._is_open:
-            assert self._began_ns is not None
-            step_ns = now - self._began_ns - self._gap_ns - self._wait_ns
-            tally = self.apart if is_apart else self.timed
-            before_backward_ms = None if self._before_backward_ns is None else self._before_backward_ns * 1e-6
-            tally.add(step_ns * 1e-6, self._gap_ns * 1e-6, self._wait_ns * 1e-6, samples, before_backward_ms)
-        self._reset(began_ns=now)
-
-    @override
-    def pause(self) -> None:
-        if not self._is_open:
-            self._began_ns = None
-
-    @override
-    def restart(self) -> None:
-        super().restart()
-        self._reset(began_ns=None)
-
-    @override
-    def settle(self) -> None:
-        """The host has read every mark as it was made."""
-
-    def _reset(self, began_ns: int | None) -> None:
-        self._began_ns = began_ns
-        self._is_open = False
-        self._wait_ns = 0
-        self._before_backward_ns = None
+    def _complete(self, cycle: Cycle) -> None:
+        self._add(cycle)
 
 
 class Event(Protocol):
@@ -175,15 +159,6 @@ class Event(Protocol):
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
     def elapsed_time(self, end_event: Any) -> float: ...
-
-
-class _Cycle(NamedTuple):
-    began: Event | None
-    fetches: list[Event]  # begin, end, begin, end, ...
-    backward: Event | None
-    ended: Event
-    samples: int
-    is_apart: bool
 
 
 class EventClock(StepClock):
@@ -198,15 +173,11 @@ class EventClock(StepClock):
     """
 
     def __init__(self, new_event: Callable[[], Event], current_stream: Callable[[], Any] = lambda: None) -> None:
-        super().__init__()
         self._new_event = new_event
         self._current_stream = current_stream
-        self._stream = current_stream()
-        self._began: Event | None = None
-        self._fetches: list[Event] = []
-        self._backward: Event | None = None
-        self._pending: deque[_Cycle] = deque()
+        self._pending: deque[Cycle] = deque()
         self._pool: list[Event] = []
+        super().__init__()
 
     @classmethod
     def for_cuda(cls, device: torch.device) -> EventClock:
@@ -215,50 +186,10 @@ class EventClock(StepClock):
             lambda: torch.cuda.current_stream(device),
         )
 
-    @property
-    @override
-    def is_open(self) -> bool:
-        return bool(self._fetches)
-
-    @override
-    def fetch_began(self) -> None:
-        self._fetches.append(self._record())
-
-    @override
-    def fetch_ended(self) -> None:
-        self._fetches.append(self._record())
-
-    @override
-    def step_began(self) -> None:
-        if not self._fetches:
-            self.fetch_began()
-            self.fetch_ended()
-
-    @override
-    def backward_began(self) -> None:
-        if self._fetches and self._backward is None:
-            self._backward = self._record()
-
-    @override
-    def step_ended(self, samples: int, is_apart: bool = False) -> None:
-        ended = self._record()
-        if self._fetches:
-            self._pending.append(_Cycle(self._began, self._fetches, self._backward, ended, samples, is_apart))
-        self._began, self._fetches, self._backward = ended, [], None
-        # query() only asks; all marks are in one stream, so what came before a finished event has finished too.
-        while self._pending and self._pending[0].ended.query():
-            self._read(self._pending.popleft())
-
-    @override
-    def pause(self) -> None:
-        if not self._fetches:
-            self._began = None
-
     @override
     def restart(self) -> None:
         super().restart()
         self._pending.clear()
-        self._began, self._fetches, self._backward = None, [], None
         self._stream = self._current_stream()
 
     @override
@@ -266,27 +197,31 @@ class EventClock(StepClock):
         if self._pending:
             self._pending[-1].ended.synchronize()
         while self._pending:
-            self._read(self._pending.popleft())
+            self._add(self._pending.popleft())
 
-    def _record(self) -> Event:
+    @override
+    def _mark(self) -> Event:
         event = self._pool.pop() if self._pool else self._new_event()
         event.record(self._stream)
         return event
 
-    def _read(self, cycle: _Cycle) -> None:
-        opened = cycle.fetches[0]
-        began = opened if cycle.began is None else cycle.began
-        gap_ms = 0.0 if cycle.began is None else began.elapsed_time(opened)
-        wait_ms = sum(a.elapsed_time(b) for a, b in zip(cycle.fetches[::2], cycle.fetches[1::2], strict=True))
-        step_ms = began.elapsed_time(cycle.ended) - gap_ms - wait_ms
-        before_backward_ms = None if cycle.backward is None else began.elapsed_time(cycle.backward)
-        tally = self.apart if cycle.is_apart else self.timed
-        tally.add(step_ms, gap_ms, wait_ms, cycle.samples, before_backward_ms)
-        self._pool += cycle.fetches
-        if cycle.backward is not None:
-            self._pool.append(cycle.backward)
-        if cycle.began is not None:
-            self._pool.append(cycle.began)  # no later cycle refers to it: each has its own end as the next one's begin
+    @override
+    def _ms(self, begin: Event, end: Event) -> float:
+        return begin.elapsed_time(end)
+
+    @override
+    def _complete(self, cycle: Cycle) -> None:
+        self._pending.append(cycle)
+        # query() only asks; all marks are in one stream, so what came before a finished event has finished too.
+        while self._pending and self._pending[0].ended.query():
+            self._add(self._pending.popleft())
+
+    @override
+    def _add(self, cycle: Cycle) -> None:
+        super()._add(cycle)
+        # A cycle's end stays: it is the next one's begin. A step without a fetch has one mark twice.
+        marks = (*cycle.fetches, cycle.backward, cycle.began)
+        self._pool += {id(mark): mark for mark in marks if mark is not None}.values()
 
 
 def clock_for(device: torch.device) -> StepClock:

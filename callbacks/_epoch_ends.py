@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_accel.core.report import Report
+from lightning_accel.lightning.private import is_accumulating
 
 _PATIENCE_S = 1.0  # for a last step that did not keep the ranks together: one without a loss, say
 _PATIENCE_UNFORESEEN_S = 10.0  # for ranks that stopped together and take different times over what comes after
@@ -48,8 +49,7 @@ class EpochEnds:
         """For the fit that begins; None for a single process, and where processes have met without a store."""
         if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return None
-        # Private, and so since torch 1.10: there is no public way to the store that init_process_group made.
-        store = dist.distributed_c10d._get_default_store()
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is one: it is initialized
         return None if store is None else cls(trainer, store)
 
     def step_begins(self, batch_idx: int) -> None:
@@ -112,7 +112,7 @@ class EpochEnds:
     def _reaches_max_steps(self) -> bool:
         trainer = self._trainer
         is_near = trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps
-        return is_near and not trainer.fit_loop._should_accumulate()
+        return is_near and not is_accumulating(trainer)
 
     def _announce(self, steps: int) -> None:
         if self._announced == steps:

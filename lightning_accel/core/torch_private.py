@@ -7,9 +7,11 @@ torch has dropped then fails in one test of tests/core/test_torch_private.py, wh
 from __future__ import annotations
 
 import importlib
+import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch
 
@@ -22,6 +24,11 @@ def version_of(tensor: Tensor) -> int:
     Autograd compares it for what it saves, and so must whoever saves in its stead. Without it nothing is offloaded.
     """
     return tensor._version
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is walking a graph on this thread: ``_current_graph_task_id``, since torch 2.0."""
+    return torch._C._current_graph_task_id() != -1
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------
@@ -47,6 +54,28 @@ def module_slots(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 # -- modes -----------------------------------------------------------------------------------------------------------
+
+
+class DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation under it: ``torch.utils._python_dispatch.TorchDispatchMode``, since torch 1.13.
+
+    There is no public base for that. Without it the library cannot be imported.
+    """
+
+
+def is_fake(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class have no numbers: ``torch._subclasses.fake_tensor.FakeTensor``, since torch 2.0.
+
+    DTensor asks such for the shapes of what it is about to compute: that is no work. Without it: False, and a mode that
+    counts operations may count those too.
+    """
+    fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    return issubclass(kind, getattr(fake, "FakeTensor", ()))
+
+
+def dynamo_is_loaded() -> bool:
+    """Whether anything may have been compiled: ``torch._dynamo`` is imported with it, in a second, and only then."""
+    return "torch._dynamo" in sys.modules
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import override
@@ -33,17 +34,6 @@ class Tally:
     before_backward_ms: array[float] = field(default_factory=lambda: array("d"))
 
 
-class Cycle(NamedTuple):
-    """The marks of one training step, each an instant as its clock keeps it."""
-
-    began: Any  # None after a pause: then it begins with its first fetch
-    fetches: list[Any]  # begin, end, begin, end, ...
-    backward: Any
-    ended: Any
-    samples: int
-    is_apart: bool
-
-
 class StepClock(ABC):
     """Cuts an epoch into cycles, one a training step; each runs from the end of the step before it to its own end.
 
@@ -54,15 +44,25 @@ class StepClock(ABC):
     Attributes:
         timed: The steps that count.
         apart: The steps that the logger itself slowed down.
+
+    Args:
+        mark: Gives the instant that the device has come to.
+        elapsed: Takes a mark and an earlier one, and gives the time between them.
+        unit_ms: Of that time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mark: Callable[[], Any], elapsed: Callable[[Any, Any], float], *, unit_ms: float) -> None:
+        self._mark = mark
+        self._elapsed = elapsed
+        self._unit_ms = unit_ms
         self.restart()
 
     def restart(self) -> None:
         """Forgets everything, for a new epoch."""
         self.timed, self.apart = Tally(), Tally()
-        self._begin(None)
+        self._began: Any = None
+        self._fetches: list[Any] = []  # begin, end, begin, end, ...
+        self._backward: Any = None
 
     @property
     def is_open(self) -> bool:
@@ -88,8 +88,8 @@ class StepClock(ABC):
     def step_ended(self, samples: int, is_apart: bool = False) -> None:
         ended = self._mark()
         if self._fetches:
-            self._complete(Cycle(self._began, self._fetches, self._backward, ended, samples, is_apart))
-        self._begin(ended)
+            self._complete(self._began, self._fetches, self._backward, ended, samples, is_apart)
+        self._began, self._fetches, self._backward = ended, [], None
 
     def pause(self) -> None:
         """Leaves the gap that is running out of the time. Within a cycle, it does nothing."""
@@ -101,55 +101,38 @@ class StepClock(ABC):
         """Completes both tallies. The only call that may wait for the device."""
 
     @abstractmethod
-    def _mark(self) -> Any:
-        """The instant that the device has come to."""
+    def _complete(self, *cycle: Any) -> None:
+        """Has :meth:`_add` called with the same arguments, once the marks among them can be read."""
 
-    @abstractmethod
-    def _ms(self, begin: Any, end: Any) -> float:
-        """From one mark to another."""
-
-    @abstractmethod
-    def _complete(self, cycle: Cycle) -> None:
-        """Has :meth:`_add` called with a cycle, once its marks can be read."""
-
-    def _begin(self, began: Any) -> None:
-        self._began = began
-        self._fetches: list[Any] = []
-        self._backward: Any = None
-
-    def _add(self, cycle: Cycle) -> None:
-        fetches = cycle.fetches
-        began = fetches[0] if cycle.began is None else cycle.began
-        wait_ms = 0.0
-        for at in range(0, len(fetches) - 1, 2):
-            wait_ms += self._ms(fetches[at], fetches[at + 1])
-        train_ms = self._ms(began, cycle.ended)
-        tally = self.apart if cycle.is_apart else self.timed
-        tally.step_ms.append(train_ms - self._ms(began, fetches[0]) - wait_ms)
-        tally.train_ms += train_ms
-        tally.wait_ms += wait_ms
-        tally.samples += cycle.samples
-        if cycle.backward is not None:
-            tally.before_backward_ms.append(self._ms(began, cycle.backward))
+    def _add(self, began: Any, fetches: list[Any], backward: Any, ended: Any, samples: int, is_apart: bool) -> None:
+        elapsed, ms = self._elapsed, self._unit_ms
+        opened = fetches[0]
+        waited = elapsed(fetches[1], opened)
+        if len(fetches) > 2:
+            waited += sum(map(elapsed, fetches[3::2], fetches[2::2]))
+        cycle = elapsed(ended, opened)
+        tally = self.apart if is_apart else self.timed
+        tally.step_ms.append((cycle - waited) * ms)
+        if began is not None:
+            cycle += elapsed(opened, began)
+        tally.train_ms += cycle * ms
+        tally.wait_ms += waited * ms
+        tally.samples += samples
+        if backward is not None:
+            tally.before_backward_ms.append(elapsed(backward, opened if began is None else began) * ms)
 
 
 class HostClock(StepClock):
-    """By the host's clock: right on CPU, where a call returns when its work is done. A mark is in nanoseconds."""
+    """By the host's clock: right on CPU, where a call returns when its work is done."""
+
+    def __init__(self) -> None:
+        # Functions of Python's own, without a frame for each: a step calls them eight times.
+        super().__init__(time.perf_counter_ns, operator.sub, unit_ms=1e-6)
 
     @override
     def settle(self) -> None: ...
 
-    @override
-    def _mark(self) -> int:
-        return time.perf_counter_ns()
-
-    @override
-    def _ms(self, begin: int, end: int) -> float:
-        return (end - begin) * 1e-6
-
-    @override
-    def _complete(self, cycle: Cycle) -> None:
-        self._add(cycle)
+    _complete = StepClock._add
 
 
 class Event(Protocol):
@@ -175,9 +158,9 @@ class EventClock(StepClock):
     def __init__(self, new_event: Callable[[], Event], current_stream: Callable[[], Any] = lambda: None) -> None:
         self._new_event = new_event
         self._current_stream = current_stream
-        self._pending: deque[Cycle] = deque()
+        self._pending: deque[tuple[Any, ...]] = deque()
         self._pool: list[Event] = []
-        super().__init__()
+        super().__init__(self._record, lambda event, earlier: earlier.elapsed_time(event), unit_ms=1.0)
 
     @classmethod
     def for_cuda(cls, device: torch.device) -> EventClock:
@@ -195,33 +178,31 @@ class EventClock(StepClock):
     @override
     def settle(self) -> None:
         if self._pending:
-            self._pending[-1].ended.synchronize()
+            self._end_of(self._pending[-1]).synchronize()
         while self._pending:
-            self._add(self._pending.popleft())
+            self._read(self._pending.popleft())
 
     @override
-    def _mark(self) -> Event:
+    def _complete(self, *cycle: Any) -> None:
+        self._pending.append(cycle)
+        # query() only asks; all marks are in one stream, so what came before a finished event has finished too.
+        while self._pending and self._end_of(self._pending[0]).query():
+            self._read(self._pending.popleft())
+
+    def _record(self) -> Event:
         event = self._pool.pop() if self._pool else self._new_event()
         event.record(self._stream)
         return event
 
-    @override
-    def _ms(self, begin: Event, end: Event) -> float:
-        return begin.elapsed_time(end)
+    @staticmethod
+    def _end_of(cycle: tuple[Any, ...]) -> Event:
+        return cycle[3]  # type: ignore[no-any-return]
 
-    @override
-    def _complete(self, cycle: Cycle) -> None:
-        self._pending.append(cycle)
-        # query() only asks; all marks are in one stream, so what came before a finished event has finished too.
-        while self._pending and self._pending[0].ended.query():
-            self._add(self._pending.popleft())
-
-    @override
-    def _add(self, cycle: Cycle) -> None:
-        super()._add(cycle)
+    def _read(self, cycle: tuple[Any, ...]) -> None:
+        self._add(*cycle)
+        began, fetches, backward, *_ = cycle
         # A cycle's end stays: it is the next one's begin. A step without a fetch has one mark twice.
-        marks = (*cycle.fetches, cycle.backward, cycle.began)
-        self._pool += {id(mark): mark for mark in marks if mark is not None}.values()
+        self._pool += {id(mark): mark for mark in (*fetches, backward, began) if mark is not None}.values()
 
 
 def clock_for(device: torch.device) -> StepClock:

@@ -88,6 +88,7 @@ class FlopMeter:
     Attributes:
         flops: The FLOPs of one step; None until known.
         is_due: Whether a step should still be counted.
+        is_open: Whether one is being counted.
     """
 
     _MAX_TRIES = 5
@@ -95,13 +96,10 @@ class FlopMeter:
     def __init__(self) -> None:
         self.flops: int | None = None
         self.is_due = True
+        self.is_open = False
         self._tries = 0
         self._mode: FlopMode | None = None
         self._contexts = ExitStack()
-
-    @property
-    def is_open(self) -> bool:
-        return self._mode is not None
 
     def open(self) -> None:
         self._tries += 1
@@ -111,10 +109,11 @@ class FlopMeter:
             # stance it leaves its cache alone and runs the step eagerly, where every operation can be seen as well.
             self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
         self._mode = self._contexts.enter_context(FlopMode())
+        self.is_open = True
 
     def close(self, *, keep: bool = False) -> None:
         """Leaves the mode, in whatever state the step ended; ``keep`` takes its count if it is a whole step's."""
-        mode, self._mode = self._mode, None
+        mode, self._mode, self.is_open = self._mode, None, False
         self._contexts.close()
         if mode is not None and keep:
             # A step without a backward pass (training_step returned None) says nothing about the others.

@@ -77,7 +77,7 @@ class FitInstruments:
         samples = self._samples.count(batch)
         if samples is None:
             self._has_unknown_samples = True
-        self.clock.step_ended(samples or 0, is_apart=is_counted)
+        self.clock.step_ended(samples or 0, is_counted)
         self._steps += 1
         if self.ends is not None:
             self.ends.step_ended()
@@ -182,10 +182,12 @@ def _time_fetches(trainer: Trainer, clock: StepClock) -> PatchSet:
     Where the loop has no such methods nothing is patched: the wait is then part of the gaps between the steps, and only
     ``data_wait_frac`` is lost.
     """
+    patches = PatchSet()
+    fetch_began, fetch_ended = clock.fetch_began, clock.fetch_ended
 
     def began_before(original: Callable[..., Any]) -> Callable[..., Any]:
         def on_before_fetch(loop: Any) -> None:
-            clock.fetch_began()
+            fetch_began()
             original(loop)
 
         return on_before_fetch
@@ -193,19 +195,14 @@ def _time_fetches(trainer: Trainer, clock: StepClock) -> PatchSet:
     def ended_after(original: Callable[..., Any]) -> Callable[..., Any]:
         def on_after_fetch(loop: Any) -> None:
             original(loop)
-            clock.fetch_ended()
+            fetch_ended()
 
         return on_after_fetch
 
-    loop, before, after = trainer.fit_loop.epoch_loop, before_fetch(trainer), after_fetch(trainer)
-    if before is None or after is None:
-        return PatchSet()
-    patches = PatchSet(
-        [
-            MethodPatch(before, "timed", loop, before, began_before),
-            MethodPatch(after, "timed", loop, after, ended_after),
-        ]
-    )
+    before, after = before_fetch(trainer), after_fetch(trainer)
+    if before is not None and after is not None:
+        for name, wrap in ((before, began_before), (after, ended_after)):
+            patches.add(MethodPatch(name, "timed", trainer.fit_loop.epoch_loop, name, wrap))
     patches.apply()
     return patches
 

@@ -57,13 +57,13 @@ class Host:
     @classmethod
     def detect(cls, device: torch.device | str | None = None) -> Host:
         """Asks torch about ``device``, by default the one that Lightning's ``accelerator="auto"`` would take."""
-        device_type = torch.device(device).type if device is not None else _default_device_type()
-        if device_type == "cuda":
-            return cls._detect_cuda(torch.device(device if device is not None else "cuda"))
-        if device_type == "mps":
+        device = torch.device(device if device is not None else _default_device_type())
+        if device.type == "cuda":
+            return cls._detect_cuda(device)
+        if device.type == "mps":
             has_name = torch.backends.mps.is_available()
             return cls(kind="mps", device_name=torch.backends.mps.get_name() if has_name else "MPS")
-        if device_type == "xla":
+        if device.type == "xla":
             tpu = _tpu_name()
             return cls(kind="xla", device_name=tpu or "XLA", native_bf16=tpu is not None)
         cpu = _cpu_capabilities()
@@ -72,30 +72,36 @@ class Host:
             device_name=_cpu_name() or str(cpu.get("cpu_name") or platform.machine()),
             instructions=next((name for key, name in _INSTRUCTIONS.items() if cpu.get(key)), ""),
             native_bf16=bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16")),
-            compiler=_cpp_compiler(),
+            compiler=next(filter(shutil.which, cpp_compilers()), None),
         )
 
     @classmethod
     def _detect_cuda(cls, device: torch.device) -> Host:
-        is_rocm = torch.version.hip is not None
-        # With what it was built with, behind a colon: gfx90a:sramecc+:xnack-
-        arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0] if is_rocm else ""
-        return cls(
-            kind="rocm" if is_rocm else "cuda",
-            device_name=torch.cuda.get_device_name(device),
-            capability=None if is_rocm else torch.cuda.get_device_capability(device),
-            arch=arch,
-            native_bf16=arch.startswith(_BF16_ARCHITECTURES)
-            if is_rocm
-            else torch.cuda.is_bf16_supported(including_emulation=False),
-            compiler="triton" if importlib.util.find_spec("triton") and _c_compiler() else None,
-            kernels=_installed_kernels(),
+        # Triton builds a small launcher in C for every kernel.
+        has_triton = importlib.util.find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang")))
+        name, compiler, kernels = (
+            torch.cuda.get_device_name(device),
+            "triton" if has_triton else None,
+            _installed_kernels(),
         )
+        if torch.version.hip is None:
+            return cls(
+                kind="cuda",
+                device_name=name,
+                capability=torch.cuda.get_device_capability(device),
+                native_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+                compiler=compiler,
+                kernels=kernels,
+            )
+        # With what it was built with, behind a colon: gfx90a:sramecc+:xnack-
+        arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        bf16 = arch.startswith(_BF16_ARCHITECTURES)
+        return cls(kind="rocm", device_name=name, arch=arch, native_bf16=bf16, compiler=compiler, kernels=kernels)
 
     @property
     def described(self) -> str:
         """For people: ``"AMD EPYC, AVX2 (cpu)"``."""
-        return f"{self.device_name}{', ' if self.instructions else ''}{self.instructions} ({self.kind})"
+        return f"{', '.join(filter(None, (self.device_name, self.instructions)))} ({self.kind})"
 
     @property
     def device_type(self) -> str:
@@ -110,15 +116,11 @@ def usable_cores() -> int:
 
 def _default_device_type() -> str:
     # In Lightning's order, and by the questions that it asks.
-    if _num_tpus() > 0:
+    if _ask_tpus("num_available_devices"):
         return "xla"
     if _has_apple_gpu():
         return "mps"
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _num_tpus() -> int:
-    return int(_ask_tpus("num_available_devices") or 0)
 
 
 def _tpu_name() -> str | None:
@@ -175,12 +177,3 @@ def _from_cpuinfo(key: str) -> str | None:
     except OSError:
         return None
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
-
-
-def _cpp_compiler() -> str | None:
-    return next((name for name in cpp_compilers() if shutil.which(name)), None)
-
-
-def _c_compiler() -> str | None:
-    # Triton builds a small launcher in C for every kernel.
-    return next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)

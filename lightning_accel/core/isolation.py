@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.device import device_of, own_rng
+from lightning_accel.core.patch import temporarily
 from lightning_accel.core.snapshot import Snapshot
 from lightning_accel.core.torch_private import (
     buffer_slots,
@@ -71,15 +72,9 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     return saved
 
 
-@contextmanager
-def no_cast_cache() -> Iterator[None]:
+def no_cast_cache() -> AbstractContextManager[None]:
     """Inside, an autocast region that is in force casts every weight anew at each use."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
+    return temporarily(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False)
 
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)

@@ -54,17 +54,15 @@ class Comparison:
     Attributes:
         failure: What the candidate raised, or how its numbers differ; empty when they agree.
         error: The candidate's largest relative error, against the oracle where there is one.
-        allowed_error: What the original's own spread allows.
         original_ms: Median milliseconds of the original, forward and backward; None untimed.
         candidate_ms: The candidate's.
-        compared: How many tensors that is the result of comparing.
+        compared: How many tensors were compared.
         left_behind: Buffers, attributes and inputs that the forward pass changed (and the trial restored).
-        spread: What the original itself is off, where that was measured.
+        spread: What it may be off by, where that was measured.
     """
 
     failure: str = ""
     error: float = 0.0
-    allowed_error: float = 0.0
     original_ms: float | None = None
     candidate_ms: float | None = None
     compared: int = 0
@@ -117,11 +115,8 @@ class Trial:
         whole batch too. Where there can be no oracle, the original's own result takes its place. Dropout is off in all
         that; what it makes of the results is then compared by its distribution.
 
-        Args:
-            original: The one side.
-            candidate: The other.
-            in_other_orders: False for a candidate that does the original's operations in the original's order: both
-                are called once, on all samples, with the same random numbers.
+        With ``in_other_orders=False``, for a candidate that does the original's operations in the original's order,
+        both are called once, on all samples, with the same random numbers.
         """
         try:
             with isolated(self.module, self._device) as left_behind:
@@ -137,11 +132,10 @@ class Trial:
         try:
             with isolated(self.module, self._device):
                 pairs: list[tuple[float, float]] = []
-                for pair in range(1 + MAX_PAIRS):
-                    original_s, candidate_s = self._timed(original), self._timed(candidate)
-                    took_s = original_s + candidate_s
-                    if pair > 0 or took_s > self.timed_s:  # the first is the warm-up, which matters to short ones only
-                        pairs.append((original_s, candidate_s))
+                for at in range(1 + MAX_PAIRS):
+                    pair = self._timed(original), self._timed(candidate)
+                    if at > 0 or sum(pair) > self.timed_s:  # the first is the warm-up, which matters to short ones only
+                        pairs.append(pair)
                     timed_s = sum(map(sum, pairs))
                     if timed_s > (self.timed_s if len(pairs) >= MIN_PAIRS else 3 * self.timed_s):
                         break
@@ -250,13 +244,8 @@ class Trial:
             return Comparison(failure="returns no tensors that could be compared with the original's")
         spread = measured(yardstick, runs, self._coarsest(actual))
         found = deviation(actual, yardstick)
-        return Comparison(
-            failure=spread.objection(found),
-            error=found.noise,
-            allowed_error=spread.allowed_noise,
-            compared=len(yardstick),
-            spread=spread,
-        )
+        failure = spread.objection(found)
+        return Comparison(failure=failure, error=found.noise, compared=len(yardstick), spread=spread)
 
     def _objection(self, spread: Spread | None, expected: list[Tensor], actual: list[Tensor]) -> str:
         """What is wrong with the whole batch, where a few samples of it were right."""

@@ -81,7 +81,8 @@ def test_a_candidate_with_the_same_numbers_agrees(make: Callable[[nn.Module], Ca
     module = block().eval()
     found = compare(module, make(module), X.clone().requires_grad_())
     assert found.failure == ""
-    assert found.error <= found.allowed_error
+    assert found.spread is not None
+    assert found.error <= found.spread.allowed.noise
     assert found.compared == 1 + 1 + len(list(module.parameters()))
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_accel.callbacks._clocks import StepClock, clock_for
 from lightning_accel.callbacks._epoch import EpochSpeed
-from lightning_accel.callbacks._epoch_ends import EpochEnds
+from lightning_accel.callbacks._epoch_ends import EpochEnds, is_last_of_epoch, reaches_max_steps
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib, memory_meter_for
 from lightning_accel.callbacks._ranks import RankEpoch, gathered, put_together, thinned
@@ -30,6 +30,7 @@ class FitInstruments:
     Attributes:
         clock: Told of every fetch and step.
         flops: Counts one of the steps.
+        energy: Told of every pause.
         ends: Told of every step, where there are several ranks; else None.
     """
 
@@ -44,7 +45,7 @@ class FitInstruments:
         self._skipped_before = self._skipped_steps()
         self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
         self._memory = memory_meter_for(self._device)
-        self._energy = EnergyMeter.open(self._device)
+        self.energy = EnergyMeter.open(self._device)
         self._peak_flops = peak_flops_per_sec(self._device, str(trainer.precision))
         self.clock = clock_for(self._device)
         self.flops = FlopMeter()
@@ -56,14 +57,11 @@ class FitInstruments:
         self.clock.restart()
         self._memory.restart()
         self._has_unknown_samples = False
-        self._energy.restart()
+        self.energy.restart()
 
     def pause(self) -> None:
         self.clock.pause()
-        self._energy.pause()
-
-    def resume(self) -> None:
-        self._energy.resume()
+        self.energy.pause()
 
     def count_flops_if_time(self, batch_idx: int) -> None:
         is_time = self._steps + 1 >= self._FIRST_COUNTED_STEP or self._is_last_chance(batch_idx)
@@ -101,6 +99,7 @@ class FitInstruments:
         timed, apart = self.clock.timed, self.clock.apart
         rated = timed if timed.step_ms else apart
         steps, seconds = len(rated.step_ms), rated.train_ms / 1e3
+        scaler = self._scaler()
         before, now = self._skipped_before, self._skipped_steps()
         self._skipped_before = now
         knows_samples, knows_wait = not self._has_unknown_samples, len(self._fetch_hooks) > 0
@@ -116,9 +115,9 @@ class FitInstruments:
             host_rss_mib=host_rss_mib(),
             flops_per_step=self.flops.flops,
             peak_flops=self._peak_flops,
-            loss_scale=self._loss_scale(),
+            loss_scale=None if scaler is None else float(scaler.get_scale()),
             skipped_steps=None if before is None or now is None else now - before,
-            energy_j=self._energy.joules(),
+            energy_j=self.energy.joules(),
             step_ms=thinned(rated.step_ms),
             before_backward_ms=thinned(rated.before_backward_ms),
         )
@@ -149,28 +148,19 @@ class FitInstruments:
     def close(self) -> None:
         self.flops.close()
         self._fetch_hooks.undo()
-        self._energy.close()
+        self.energy.close()
 
     def _is_last_chance(self, batch_idx: int) -> bool:
         """Whether no step is to follow, and this one is the user's own: AccelPlugin's early steps hold its trials."""
         trainer = self._trainer
         if any(kind.__module__.startswith("lightning_accel.") for kind in type(trainer.precision_plugin).__mro__):
             return False
-        ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or (
-            batch_idx + 1 >= trainer.num_training_batches
-        )
-        max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
-        is_last_epoch = max_epochs != -1 and trainer.current_epoch + 1 >= max_epochs
-        is_last_step = trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps
-        return (ends_epoch and is_last_epoch) or is_last_step
+        is_last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= trainer.max_epochs
+        return (is_last_epoch and is_last_of_epoch(trainer, batch_idx)) or reaches_max_steps(trainer)
 
     def _scaler(self) -> torch.amp.GradScaler | None:
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None
-
-    def _loss_scale(self) -> float | None:
-        scaler = self._scaler()
-        return None if scaler is None else float(scaler.get_scale())
 
     def _skipped_steps(self) -> int | None:
         return getattr(self._scaler(), "skipped_steps", None)

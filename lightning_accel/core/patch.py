@@ -19,32 +19,29 @@ class Patch(ABC):
     Attributes:
         site: Where: the qualified name of a module in the model, ``""`` for the model itself.
         change: What, for the report: ``"forward → checkpointed"``.
+        is_applied: Whether it is made.
     """
 
     def __init__(self, site: str, change: str) -> None:
         self.site = site
         self.change = change
-        self._is_applied = False
-
-    @property
-    def is_applied(self) -> bool:
-        return self._is_applied
+        self.is_applied = False
 
     def apply(self) -> None:
         """Makes the edit. When it fails half way, nothing of it stays."""
-        if not self._is_applied:
+        if not self.is_applied:
             try:
                 self._apply()
             except BaseException:
                 self._undo()
                 raise
-            self._is_applied = True
+            self.is_applied = True
 
     def undo(self) -> None:
         """Restores what was there before."""
-        if self._is_applied:
+        if self.is_applied:
             self._undo()
-            self._is_applied = False
+            self.is_applied = False
 
     @abstractmethod
     def _apply(self) -> None: ...

@@ -4,20 +4,6 @@ from __future__ import annotations
 
 STILL_WRONG: frozenset[str] = frozenset(
     {
-        "callbacks/_epoch_ends.py uses ._should_accumulate",
-        "callbacks/_epoch_ends.py uses dist.distributed_c10d._get_default_store",
-        'callbacks/_flops.py uses "_compiled_call_impl"',
-        'callbacks/_flops.py uses "_compiler_ctx"',
-        'callbacks/_flops.py uses "_orig_mod"',
-        'callbacks/_flops.py uses "_overloadpacket"',
-        'callbacks/_flops.py uses "torch._dynamo"',
-        "callbacks/_flops.py uses ._scaled_dot_product_flash_attention_for_cpu",
-        "callbacks/_flops.py uses ._scaled_dot_product_flash_attention_for_cpu_backward",
-        "callbacks/_flops.py uses torch._C._current_graph_task_id",
-        "callbacks/_flops.py uses torch._subclasses.fake_tensor.FakeTensor",
-        "callbacks/_flops.py uses torch.utils._python_dispatch.TorchDispatchMode",
-        'callbacks/_instruments.py uses "_on_after_fetch"',
-        'callbacks/_instruments.py uses "_on_before_fetch"',
         "circle of data, memory, settings.py",
         "cli/accel_cli.py uses ._actions",
         "cli/accel_cli.py uses ._get",

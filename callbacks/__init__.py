@@ -1,7 +1,6 @@
 """Lightning callbacks, imported as :mod:`lightning_accel.callbacks`."""
 
-from lightning_accel.callbacks._epoch import EpochSpeed
-from lightning_accel.callbacks._stragglers import Stragglers
+from lightning_accel.callbacks._epoch import EpochSpeed, Stragglers
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 
 __all__ = ["EpochSpeed", "SpeedMemoryLogger", "Stragglers"]

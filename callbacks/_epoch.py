@@ -1,35 +1,66 @@
-"""One epoch's measurement: of a rank, put together over the ranks, and as users read it."""
+"""One epoch's measurement, as users read it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
-from typing_extensions import override
-
-from lightning_accel.callbacks._stragglers import Stragglers, compare_ranks, rank_row
 
 PREFIX = "accel/"
 _LOGGED = (
-    "samples_per_sec",
-    "steps_per_sec",
-    "step_ms_p50",
-    "step_ms_p95",
-    "data_wait_frac",
-    "peak_memory_mib",
-    "host_rss_mib",
-    "tflops",
-    "mfu",
-    "loss_scale",
-    "skipped_steps",
-    "energy_j_per_sample",
+    *("samples_per_sec", "steps_per_sec", "step_ms_p50", "step_ms_p95", "data_wait_frac", "peak_memory_mib"),
+    *("host_rss_mib", "tflops", "mfu", "loss_scale", "skipped_steps", "energy_j_per_sample"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """One epoch's ranks beside each other.
+
+    Ranks that train together wait for the last of them in every backward pass, so that the steps of all become as
+    long as those of the slowest, and ``slowest_rank`` may be any. What a rank did before it came to the backward pass
+    is its own: logging, waiting for data, the forward pass. The rank that takes longest over it is ``latest_rank``.
+    That says nothing where a rank waits for others before, as in FSDP's and SyncBatchNorm's forward passes, in
+    metrics synchronised at every step and in DDP's second step of a run (its wait for data is its own all the same),
+    nor does it show a rank that is slow in the backward pass or in the optimizer's step only.
+
+    Attributes:
+        slowest_rank: The rank with the largest ``step_ms_p95``.
+        step_ms_p95: The 95th percentile over its steps.
+        step_ms_p95_mean: The mean of the ranks' 95th percentiles.
+        latest_rank: The rank that comes to the backward pass last; None where no backward pass was seen.
+        before_backward_ms_p95: The 95th percentile of its time from the end of a step to the next backward pass.
+        before_backward_ms_p95_mean: The mean of the ranks' 95th percentiles.
+        data_wait_ms: How long ``latest_rank`` waited for data, in the mean of its steps; None where that is not known.
+        data_wait_ms_mean: The mean of the ranks.
+    """
+
+    slowest_rank: int
+    step_ms_p95: float
+    step_ms_p95_mean: float
+    latest_rank: int | None = None
+    before_backward_ms_p95: float | None = None
+    before_backward_ms_p95_mean: float | None = None
+    data_wait_ms: float | None = None
+    data_wait_ms_mean: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged, without a prefix."""
+        values = {"step_ms_p95_slowest_rank": self.step_ms_p95}
+        if self.before_backward_ms_p95 is not None:
+            values["before_backward_ms_p95_latest_rank"] = self.before_backward_ms_p95
+        return values
+
+    def line(self) -> str:
+        """In a part of a line."""
+        mean = f"mean of ranks {self.step_ms_p95_mean:.4g}"
+        parts = [f"slowest rank {self.slowest_rank}: p95 {self.step_ms_p95:.4g} ms ({mean})"]
+        if self.latest_rank is not None:
+            parts.append(
+                f"latest at backward rank {self.latest_rank}: p95 {self.before_backward_ms_p95:.4g} ms"
+                f" (mean of ranks {self.before_backward_ms_p95_mean:.4g})"
+            )
+            if self.data_wait_ms is not None:
+                parts.append(f"its data wait {self.data_wait_ms:.4g} ms (mean of ranks {self.data_wait_ms_mean:.4g})")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,128 +147,3 @@ class EpochSpeed:
         if self.stragglers is not None:
             parts.append(self.stragglers.line())
         return f"{PREFIX} epoch {self.epoch}: " + " · ".join(parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankEpoch:
-    """One rank's numbers, before they are put together. NaN is "not known here".
-
-    Each field but the last three names its reduction over the ranks in ``EpochMeter``.
-    """
-
-    steps: float
-    samples: float
-    train_seconds: float
-    samples_per_sec: float
-    steps_per_sec: float
-    data_wait_frac: float
-    peak_memory_mib: float
-    host_rss_mib: float
-    flops_per_step: float
-    peak_flops: float
-    loss_scale: float
-    skipped_steps: float
-    energy_j: float
-    data_wait_ms: float
-    before_backward_ms: Sequence[float]
-    step_ms: Sequence[float]
-
-
-_REDUCTIONS = {
-    "steps": "mean",
-    "samples": "sum",
-    "train_seconds": "mean",
-    "samples_per_sec": "sum",
-    "steps_per_sec": "mean",
-    "data_wait_frac": "mean",
-    "peak_memory_mib": "max",
-    "host_rss_mib": "max",
-    "flops_per_step": "mean",
-    "peak_flops": "sum",
-    "loss_scale": "max",
-    "skipped_steps": "max",
-    "energy_j": "sum",
-}
-
-
-class EpochMeter(Metric):
-    """Puts the ranks' numbers together; torchmetrics brings them from rank to rank.
-
-    Sums, means and maxima all hand a NaN on, so what one rank does not know is unknown on every rank alike, and all
-    of them log the same names.
-    """
-
-    full_state_update = False
-    step_ms: list[Tensor]
-    rows: list[Tensor]
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        for name, reduction in _REDUCTIONS.items():
-            self.add_state(name, torch.tensor(math.nan), dist_reduce_fx=reduction)
-        self.add_state("step_ms", [], dist_reduce_fx="cat")
-        self.add_state("rows", [], dist_reduce_fx="cat")
-
-    @override
-    def update(self, rank: RankEpoch) -> None:
-        for name in _REDUCTIONS:
-            setattr(self, name, torch.tensor(getattr(rank, name), dtype=torch.float32, device=self.device))
-        step_ms, before_backward_ms = (
-            _thin_out(torch.tensor(values, dtype=torch.float32, device=self.device))
-            for values in (rank.step_ms, rank.before_backward_ms)
-        )
-        self.step_ms = [step_ms]
-        self.rows = [rank_row(step_ms, before_backward_ms, rank.data_wait_ms)]
-
-    @override
-    def compute(self) -> dict[str, Any]:
-        """The numbers of all ranks; ``step_ms_p50`` and ``step_ms_p95`` are NaN when no rank has made a step."""
-        values: dict[str, Any] = {name: _known(getattr(self, name)) for name in _REDUCTIONS}
-        step_ms = dim_zero_cat(self.step_ms).double().cpu()
-        has_steps = step_ms.numel() > 0
-        for percent in (50, 95):
-            values[f"step_ms_p{percent}"] = step_ms.quantile(percent / 100).item() if has_steps else math.nan
-        values["rows"] = dim_zero_cat(self.rows)
-        return values
-
-
-def _thin_out(step_ms: Tensor, most: int = 4096) -> Tensor:
-    """At most so many values with the same percentiles: a rank's million steps need not travel."""
-    if step_ms.numel() <= most:
-        return step_ms
-    positions = torch.linspace(0, step_ms.numel() - 1, most, dtype=torch.float64, device="cpu").round().long()
-    return step_ms.sort().values[positions.to(step_ms.device)]
-
-
-def _known(value: Tensor) -> float | None:
-    number = value.item()
-    return None if math.isnan(number) else number
-
-
-def put_together(rank: RankEpoch, device: torch.device, **about: Any) -> EpochSpeed | None:
-    """The epoch over all ranks, the same on each; None when none has made a step. A collective call.
-
-    Args:
-        rank: This rank's numbers.
-        device: Where the process group can send tensors from.
-        about: ``epoch``, ``world_size`` and ``peak_memory_source`` of :class:`EpochSpeed`. With a ``world_size`` of 1
-            the epoch is this rank's, and no other is asked.
-    """
-    meter = EpochMeter(sync_on_compute=about["world_size"] > 1).to(device)
-    meter.update(rank)
-    values = meter.compute()
-    if math.isnan(values["step_ms_p50"]):
-        return None
-    energy_j, peak_flops = values.pop("energy_j"), values.pop("peak_flops")
-    samples, flops, skipped = values["samples"], values["flops_per_step"], values["skipped_steps"]
-    tflops = None if flops is None else flops * values["steps_per_sec"] * about["world_size"] / 1e12
-    values |= {
-        "stragglers": compare_ranks(values.pop("rows")),
-        "steps": round(values["steps"]),
-        "samples": None if samples is None else round(samples),
-        "skipped_steps": None if skipped is None else round(skipped),
-        "tflops": tflops,
-        "mfu": None if tflops is None or not peak_flops else tflops * 1e12 / peak_flops,
-        "energy_j_per_sample": energy_j / samples if energy_j is not None and samples else None,
-    }
-    return EpochSpeed(**values, **about)

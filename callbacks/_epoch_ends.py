@@ -7,6 +7,7 @@ would wait for them in turn, until the process group's timeout.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import warnings
@@ -21,6 +22,17 @@ from lightning_accel.lightning.private import is_accumulating
 _PATIENCE_S = 1.0  # for a last step that did not keep the ranks together: one without a loss, say
 _PATIENCE_UNFORESEEN_S = 10.0  # for ranks that stopped together and take different times over what comes after
 _fits = itertools.count()
+
+
+def is_last_of_epoch(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether the epoch ends after this batch, as far as is known before it."""
+    is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    return is_last or batch_idx + 1 >= trainer.num_training_batches
+
+
+def reaches_max_steps(trainer: Trainer) -> bool:
+    """Whether the run ends with the optimizer's next step."""
+    return trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps
 
 
 class EpochEnds:
@@ -49,14 +61,13 @@ class EpochEnds:
         """For the fit that begins; None for a single process, and where processes have met without a store."""
         if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return None
-        ranks = dist.group.WORLD
-        store = None if ranks is None else ranks.get_group_store()
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is one: it is initialized
         return None if store is None else cls(trainer, store)
 
     def step_begins(self, batch_idx: int) -> None:
         trainer = self._trainer
-        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if is_last or batch_idx + 1 >= trainer.num_training_batches or self._reaches_max_steps():
+        is_last_step = reaches_max_steps(trainer) and not is_accumulating(trainer)
+        if is_last_step or is_last_of_epoch(trainer, batch_idx):
             self._announce(self._steps + 1)
 
     def step_ended(self) -> None:
@@ -93,7 +104,13 @@ class EpochEnds:
 
     def explain(self, exception: BaseException) -> None:
         """Adds to the error of a collective call that was broken off who had no more data for it, if that is so."""
-        departed = self._departed()
+        if self._announced == self._steps:  # this rank ended its epoch too
+            return
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        try:
+            departed = [rank for rank in others if self._store.check([self._key(rank)])]
+        except dist.DistError:
+            return
         if not departed:
             return
         ranks = f"Rank {departed[0]}" if len(departed) == 1 else f"Ranks {', '.join(map(str, departed))}"
@@ -102,29 +119,14 @@ class EpochEnds:
             f" had more. {_MEND}",
         )
 
-    def _departed(self) -> list[int]:
-        """The ranks that ended an epoch after this rank's latest step, in the midst of its own."""
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        try:
-            return [] if self._announced == self._steps else [r for r in others if self._store.check([self._key(r)])]
-        except dist.DistError:
-            return []
-
-    def _reaches_max_steps(self) -> bool:
-        trainer = self._trainer
-        is_near = trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps
-        return is_near and not is_accumulating(trainer)
-
     def _announce(self, steps: int) -> None:
         if self._announced == steps:
             return
         self._announced = steps
         key = f"{self._prefix}/{steps}/{self._rank}"
-        try:
+        with contextlib.suppress(dist.DistError):
             self._store.set(key, "ended")
             self._store.check([key])  # is answered when the store has it; the ranks meet in the step after that
-        except dist.DistError:
-            pass
 
     def _key(self, of: int | str) -> str:
         return f"{self._prefix}/{self._steps}/{of}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,18 +10,13 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 from typing_extensions import override
 
-_aten = torch.ops.aten
+from lightning_accel.core.compiled import is_compiled
+from lightning_accel.core.torch_private import DispatchMode, dynamo_is_loaded, is_fake, is_in_backward
 
-# torch's table has the fused attention kernels of every GPU, and not the CPU's.
-_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
-}
+_aten = torch.ops.aten
 
 # Under inference mode, and within jagged tensors, these arrive whole; elsewhere autograd has taken them apart before.
 _COMPOSITE = {
@@ -31,7 +25,7 @@ _COMPOSITE = {
 }
 
 
-class FlopMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
+class FlopMode(DispatchMode):
     """Counts the FLOPs of the operations under it, by the formulas of :mod:`torch.utils.flop_counter`.
 
     :class:`~torch.utils.flop_counter.FlopCounterMode` itself also hooks every module of the process, to say which
@@ -55,32 +49,37 @@ class FlopMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **(kwargs or {}))  # DTensor asks these for the shapes of what it is about to compute
+        kwargs = kwargs or {}
+        if any(map(is_fake, types)):
+            return func(*args, **kwargs)
         if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
             # A tensor subclass (DTensor, jagged tensor) unwraps first: what this rank really computes comes next.
             return NotImplemented
-        kwargs = kwargs or {}
-        operation = getattr(func, "_overloadpacket", func)
+        operation = getattr(func, "overloadpacket", func)
         if operation in _COMPOSITE:
             with self:
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
-        is_backward = torch._C._current_graph_task_id() != -1
+        is_backward = is_in_backward()
         self.saw_backward |= is_backward
         # Backward passes run without grad mode, so an operation in one with grad mode is a forward pass repeated by
         # checkpointing: work, but not the model's. (So is a backward pass under create_graph=True: it is left out.)
         if not (is_backward and torch.is_grad_enabled()):
-            self._count(operation, args, kwargs, out)
-        return out
-
-    def _count(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        formula = flop_registry.get(operation) or _CPU_ATTENTION.get(operation)
-        if formula is not None:
             try:
-                self.flops += formula(*args, **kwargs, out_val=out)
+                self.flops += _formula(operation)(*args, **kwargs, out_val=out)
             except Exception as error:  # a measurement must not end the user's run
                 self.failure = error
+        return out
+
+
+def _formula(operation: Any) -> Callable[..., int]:
+    if (known := flop_registry.get(operation)) is not None:
+        return known  # type: ignore[no-any-return]
+    # torch's table has the fused attention kernels of every GPU, and not the CPU's.
+    name = getattr(operation, "__name__", "")
+    if "scaled_dot_product" in name:
+        return sdpa_backward_flop if name.endswith("backward") else sdpa_flop
+    return lambda *args, **kwargs: 0
 
 
 class FlopMeter:
@@ -89,6 +88,7 @@ class FlopMeter:
     Attributes:
         flops: The FLOPs of one step; None until known.
         is_due: Whether a step should still be counted.
+        is_open: Whether one is being counted.
     """
 
     _MAX_TRIES = 5
@@ -96,26 +96,24 @@ class FlopMeter:
     def __init__(self) -> None:
         self.flops: int | None = None
         self.is_due = True
+        self.is_open = False
         self._tries = 0
         self._mode: FlopMode | None = None
         self._contexts = ExitStack()
 
-    @property
-    def is_open(self) -> bool:
-        return self._mode is not None
-
     def open(self) -> None:
         self._tries += 1
-        if "torch._dynamo" in sys.modules:
+        if dynamo_is_loaded():
             # Under a dispatch mode torch.compile marks what it meets as never to be compiled, and forgets what it
             # has compiled: one counted step would turn compilation off for the rest of the run (torch 2.13). In this
             # stance it leaves its cache alone and runs the step eagerly, where every operation can be seen as well.
             self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
         self._mode = self._contexts.enter_context(FlopMode())
+        self.is_open = True
 
     def close(self, *, keep: bool = False) -> None:
         """Leaves the mode, in whatever state the step ended; ``keep`` takes its count if it is a whole step's."""
-        mode, self._mode = self._mode, None
+        mode, self._mode, self.is_open = self._mode, None, False
         self._contexts.close()
         if mode is not None and keep:
             # A step without a backward pass (training_step returned None) says nothing about the others.
@@ -129,18 +127,10 @@ def has_room_for_eager_step(model: nn.Module, device: torch.device) -> bool:
 
     Eager mode keeps more activations than compiled code does, though never twice the whole pool.
     """
-    if device.type != "cuda" or not _is_compiled(model):
+    if device.type != "cuda" or not any(map(is_compiled, model.modules())):
         return True
     total = torch.cuda.get_device_properties(device).total_memory
     return bool(2 * torch.cuda.memory_reserved(device) <= total)
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    # Lightning unwraps a model given as torch.compile(model), and notes the fact in _compiler_ctx.
-    return getattr(model, "_compiler_ctx", None) is not None or any(
-        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-        for module in model.modules()
-    )
 
 
 _DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}

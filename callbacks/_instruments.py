@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_accel.callbacks._clocks import StepClock, clock_for
-from lightning_accel.callbacks._epoch import EpochSpeed, RankEpoch, put_together
-from lightning_accel.callbacks._epoch_ends import EpochEnds
+from lightning_accel.callbacks._epoch import EpochSpeed
+from lightning_accel.callbacks._epoch_ends import EpochEnds, is_last_of_epoch, reaches_max_steps
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib, memory_meter_for
+from lightning_accel.callbacks._ranks import RankEpoch, gathered, put_together, thinned
 from lightning_accel.callbacks._samples import SampleCounter
 from lightning_accel.core.host import usable_cores
 from lightning_accel.core.patch import MethodPatch, PatchSet
@@ -30,6 +30,7 @@ class FitInstruments:
     Attributes:
         clock: Told of every fetch and step.
         flops: Counts one of the steps.
+        energy: Told of every pause.
         ends: Told of every step, where there are several ranks; else None.
     """
 
@@ -44,7 +45,7 @@ class FitInstruments:
         self._skipped_before = self._skipped_steps()
         self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
         self._memory = memory_meter_for(self._device)
-        self._energy = EnergyMeter.open(self._device)
+        self.energy = EnergyMeter.open(self._device)
         self._peak_flops = peak_flops_per_sec(self._device, str(trainer.precision))
         self.clock = clock_for(self._device)
         self.flops = FlopMeter()
@@ -56,17 +57,11 @@ class FitInstruments:
         self.clock.restart()
         self._memory.restart()
         self._has_unknown_samples = False
-        if self._energy is not None:
-            self._energy.restart()
+        self.energy.restart()
 
     def pause(self) -> None:
         self.clock.pause()
-        if self._energy is not None:
-            self._energy.pause()
-
-    def resume(self) -> None:
-        if self._energy is not None:
-            self._energy.resume()
+        self.energy.pause()
 
     def count_flops_if_time(self, batch_idx: int) -> None:
         is_time = self._steps + 1 >= self._FIRST_COUNTED_STEP or self._is_last_chance(batch_idx)
@@ -80,7 +75,7 @@ class FitInstruments:
         samples = self._samples.count(batch)
         if samples is None:
             self._has_unknown_samples = True
-        self.clock.step_ended(samples or 0, is_apart=is_counted)
+        self.clock.step_ended(samples or 0, is_counted)
         self._steps += 1
         if self.ends is not None:
             self.ends.step_ended()
@@ -90,41 +85,42 @@ class FitInstruments:
 
         Where they do not, it is that of this rank alone.
         """
+        rank = self._measured()
+        is_together = self.ends is None or self.ends.are_together()
+        ranks = gathered(rank) if is_together and self._trainer.world_size > 1 else [rank]
+        speed = put_together(ranks, epoch=self._trainer.current_epoch, peak_memory_source=self._memory.source)
+        if self.ends is not None and is_together:
+            self.ends.forget()
+        return speed
+
+    def _measured(self) -> RankEpoch:
         self.flops.close()
         self.clock.settle()
         timed, apart = self.clock.timed, self.clock.apart
         rated = timed if timed.step_ms else apart
         steps, seconds = len(rated.step_ms), rated.train_ms / 1e3
-        skipped, self._skipped_before = self._skipped_steps() - self._skipped_before, self._skipped_steps()
-        rank = RankEpoch(
+        scaler = self._scaler()
+        before, now = self._skipped_before, self._skipped_steps()
+        self._skipped_before = now
+        knows_samples, knows_wait = not self._has_unknown_samples, len(self._fetch_hooks) > 0
+        return RankEpoch(
             steps=len(timed.step_ms) + len(apart.step_ms),
-            samples=math.nan if self._has_unknown_samples else timed.samples + apart.samples,
+            samples=timed.samples + apart.samples if knows_samples else None,
             train_seconds=seconds,
-            samples_per_sec=math.nan if self._has_unknown_samples else _per(rated.samples, seconds),
+            samples_per_sec=_per(rated.samples, seconds) if knows_samples else None,
             steps_per_sec=_per(steps, seconds),
-            data_wait_frac=_per(rated.wait_ms, rated.train_ms) if len(self._fetch_hooks) else math.nan,
+            data_wait_frac=_per(rated.wait_ms, rated.train_ms) if knows_wait else None,
+            data_wait_ms=_per(rated.wait_ms, steps) if knows_wait else None,
             peak_memory_mib=self._memory.peak_mib(),
             host_rss_mib=host_rss_mib(),
-            flops_per_step=math.nan if self.flops.flops is None else self.flops.flops,
-            peak_flops=math.nan if self._peak_flops is None else self._peak_flops,
-            loss_scale=self._loss_scale(),
-            skipped_steps=skipped,
-            energy_j=math.nan if self._energy is None else self._energy.joules(),
-            data_wait_ms=_per(rated.wait_ms, steps) if len(self._fetch_hooks) else math.nan,
-            before_backward_ms=rated.before_backward_ms,
-            step_ms=rated.step_ms,
+            flops_per_step=self.flops.flops,
+            peak_flops=self._peak_flops,
+            loss_scale=None if scaler is None else float(scaler.get_scale()),
+            skipped_steps=None if before is None or now is None else now - before,
+            energy_j=self.energy.joules(),
+            step_ms=thinned(rated.step_ms),
+            before_backward_ms=thinned(rated.before_backward_ms),
         )
-        is_together = self.ends is None or self.ends.are_together()
-        speed = put_together(
-            rank,
-            self._device,
-            epoch=self._trainer.current_epoch,
-            world_size=self._trainer.world_size if is_together else 1,
-            peak_memory_source=self._memory.source,
-        )
-        if self.ends is not None and is_together:
-            self.ends.forget()
-        return speed
 
     def advise(self, speed: EpochSpeed) -> None:
         """Says what to change in a run that waits for its data, the first time that an epoch does so."""
@@ -152,44 +148,36 @@ class FitInstruments:
     def close(self) -> None:
         self.flops.close()
         self._fetch_hooks.undo()
-        if self._energy is not None:
-            self._energy.close()
+        self.energy.close()
 
     def _is_last_chance(self, batch_idx: int) -> bool:
         """Whether no step is to follow, and this one is the user's own: AccelPlugin's early steps hold its trials."""
         trainer = self._trainer
         if any(kind.__module__.startswith("lightning_accel.") for kind in type(trainer.precision_plugin).__mro__):
             return False
-        ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or (
-            batch_idx + 1 >= trainer.num_training_batches
-        )
-        max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
-        is_last_epoch = max_epochs != -1 and trainer.current_epoch + 1 >= max_epochs
-        is_last_step = trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps
-        return (ends_epoch and is_last_epoch) or is_last_step
+        is_last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= trainer.max_epochs
+        return (is_last_epoch and is_last_of_epoch(trainer, batch_idx)) or reaches_max_steps(trainer)
 
     def _scaler(self) -> torch.amp.GradScaler | None:
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None
 
-    def _loss_scale(self) -> float:
-        scaler = self._scaler()
-        return math.nan if scaler is None else float(scaler.get_scale())
-
-    def _skipped_steps(self) -> float:
-        return float(getattr(self._scaler(), "skipped_steps", math.nan))
+    def _skipped_steps(self) -> int | None:
+        return getattr(self._scaler(), "skipped_steps", None)
 
 
 def _time_fetches(trainer: Trainer, clock: StepClock) -> PatchSet:
     """Has ``clock`` told when the train dataloader is asked for a batch, and when it has given one.
 
-    The training loop calls these two methods around every ``next``, for the profiler. Where they are missing nothing
-    is patched: the wait is then part of the gaps between the steps, and only ``data_wait_frac`` is lost.
+    Where the loop has no such methods nothing is patched: the wait is then part of the gaps between the steps, and only
+    ``data_wait_frac`` is lost.
     """
+    patches = PatchSet()
+    fetch_began, fetch_ended = clock.fetch_began, clock.fetch_ended
 
     def began_before(original: Callable[..., Any]) -> Callable[..., Any]:
         def on_before_fetch(loop: Any) -> None:
-            clock.fetch_began()
+            fetch_began()
             original(loop)
 
         return on_before_fetch
@@ -197,16 +185,15 @@ def _time_fetches(trainer: Trainer, clock: StepClock) -> PatchSet:
     def ended_after(original: Callable[..., Any]) -> Callable[..., Any]:
         def on_after_fetch(loop: Any) -> None:
             original(loop)
-            clock.fetch_ended()
+            fetch_ended()
 
         return on_after_fetch
 
-    patches = PatchSet()
     before, after = before_fetch(trainer), after_fetch(trainer)
     if before is not None and after is not None:
         for name, wrap in ((before, began_before), (after, ended_after)):
             patches.add(MethodPatch(name, "timed", trainer.fit_loop.epoch_loop, name, wrap))
-        patches.apply()
+    patches.apply()
     return patches
 
 

@@ -27,7 +27,7 @@ class SampleCounter:
         self._unknown_type: type | None = None
 
     def count(self, batch: Any) -> int | None:
-        """The samples of ``batch``; None when they cannot be told."""
+        """The samples of ``batch``; None where it does not tell them."""
         if self._batch_size_fn is not None:
             return int(self._batch_size_fn(batch))
         if self._read is not None:
@@ -35,9 +35,6 @@ class SampleCounter:
                 return self._read(batch)
             except Exception:  # a batch of another build: search again
                 self._read = None
-        return self._search(batch)
-
-    def _search(self, batch: Any) -> int | None:
         if batch is None:
             return 0  # Lightning skips such a batch
         if type(batch) is self._unknown_type:
@@ -70,7 +67,7 @@ def _by_shape(batch: Any) -> SizeReader | None:
     if isinstance(getattr(batch, "batch_size", None), int):
         return operator.attrgetter("batch_size")
     if isinstance(shape := getattr(batch, "shape", None), tuple):
-        return _first_dimension if shape else None
+        return (lambda tensor: int(tensor.shape[0])) if shape else None
     parts = list(_parts(batch))
     if isinstance(batch, list | tuple):
         for get, part in parts:
@@ -80,10 +77,8 @@ def _by_shape(batch: Any) -> SizeReader | None:
 
 
 def _by_length(batch: Any) -> SizeReader | None:
-    for get, part in _parts(batch):
-        if (read := _by_length(part)) is not None:
-            return _after(get, read)
-    return len if isinstance(batch, list | tuple) and batch else None
+    found = next((_after(get, read) for get, part in _parts(batch) if (read := _by_length(part)) is not None), None)
+    return found or (len if isinstance(batch, list | tuple) and batch else None)
 
 
 def _parts(batch: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
@@ -97,10 +92,6 @@ def _parts(batch: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
     elif is_dataclass(batch) and not isinstance(batch, type):
         for entry in fields(batch):
             yield operator.attrgetter(entry.name), getattr(batch, entry.name, None)
-
-
-def _first_dimension(tensor: Any) -> int:
-    return int(tensor.shape[0])
 
 
 def _after(get: Callable[[Any], Any], read: SizeReader) -> SizeReader:

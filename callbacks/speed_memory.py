@@ -132,7 +132,7 @@ class SpeedMemoryLogger(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
-            self._fit.resume()
+            self._fit.energy.resume()
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_accel.core.device import device_of
 from lightning_accel.core.host import Host
-from lightning_accel.core.isolation import device_of
 from lightning_accel.core.report import Report
 from lightning_accel.engine import Engine
 from lightning_accel.memory.schedule import MemorySchedule

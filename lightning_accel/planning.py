@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_accel.assembly import accelerate
-from lightning_accel.core.isolation import Snapshot, device_of, own_rng
+from lightning_accel.core.device import device_of, own_rng
 from lightning_accel.core.optimizers import living_optimizers
+from lightning_accel.core.snapshot import Snapshot
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.engine import AccelError
 from lightning_accel.memory.planner import MAX_STEPS

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import lightning_accel
 from lightning_accel.assembly import accelerate
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
@@ -381,16 +380,6 @@ def test_in_place_activations_need_no_trial_and_are_in_force_at_once() -> None:
     assert handle.report.of("inplace_activations").status == "in force"
     assert handle.report.applied("inplace_activations") != []
     handle.undo()
-
-
-@pytest.mark.parametrize("name", lightning_accel.__all__)
-def test_every_public_name_is_there(name: str) -> None:
-    assert getattr(lightning_accel, name).__name__ == name
-
-
-def test_a_name_that_is_not_there_is_an_ordinary_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'magic'"):
-        lightning_accel.magic  # noqa: B018
 
 
 def test_the_defaults_of_the_protocol_do_nothing() -> None:

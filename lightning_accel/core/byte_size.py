@@ -9,7 +9,7 @@ _UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
-_WRITTEN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)\s*", re.IGNORECASE)
+_WRITTEN = re.compile(r"\s*(-?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-z]*|%)\s*", re.IGNORECASE)
 
 
 def parse_bytes(name: str, value: object, *, fractions: bool = False) -> int | float:
@@ -45,18 +45,13 @@ def parse_bytes(name: str, value: object, *, fractions: bool = False) -> int | f
 
 def _parse(text: str) -> int | float | None:
     """Bytes as an int, a fraction as a float, None for nonsense."""
-    negative = text.strip().startswith("-")
-    match = _WRITTEN.fullmatch(text.strip().removeprefix("-"))
+    match = _WRITTEN.fullmatch(text)
     if match is None:
         return None
     number, unit = float(match[1]), match[2].lower()
-    if unit == "%":
-        amount: int | float | None = number / 100
-    elif unit:
-        amount = round(number * _UNITS[unit]) if unit in _UNITS else None
-    else:
-        amount = number
-    return -amount if negative and amount is not None else amount
+    if unit in ("", "%"):
+        return number / 100 if unit else number
+    return round(number * _UNITS[unit]) if unit in _UNITS else None
 
 
 def _allowed(fractions: bool) -> str:

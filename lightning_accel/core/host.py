@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_accel.core.torch_private import cpp_compilers, tpu_library
+
 HostKind = Literal["cuda", "rocm", "xla", "mps", "cpu"]
 
 # AMD's architectures with matrix instructions for bfloat16: CDNA from MI100 on, RDNA from 3 on. Torch says of every AMD
@@ -55,13 +57,13 @@ class Host:
     @classmethod
     def detect(cls, device: torch.device | str | None = None) -> Host:
         """Asks torch about ``device``, by default the one that Lightning's ``accelerator="auto"`` would take."""
-        device_type = torch.device(device).type if device is not None else _default_device_type()
-        if device_type == "cuda":
-            return cls._detect_cuda(torch.device(device if device is not None else "cuda"))
-        if device_type == "mps":
+        device = torch.device(device if device is not None else _default_device_type())
+        if device.type == "cuda":
+            return cls._detect_cuda(device)
+        if device.type == "mps":
             has_name = torch.backends.mps.is_available()
             return cls(kind="mps", device_name=torch.backends.mps.get_name() if has_name else "MPS")
-        if device_type == "xla":
+        if device.type == "xla":
             tpu = _tpu_name()
             return cls(kind="xla", device_name=tpu or "XLA", native_bf16=tpu is not None)
         cpu = _cpu_capabilities()
@@ -70,30 +72,36 @@ class Host:
             device_name=_cpu_name() or str(cpu.get("cpu_name") or platform.machine()),
             instructions=next((name for key, name in _INSTRUCTIONS.items() if cpu.get(key)), ""),
             native_bf16=bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16")),
-            compiler=_cpp_compiler(),
+            compiler=next(filter(shutil.which, cpp_compilers()), None),
         )
 
     @classmethod
     def _detect_cuda(cls, device: torch.device) -> Host:
-        is_rocm = torch.version.hip is not None
-        # With what it was built with, behind a colon: gfx90a:sramecc+:xnack-
-        arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0] if is_rocm else ""
-        return cls(
-            kind="rocm" if is_rocm else "cuda",
-            device_name=torch.cuda.get_device_name(device),
-            capability=None if is_rocm else torch.cuda.get_device_capability(device),
-            arch=arch,
-            native_bf16=arch.startswith(_BF16_ARCHITECTURES)
-            if is_rocm
-            else torch.cuda.is_bf16_supported(including_emulation=False),
-            compiler="triton" if importlib.util.find_spec("triton") and _c_compiler() else None,
-            kernels=_installed_kernels(),
+        # Triton builds a small launcher in C for every kernel.
+        has_triton = importlib.util.find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang")))
+        name, compiler, kernels = (
+            torch.cuda.get_device_name(device),
+            "triton" if has_triton else None,
+            _installed_kernels(),
         )
+        if torch.version.hip is None:
+            return cls(
+                kind="cuda",
+                device_name=name,
+                capability=torch.cuda.get_device_capability(device),
+                native_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+                compiler=compiler,
+                kernels=kernels,
+            )
+        # With what it was built with, behind a colon: gfx90a:sramecc+:xnack-
+        arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        bf16 = arch.startswith(_BF16_ARCHITECTURES)
+        return cls(kind="rocm", device_name=name, arch=arch, native_bf16=bf16, compiler=compiler, kernels=kernels)
 
     @property
     def described(self) -> str:
         """For people: ``"AMD EPYC, AVX2 (cpu)"``."""
-        return f"{self.device_name}{', ' if self.instructions else ''}{self.instructions} ({self.kind})"
+        return f"{', '.join(filter(None, (self.device_name, self.instructions)))} ({self.kind})"
 
     @property
     def device_type(self) -> str:
@@ -108,18 +116,11 @@ def usable_cores() -> int:
 
 def _default_device_type() -> str:
     # In Lightning's order, and by the questions that it asks.
-    if _num_tpus() > 0:
+    if _ask_tpus("num_available_devices"):
         return "xla"
     if _has_apple_gpu():
         return "mps"
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _num_tpus() -> int:
-    try:
-        return int(importlib.import_module("torch_xla._internal.tpu").num_available_devices())
-    except Exception:  # not installed, built for another torch, not configured: there is nothing to compute on
-        return 0
 
 
 def _tpu_name() -> str | None:
@@ -127,12 +128,17 @@ def _tpu_name() -> str | None:
     try:
         if importlib.import_module("torch_xla.runtime").device_type() != "TPU":
             return None
-    except Exception:  # as above
+    except Exception:  # as below
         return None
+    version = _ask_tpus("version")  # asked of the network, which does not know every name that it is given
+    return "TPU" if version is None else f"TPU v{version}"
+
+
+def _ask_tpus(question: str) -> Any:
     try:
-        return f"TPU v{importlib.import_module('torch_xla._internal.tpu').version()}"
-    except Exception:  # it asks the network, and does not know every name that it is given
-        return "TPU"
+        return getattr(tpu_library(), question)()
+    except Exception:  # not installed, built for another torch, not configured: there is nothing to compute on
+        return None
 
 
 def _has_apple_gpu() -> bool:
@@ -155,33 +161,19 @@ def _installed_kernels() -> frozenset[str]:
 def _cpu_capabilities() -> dict[str, Any]:
     if hasattr(torch.cpu, "get_capabilities"):
         return dict(torch.cpu.get_capabilities())
-    # torch 2.11 has only the single questions.
-    return {
-        "avx2": torch.cpu._is_avx2_supported(),
-        "avx512_f": torch.cpu._is_avx512_supported(),
-        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
-        "amx_bf16": torch.cpu._is_amx_tile_supported(),
-    }
+    # torch 2.11 has only private questions: the system is asked, and where that is not Linux nothing is known.
+    flags = (_from_cpuinfo("flags") or "").split()
+    return {flag.replace("avx512f", "avx512_f"): True for flag in flags}
 
 
 def _cpu_name() -> str | None:
+    return _from_cpuinfo("model name") or platform.processor() or None
+
+
+def _from_cpuinfo(key: str) -> str | None:
+    """What Linux says of the first processor."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
-            names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
-            return next(names, None)
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor() or None
-
-
-def _cpp_compiler() -> str | None:
-    from torch._inductor import config
-
-    # The same search list as TorchInductor's: its own lookup raises, and pulls in its whole code generator.
-    configured = config.cpp.cxx
-    names = configured if isinstance(configured, list | tuple) else (configured,)
-    return next((name for name in names if name and shutil.which(name)), None)
-
-
-def _c_compiler() -> str | None:
-    # Triton builds a small launcher in C for every kernel.
-    return next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)

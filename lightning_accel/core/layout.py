@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.torch_private import convolution_method
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 FORMAT_NAMES = {4: "channels_last", 5: "channels_last_3d"}
@@ -29,9 +30,8 @@ def to_channels_last(tensor: Tensor, dims: Sequence[int] = (4, 5)) -> Tensor:
         return tensor
     if tensor.dim() in dims and (tensor.is_floating_point() or tensor.dtype == torch.uint8):
         return in_format(tensor, FORMATS[tensor.dim()])
-    is_dense = tensor.is_contiguous() or (
-        tensor.dim() in FORMATS and tensor.is_contiguous(memory_format=FORMATS[tensor.dim()])
-    )
+    orders = (torch.contiguous_format, FORMATS.get(tensor.dim(), torch.contiguous_format))
+    is_dense = any(tensor.is_contiguous(memory_format=order) for order in orders)
     return tensor if is_dense else tensor.contiguous()
 
 
@@ -68,7 +68,7 @@ class WeightLayout(Patch):
         self._parameters = [p for p in convolution.parameters() if p.dim() == dim]
         self._format = FORMATS[dim]
         self.strides: dict[nn.Parameter, tuple[int, ...]] = {}
-        self._computes_contiguously: MethodPatch | None = None
+        self._held = MethodPatch(site, "contiguous weight", convolution, convolution_method(), _on_contiguous_weight)
 
     def hold(self) -> None:
         """Computes as after :meth:`undo`, on a contiguous copy of the weight, but leaves the weight's layout alone.
@@ -77,18 +77,14 @@ class WeightLayout(Patch):
         the weights had when it was made, or after its first step: where they change later it permutes the elements
         of every gradient, without an error (torch 2.11 to 2.13).
         """
-        if self._computes_contiguously is None:
+        if not self._held.is_applied:
             self._apply()
-            self._computes_contiguously = MethodPatch(
-                self.site, "contiguous weight", self.convolution, "_conv_forward", _on_contiguous_weight
-            )
-            self._computes_contiguously.apply()
+            self._held.apply()
 
     def release(self) -> None:
         """Ends :meth:`hold`; the weight gets its own layout back."""
-        if self._computes_contiguously is not None:
-            self._computes_contiguously.undo()
-            self._computes_contiguously = None
+        if self._held.is_applied:
+            self._held.undo()
             self._undo()
 
     # Outside inference mode, where a trial may find itself: what it allocates could never be trained again.
@@ -96,9 +92,7 @@ class WeightLayout(Patch):
     @override
     @torch.inference_mode(False)
     def _apply(self) -> None:
-        if self._computes_contiguously is not None:
-            self._computes_contiguously.undo()
-            self._computes_contiguously = None
+        self._held.undo()
         for parameter in self._parameters:
             converted = in_format(parameter.data, self._format)
             if converted.stride() == parameter.stride():
@@ -117,10 +111,10 @@ class WeightLayout(Patch):
 
 
 def _on_contiguous_weight(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def _conv_forward(self: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return original(self, x, weight.contiguous(), bias)
 
-    return _conv_forward
+    return convolve
 
 
 def _match_gradient(parameter: nn.Parameter) -> None:

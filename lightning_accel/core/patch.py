@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from typing_extensions import override
@@ -19,39 +19,36 @@ class Patch(ABC):
     Attributes:
         site: Where: the qualified name of a module in the model, ``""`` for the model itself.
         change: What, for the report: ``"forward → checkpointed"``.
+        is_applied: Whether it is made.
     """
 
     def __init__(self, site: str, change: str) -> None:
         self.site = site
         self.change = change
-        self._is_applied = False
-
-    @property
-    def is_applied(self) -> bool:
-        return self._is_applied
+        self.is_applied = False
 
     def apply(self) -> None:
         """Makes the edit. When it fails half way, nothing of it stays."""
-        if not self._is_applied:
+        if not self.is_applied:
             try:
                 self._apply()
             except BaseException:
                 self._undo()
                 raise
-            self._is_applied = True
+            self.is_applied = True
 
     def undo(self) -> None:
         """Restores what was there before."""
-        if self._is_applied:
+        if self.is_applied:
             self._undo()
-            self._is_applied = False
+            self.is_applied = False
 
     @abstractmethod
     def _apply(self) -> None: ...
 
     @abstractmethod
     def _undo(self) -> None:
-        """Must also be right after an ``_apply`` that raised."""
+        """Also right after an ``_apply`` that raised."""
 
 
 class AttributePatch(Patch):
@@ -76,10 +73,10 @@ class AttributePatch(Patch):
     def _undo(self) -> None:
         if vars(self.target).get(self.name, _MISSING) is not self.value:
             return
-        if self._before is not _MISSING:
-            setattr(self.target, self.name, self._before)
+        if self._before is _MISSING:
+            del vars(self.target)[self.name]
         else:
-            vars(self.target).pop(self.name, None)
+            setattr(self.target, self.name, self._before)
 
 
 class MethodPatch(AttributePatch):
@@ -115,18 +112,15 @@ class MethodPatch(AttributePatch):
 
 
 def _unbound(target: Any, name: str) -> Callable[..., Any]:
-    own = vars(target).get(name)
-    if own is None and isinstance(inspect.getattr_static(type(target), name), staticmethod | classmethod):
-        own = getattr(target, name)
-    if own is None:
-        return getattr(type(target), name)  # type: ignore[no-any-return]
-    if isinstance(own, types.MethodType) and own.__self__ is target:
-        return own.__func__
+    """The method as a function of ``(self, *args, **kwargs)``, wherever it was defined."""
+    method = getattr(target, name)
+    if isinstance(method, types.MethodType) and method.__self__ is target:
+        return method.__func__
 
-    def call_own(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:  # static, of the class, or put on the instance
+        return method(*args, **kwargs)
 
-    return call_own
+    return call
 
 
 class PatchSet:
@@ -177,3 +171,14 @@ class PatchSet:
     def drop(self, site: str) -> None:
         """Undoes the patch at ``site`` and forgets it."""
         self._patches.pop(site).undo()
+
+
+@contextmanager
+def temporarily(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    """A switch of the whole process, set to ``value`` inside, and afterwards to what it was."""
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)

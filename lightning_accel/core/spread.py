@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import mkldnn
 
+from lightning_accel.core.patch import temporarily
 from lightning_accel.core.tree import map_tensors, tensors_in
 
 FACTOR = 4.0
@@ -53,25 +56,12 @@ class Spread:
     """What a candidate may be off by.
 
     Attributes:
-        deviation: The largest of the original's own deviations.
-        rounding: What the coarsest dtype at work rounds off in any case: no result is nearer.
-        elements: The size of the smallest result, over which independent errors average out.
+        allowed: The largest deviation that is let pass.
         num_orders: In how many orders the original was seen.
     """
 
-    deviation: Deviation
-    rounding: float
-    elements: int
+    allowed: Deviation
     num_orders: int
-
-    @property
-    def allowed_noise(self) -> float:
-        return FACTOR * max(self.deviation.noise, self.rounding)
-
-    @property
-    def allowed_bias(self) -> float:
-        averaged = max(self.deviation.noise, self.rounding) / math.sqrt(max(self.elements, 1))
-        return max(FACTOR * max(self.deviation.bias, averaged), _BIAS_FLOOR)
 
     def objection(self, found: Deviation, times: float = 1.0) -> str:
         """How ``found`` is too far off, in words; empty where it is not.
@@ -80,17 +70,12 @@ class Spread:
             found: How far a candidate is off.
             times: How many times as much is allowed, where more than the candidate is off.
         """
-        # Written so that NaN is too far.
-        if not found.noise <= times * self.allowed_noise:
-            return (
-                f"other numbers than the original: relative error {found.noise:.1e}, allowed"
-                f" {times * self.allowed_noise:.1e}"
-            )
-        if not found.bias <= times * self.allowed_bias:
-            return (
-                f"other numbers than the original: all of them together off by {found.bias:.1e}, allowed"
-                f" {times * self.allowed_bias:.1e}"
-            )
+        for what, off, allowed in (
+            ("relative error", found.noise, times * self.allowed.noise),
+            ("all of them together off by", found.bias, times * self.allowed.bias),
+        ):
+            if not off <= allowed:  # NaN is too far
+                return f"other numbers than the original: {what} {off:.1e}, allowed {allowed:.1e}"
         return ""
 
 
@@ -108,14 +93,17 @@ def measured(yardstick: Sequence[Tensor], runs: Sequence[Sequence[Tensor]], coar
     eps = torch.finfo(coarsest).eps
     # In half precision the last rounding is most of the error; above it a library may take a few on the way.
     rounding = eps / 2 if eps > _HALF_PRECISION else 2 * eps
-    spread, num_orders = Deviation(), 0
+    spread, num_orders = Deviation(noise=rounding), 0  # no result is nearer than what its dtype rounds off
     for run in runs:
         if [t.shape for t in run] == [t.shape for t in yardstick]:
             found = deviation(run, yardstick)
             if found.noise <= math.sqrt(rounding):
                 spread |= found
                 num_orders += 1
-    return Spread(spread, rounding, min((t.numel() for t in yardstick), default=1), num_orders)
+    # Errors that are independent average out over a result, over the smallest one least.
+    averaged = spread.noise / math.sqrt(max(1, min((t.numel() for t in yardstick), default=1)))
+    allowed_bias = max(FACTOR * max(spread.bias, averaged), _BIAS_FLOOR)
+    return Spread(Deviation(FACTOR * spread.noise, allowed_bias), num_orders)
 
 
 def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Deviation:
@@ -138,11 +126,6 @@ def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Deviation
     return worst
 
 
-def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The noise of :func:`deviation`."""
-    return deviation(actual, expected).noise
-
-
 def other_orders(
     call: Call, batch_size: int, device: torch.device, *, new_kernels: bool = True
 ) -> Iterator[tuple[Call, AbstractContextManager[Any]]]:
@@ -157,20 +140,20 @@ def other_orders(
         new_kernels: Whether also those that need kernels for other shapes or numbers of threads.
     """
 
+    def of_samples(change: Callable[[Tensor], Tensor], data: Any) -> Any:
+        return map_tensors(lambda tensor: change(tensor) if is_batched(tensor, batch_size) else tensor, data)
+
     def in_halves(*args: Any, **kwargs: Any) -> Any:
         half = batch_size // 2
-        parts = [map_tensors(_rows(batch_size, rows), (args, kwargs)) for rows in (slice(half), slice(half, None))]
+        parts = [of_samples(lambda t, rows=rows: t[rows], (args, kwargs)) for rows in (slice(half), slice(half, None))]
         first, second = (call(*part[0], **part[1]) for part in parts)
         rest = iter(tensors_in(second))
         # A result without samples (an average over them) cannot be put together: its shape tells.
         return map_tensors(lambda t: torch.cat([t, next(rest)]) if t.dim() and t.shape[0] == half else t, first)
 
     def turned_round(*args: Any, **kwargs: Any) -> Any:
-        def turn(tensor: Tensor) -> Tensor:
-            return tensor.flip(0) if _is_batched(tensor, batch_size) else tensor
-
-        args, kwargs = map_tensors(turn, (args, kwargs))
-        return map_tensors(turn, call(*args, **kwargs))
+        args, kwargs = of_samples(lambda t: t.flip(0), (args, kwargs))
+        return of_samples(lambda t: t.flip(0), call(*args, **kwargs))
 
     def lying_otherwise(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = map_tensors(_transposed_in_memory, (args, kwargs))
@@ -182,45 +165,22 @@ def other_orders(
         if new_kernels:
             yield in_halves, nullcontext()
     if device.type == "cpu":
-        yield call, _without_onednn()
+        # Not torch.backends.mkldnn.flags, which sets what concerns other devices too, with warnings.
+        yield call, temporarily(partial(getattr, mkldnn, "enabled"), partial(setattr, mkldnn, "enabled"), False)
         if new_kernels:
-            yield call, _one_thread()
+            # Fewer, never more: a pool of threads that the program did without would stay, and break a later fork.
+            yield call, temporarily(torch.get_num_threads, torch.set_num_threads, 1)
 
 
-def _is_batched(tensor: Tensor, batch_size: int) -> bool:
+def is_batched(tensor: Tensor, batch_size: int) -> bool:
+    """Whether the first dimension of ``tensor`` is that of the samples."""
     return tensor.layout == torch.strided and tensor.dim() > 0 and tensor.shape[0] == batch_size
-
-
-def _rows(batch_size: int, rows: slice) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor[rows] if _is_batched(tensor, batch_size) else tensor
 
 
 def _transposed_in_memory(tensor: Tensor) -> Tensor:
     """The same values, with the last two dimensions in the other order in memory."""
     is_plain = tensor.layout == torch.strided and tensor.dim() > 1 and not tensor.is_nested
     return tensor.mT.contiguous().mT if is_plain else tensor
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # Fewer, never more: a pool of threads that the program did without would stay, and break a later fork.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    # Not torch.backends.mkldnn.flags, which sets what concerns other devices too, with warnings.
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def _finite_part(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ torch has dropped then fails in one test of tests/core/test_torch_private.py, wh
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -19,8 +20,6 @@ from torch.nn.modules import module as all_modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch, _pytree
 
-# -- sparse tensors ----------------------------------------------------------------------------------------------------
-
 
 def coo_parts(tensor: Tensor) -> list[Tensor]:
     """The indices and the values of a sparse COO tensor: the memory that it has.
@@ -32,12 +31,6 @@ def coo_parts(tensor: Tensor) -> list[Tensor]:
     if tensor.is_coalesced():
         return [tensor.indices(), tensor.values()]
     return [tensor._indices(), tensor._values()]
-
-
-# -- calls of modules ----------------------------------------------------------------------------------------------
-
-
-# -- calls of modules ----------------------------------------------------------------------------------------------
 
 
 def eager_call(target: nn.Module | type[nn.Module]) -> Any:
@@ -59,9 +52,6 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     2.0; where one is missing (a module may answer for its own attributes), as if it were empty.
     """
     return tuple(vars(module).get(name) or {} for name in _HOOKS)
-
-
-# -- who holds a tensor, who sees operations -----------------------------------------------------------------------
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -110,9 +100,6 @@ def saved_tensors_are_packed() -> bool:
     return _C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-# -- saved tensors ---------------------------------------------------------------------------------------------------
-
-
 def version_of(tensor: Tensor) -> int:
     """How often ``tensor`` was changed in place: ``_version``, since torch 0.4.
 
@@ -121,18 +108,12 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-# -- modes -----------------------------------------------------------------------------------------------------------
-
-
 def without_dispatch_modes() -> AbstractContextManager[Any]:
     """Has nobody who watches operations see those inside: ``_disable_current_modes``, since torch 2.0.
 
     Somebody may be counting FLOPs while a trial runs. Without it every trial fails, and says so.
     """
     return _python_dispatch._disable_current_modes()
-
-
-# -- attention by hand -----------------------------------------------------------------------------------------------
 
 
 def has_modes() -> bool:
@@ -202,9 +183,6 @@ def register_constant(kind: type[Any]) -> None:
     register = getattr(torch.utils._pytree, "register_constant", None)
     if register is not None:
         register(kind)
-
-
-# -- strategies, resilience, lightning -----------------------------------------------------------------------------
 
 
 def call_after_backward(callback: Callable[[], Any]) -> None:
@@ -320,9 +298,6 @@ def has_saved_result(node: Any) -> bool:
         return True
 
 
-# -- the profiler of allocations -------------------------------------------------------------------------------------
-
-
 def stop_legacy_profiler() -> list[list[Any]]:
     """Ends autograd's first profiler, and returns its events by thread: ``_disable_profiler_legacy``, torch 1.9.
 
@@ -351,9 +326,6 @@ def before_profilers(tell: Callable[[], Any]) -> Callable[[], None]:
         profilers._enable_profiler = enable
 
     return restore
-
-
-# -- compilation -----------------------------------------------------------------------------------------------------
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
@@ -386,3 +358,73 @@ def compile_with_inductor(graph: GraphModule, inputs: list[Tensor], options: dic
     from torch._inductor.compile_fx import compile_fx  # the whole code generator
 
     return compile_fx(graph, inputs, config_patches=options)
+
+
+def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dict behind ``register_parameter``: ``_parameters``, since torch 0.1, empty slots and ties among them.
+
+    The public iterators leave both out. Without it, and the two below, no module can be copied for a trial, and every
+    trial fails.
+    """
+    return module._parameters
+
+
+def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dict behind ``register_buffer``: ``_buffers``, since torch 0.1, as for parameters."""
+    return module._buffers
+
+
+def module_slots(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dict behind ``add_module``: ``_modules``, since torch 0.1, as for parameters."""
+    return module._modules
+
+
+class DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation under it: ``torch.utils._python_dispatch.TorchDispatchMode``, since torch 1.13.
+
+    There is no public base for that. Without it the library cannot be imported.
+    """
+
+
+def is_fake(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class have no numbers: ``torch._subclasses.fake_tensor.FakeTensor``, since torch 2.0.
+
+    DTensor asks such for the shapes of what it is about to compute: that is no work. Without it: False, and a mode that
+    counts operations may count those too.
+    """
+    fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    return issubclass(kind, getattr(fake, "FakeTensor", ()))
+
+
+def dynamo_is_loaded() -> bool:
+    """Whether anything may have been compiled: ``torch._dynamo`` is imported with it, in a second, and only then."""
+    return "torch._dynamo" in sys.modules
+
+
+def convolution_method() -> str:
+    """The method that a convolution's forward calls with its weight: ``_conv_forward``, since torch 1.8.
+
+    Patched, it computes on its weight in another layout, while the parameter keeps the one that DDP's buckets have.
+    Without the name an AttributeError takes all edits back, and the step runs as the user wrote it.
+    """
+    return "_conv_forward"
+
+
+def cpp_compilers() -> list[str]:
+    """The C++ compilers that TorchInductor looks for, in its order: ``torch._inductor.config.cpp.cxx``, torch 2.0.
+
+    Its own look-up raises, and imports the whole code generator. Without the name: none, and nothing is compiled.
+    """
+    try:
+        configured: Any = importlib.import_module("torch._inductor.config").cpp.cxx
+    except (ImportError, AttributeError):
+        return []
+    return [name for name in (configured if isinstance(configured, list | tuple) else (configured,)) if name]
+
+
+def tpu_library() -> Any:
+    """What torch_xla knows of TPUs, ``torch_xla._internal.tpu``, which Lightning asks too; there is no public way.
+
+    Without it (or without torch_xla): an ImportError, and the machine is taken for one without TPUs.
+    """
+    return importlib.import_module("torch_xla._internal.tpu")

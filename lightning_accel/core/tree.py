@@ -40,14 +40,16 @@ def leaves(data: Any) -> list[Any]:
     if isinstance(data, Tensor) or type(data) in _ATOMS:
         return [data]
     if type(data) is tuple or type(data) is list:  # by themselves: the checks below take longer than the rest
-        return [leaf for value in data for leaf in leaves(value)]
-    if isinstance(data, Mapping):
-        return [leaf for value in data.values() for leaf in leaves(value)]
-    if isinstance(data, Sequence | set | frozenset) and not isinstance(data, _NO_CONTAINERS):
-        return [leaf for value in data for leaf in leaves(value)]
-    if is_dataclass(data) and not isinstance(data, type):
-        return [leaf for field in fields(data) for leaf in leaves(getattr(data, field.name, None))]
-    return [data]
+        parts: Any = data
+    elif isinstance(data, Mapping):
+        parts = data.values()
+    elif isinstance(data, Sequence | set | frozenset) and not isinstance(data, _NO_CONTAINERS):
+        parts = data
+    elif is_dataclass(data) and not isinstance(data, type):
+        parts = [getattr(data, field.name, None) for field in fields(data)]
+    else:
+        return [data]
+    return [leaf for part in parts for leaf in leaves(part)]
 
 
 # What a call cannot change, or (tensors) is seen to change; a batch or cache object of the user's can be.

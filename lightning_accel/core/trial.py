@@ -7,7 +7,6 @@ both sides again and again: give it torch's own operations on tensors, not code 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,8 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.isolation import dropout_off, isolated, own_rng, seed_streams, silent_twin
-from lightning_accel.core.spread import FACTOR, Spread, deviation, measured, other_orders
+from lightning_accel.core.device import own_rng, seed_streams
+from lightning_accel.core.dropout import dropout_off
+from lightning_accel.core.isolation import isolated, silent_twin
+from lightning_accel.core.passes import Call, Passes
+from lightning_accel.core.spread import FACTOR, Spread, deviation, is_batched, measured, other_orders
 from lightning_accel.core.tree import map_tensors, tensors_in
 
 ORACLE_SAMPLES = 4
@@ -40,7 +42,7 @@ class Contender:
         arguments: Makes of the arguments the form in which this side takes them, untimed: another layout, say.
     """
 
-    call: Callable[..., Any]
+    call: Call
     state: Callable[[], AbstractContextManager[Any]] = nullcontext
     arguments: Callable[[Any, Any], tuple[Any, Any]] = lambda args, kwargs: (args, kwargs)
 
@@ -52,17 +54,15 @@ class Comparison:
     Attributes:
         failure: What the candidate raised, or how its numbers differ; empty when they agree.
         error: The candidate's largest relative error, against the oracle where there is one.
-        allowed_error: What the original's own spread allows.
         original_ms: Median milliseconds of the original, forward and backward; None untimed.
         candidate_ms: The candidate's.
-        compared: How many tensors that is the result of comparing.
+        compared: How many tensors were compared.
         left_behind: Buffers, attributes and inputs that the forward pass changed (and the trial restored).
-        spread: What the original itself is off, where that was measured.
+        spread: What it may be off by, where that was measured.
     """
 
     failure: str = ""
     error: float = 0.0
-    allowed_error: float = 0.0
     original_ms: float | None = None
     candidate_ms: float | None = None
     compared: int = 0
@@ -96,10 +96,16 @@ class Trial:
     samples: int | None = ORACLE_SAMPLES
     timed_s: float = TIMED_S
     judged: Callable[[Any], Any] = lambda outputs: outputs
-    wide: Callable[..., Any] | None = None
+    wide: Call | None = None
     dropout: Literal["off", "off in modules", "on"] = "off"
     keeps_kernels: bool = False
-    _overwritten: set[str] = field(default_factory=set, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        tensors = [*self.module.parameters(), *tensors_in((self.args, self.kwargs))]
+        sizes = [t.shape[0] for t in tensors_in((self.args, self.kwargs)) if not t.is_nested and t.dim() > 0]
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._batch_size = sizes[0] if sizes else 0
+        self._passes = Passes(self.module, self.with_gradients, self.judged)
 
     def numbers(self, original: Contender, candidate: Contender, *, in_other_orders: bool = True) -> Comparison:
         """Compares outputs and, ``with_gradients``, the gradients of inputs and parameters.
@@ -109,29 +115,27 @@ class Trial:
         whole batch too. Where there can be no oracle, the original's own result takes its place. Dropout is off in all
         that; what it makes of the results is then compared by its distribution.
 
-        Args:
-            original: The one side.
-            candidate: The other.
-            in_other_orders: False for a candidate that does the original's operations in the original's order: both
-                are called once, on all samples, with the same random numbers.
+        With ``in_other_orders=False``, for a candidate that does the original's operations in the original's order,
+        both are called once, on all samples, with the same random numbers.
         """
         try:
-            with isolated(self.module, self._device()) as left_behind:
+            with isolated(self.module, self._device) as left_behind:
                 found = (self._by_spread if in_other_orders else self._by_rounding)(original, candidate)
         except Exception as error:
             return Comparison(failure=f"failed in its trial: {one_line(error)}")
-        return replace(found, left_behind=(*left_behind, *self._overwritten))
+        if self._passes.writes_to_input:
+            left_behind.append("its input")
+        return replace(found, left_behind=tuple(left_behind))
 
     def time(self, original: Contender, candidate: Contender) -> Comparison:
         """Times both, forward and backward, interleaved after a warm-up of each. Medians, in milliseconds."""
         try:
-            with isolated(self.module, self._device()):
+            with isolated(self.module, self._device):
                 pairs: list[tuple[float, float]] = []
-                for pair in range(1 + MAX_PAIRS):
-                    original_s, candidate_s = self._timed(original), self._timed(candidate)
-                    took_s = original_s + candidate_s
-                    if pair > 0 or took_s > self.timed_s:  # the first is the warm-up, which matters to short ones only
-                        pairs.append((original_s, candidate_s))
+                for at in range(1 + MAX_PAIRS):
+                    pair = self._timed(original), self._timed(candidate)
+                    if at > 0 or sum(pair) > self.timed_s:  # the first is the warm-up, which matters to short ones only
+                        pairs.append(pair)
                     timed_s = sum(map(sum, pairs))
                     if timed_s > (self.timed_s if len(pairs) >= MIN_PAIRS else 3 * self.timed_s):
                         break
@@ -140,6 +144,10 @@ class Trial:
         original_ms, candidate_ms = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
         return Comparison(original_ms=original_ms, candidate_ms=candidate_ms)
 
+    def _timed(self, side: Contender) -> float:
+        with side.state():
+            return self._passes.seconds(side.call, *side.arguments(self.args, self.kwargs), self._device)
+
     # -- numbers -----------------------------------------------------------------------------------------------
 
     def _by_rounding(self, original: Contender, candidate: Contender) -> Comparison:
@@ -147,8 +155,11 @@ class Trial:
         return self._judge(expected, [expected], self._once(candidate, self.args, self.kwargs))
 
     def _by_spread(self, original: Contender, candidate: Contender) -> Comparison:
-        with self._without_dropout() as dropped:
-            with original.state(), own_rng(self._device()):
+        without_dropout: AbstractContextManager[list[float]] = nullcontext([])
+        if self.dropout != "on":
+            without_dropout = dropout_off(self.module, functions=self.dropout == "off")
+        with without_dropout as dropped:
+            with original.state(), own_rng(self._device):
                 args, kwargs = self._samples(original.call)
             expected = self._once(original, args, kwargs)
             actual = self._once(candidate, args, kwargs)
@@ -167,20 +178,63 @@ class Trial:
 
     def _once(self, side: Contender, args: Any, kwargs: Any) -> list[Tensor]:
         # Every run draws the same random numbers.
-        with own_rng(self._device()), side.state():
-            return self._run(side.call, *side.arguments(args, kwargs))
+        with own_rng(self._device), side.state():
+            return self._passes.results(side.call, *side.arguments(args, kwargs))
+
+    def _samples(self, call: Call) -> tuple[Any, Any]:
+        """The first few samples of the arguments; all of them where the computation wants its whole batch."""
+        if self.samples is None or self.keeps_kernels or self._batch_size <= self.samples:
+            return self.args, self.kwargs
+        few = slice(self.samples)
+        sliced: tuple[Any, Any] = map_tensors(
+            lambda t: t[few] if is_batched(t, self._batch_size) else t, (self.args, self.kwargs)
+        )
+        try:
+            with torch.no_grad():
+                copies = map_tensors(Tensor.clone, sliced)
+                call(*copies[0], **copies[1])
+        except Exception:  # (T, B, D) inputs, masks of the batch's size
+            return self.args, self.kwargs
+        return sliced
 
     def _in_other_orders(self, original: Contender, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
-        orders = other_orders(
-            original.call, _batch_size(args, kwargs), self._device(), new_kernels=not self.keeps_kernels
-        )
-        for call, setting in orders:
+        size = self._batch_size if args is self.args else self.samples or 0
+        for call, setting in other_orders(original.call, size, self._device, new_kernels=not self.keeps_kernels):
             try:
                 with setting:
                     run = self._once(Contender(call, original.state), args, kwargs)
             except Exception:  # no order for this computation: views of its input, kernels that want oneDNN
                 continue
             yield run
+
+    def _oracle(self, original: Contender, args: Any, kwargs: Any) -> list[Tensor] | None:
+        """The original in float64; None where that cannot be had, or would take too much memory."""
+        if self.keeps_kernels or sum(p.numel() * 8 for p in self.module.parameters()) > ORACLE_MAX_BYTES:
+            return None
+        tensors = (*self.module.parameters(), *self.module.buffers(), *tensors_in((args, kwargs)))
+        if any(t.is_complex() for t in tensors):  # whose imaginary part .to(torch.float64) would drop
+            return None
+        try:
+            with own_rng(self._device), original.state():
+                if self.with_gradients:
+                    saved_bytes = 8 * self._passes.saved_elements(original.call, args, kwargs)
+                    if saved_bytes > ORACLE_MAX_SAVED_BYTES:
+                        return None
+                reference = silent_twin(self.module, torch.float64)
+                args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
+                passes = replace(self._passes, module=reference, writes_to_input=False)
+                with torch.autocast(self._device.type, enabled=False):
+                    return passes.results(self.wide or reference.forward, args, kwargs)
+        except Exception:  # not every computation has float64 kernels: the original's own result remains
+            return None
+
+    def _coarsest(self, results: Sequence[Tensor]) -> torch.dtype:
+        dtypes = [t.dtype for t in results if t.is_floating_point()]
+        if torch.is_autocast_enabled(self._device.type):  # a float32 result may be the sum of bfloat16 products
+            dtypes.append(torch.get_autocast_dtype(self._device.type))
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+    # -- verdicts ----------------------------------------------------------------------------------------------
 
     def _judge(self, yardstick: list[Tensor], runs: Sequence[list[Tensor]], actual: list[Tensor]) -> Comparison:
         """Whether the candidate is within the spread of ``runs``, the original in several orders."""
@@ -190,28 +244,20 @@ class Trial:
             return Comparison(failure="returns no tensors that could be compared with the original's")
         spread = measured(yardstick, runs, self._coarsest(actual))
         found = deviation(actual, yardstick)
-        return Comparison(
-            failure=spread.objection(found),
-            error=found.noise,
-            allowed_error=spread.allowed_noise,
-            compared=len(yardstick),
-            spread=spread,
-        )
+        failure = spread.objection(found)
+        return Comparison(failure=failure, error=found.noise, compared=len(yardstick), spread=spread)
 
     def _objection(self, spread: Spread | None, expected: list[Tensor], actual: list[Tensor]) -> str:
         """What is wrong with the whole batch, where a few samples of it were right."""
         if spread is None or [t.shape for t in actual] != [t.shape for t in expected]:
             return "returns tensors of other shapes than the original for the whole batch"
-        batch_size = _batch_size(self.args, self.kwargs)
-        of_samples: list[tuple[Tensor, Tensor]] = []
-        of_all: list[tuple[Tensor, Tensor]] = []
-        for pair in zip(actual, expected, strict=True):
-            (of_samples if pair[1].dim() and pair[1].shape[0] == batch_size else of_all).append(pair)
         # Two results lie as far apart as both are off; a sum over more samples is off by more, as a random walk is.
         apart = 1 + 1 / FACTOR
-        walked = (batch_size / (self.samples or batch_size)) ** 0.5
-        for pairs, times in ((of_samples, apart), (of_all, apart * walked)):
-            objection = spread.objection(deviation(*zip(*pairs, strict=True)), times) if pairs else ""
+        walked = (self._batch_size / (self.samples or self._batch_size)) ** 0.5
+        pairs = list(zip(actual, expected, strict=True))
+        for of_samples, times in ((True, apart), (False, apart * walked)):
+            chosen = [pair for pair in pairs if is_batched(pair[1], self._batch_size) is of_samples]
+            objection = spread.objection(deviation(*zip(*chosen, strict=True)), times) if chosen else ""
             if objection:
                 return f"on the whole batch, {objection}"
         return ""
@@ -235,162 +281,14 @@ class Trial:
 
     def _mean_squares(self, side: Contender, args: Any, kwargs: Any) -> list[list[float]]:
         """For every output, its mean square in each of the draws."""
-        without_gradients = replace(self, with_gradients=False)
+        forward = replace(self._passes, with_gradients=False)
         draws = []
         for seed in range(DRAWS):
-            with own_rng(self._device()), side.state():
-                seed_streams(seed, self._device())
-                outputs = without_gradients._run(side.call, *side.arguments(args, kwargs))
+            with own_rng(self._device), side.state():
+                seed_streams(seed, self._device)
+                outputs = forward.results(side.call, *side.arguments(args, kwargs))
                 draws.append([float(output.double().square().mean()) for output in outputs])
         return [list(of_output) for of_output in zip(*draws, strict=True)]
-
-    def _without_dropout(self) -> AbstractContextManager[list[float]]:
-        if self.dropout == "on":
-            return nullcontext([])
-        return dropout_off(self.module, functions=self.dropout == "off")
-
-    # -- one run -----------------------------------------------------------------------------------------------
-
-    def _timed(self, side: Contender) -> float:
-        with side.state():
-            leaves, inputs = self._copies(*side.arguments(self.args, self.kwargs))
-            synchronize(self._device())
-            start = time.perf_counter()
-            self._forward_and_backward(side.call, leaves, inputs, torch.ones_like)
-            synchronize(self._device())
-            return time.perf_counter() - start
-
-    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
-        """Outputs, then gradients of inputs and parameters: floating-point tensors only, detached."""
-        leaves, inputs = self._copies(args, kwargs)
-        results = self._forward_and_backward(call, leaves, inputs, _random_cotangent)
-        if any(t._version for t in tensors_in(inputs) if not t.is_inference()):
-            self._overwritten.add("its input")
-        return [_comparable(t) for t in results]
-
-    def _copies(self, args: Any, kwargs: Any) -> tuple[list[Tensor], tuple[Any, Any]]:
-        """What gradients are asked of, and copies to call with: a call may write into its input (``x -= mean``)."""
-        with torch.set_grad_enabled(self.with_gradients):
-            originals = map_tensors(_fresh_leaf if self.with_gradients else Tensor.detach, (args, kwargs))
-            leaves = [t for t in tensors_in(originals) if t.requires_grad]
-            return leaves, map_tensors(Tensor.clone, originals)
-
-    def _forward_and_backward(
-        self,
-        call: Callable[..., Any],
-        leaves: list[Tensor],
-        inputs: tuple[Any, Any],
-        cotangent: Callable[[Tensor], Tensor],
-    ) -> list[Tensor]:
-        with torch.set_grad_enabled(self.with_gradients):
-            outputs = [t for t in tensors_in(self.judged(call(*inputs[0], **inputs[1]))) if _has_numbers(t)]
-            wanted = leaves + [p for p in self.module.parameters() if p.requires_grad]
-            differentiable = [t for t in outputs if t.requires_grad]
-            if not (self.with_gradients and differentiable and wanted):
-                return outputs
-            cotangents = [cotangent(t) for t in differentiable]
-            gradients = torch.autograd.grad(differentiable, wanted, cotangents, allow_unused=True)
-        # An unused input has no gradient; zeros keep the two sides' lists in step.
-        return outputs + [torch.zeros_like(w) if g is None else g for g, w in zip(gradients, wanted, strict=True)]
-
-    def _samples(self, call: Callable[..., Any]) -> tuple[Any, Any]:
-        batch_size = _batch_size(self.args, self.kwargs)
-        if self.samples is None or self.keeps_kernels or batch_size <= self.samples:
-            return self.args, self.kwargs
-
-        def take(tensor: Tensor) -> Tensor:
-            is_batched = tensor.layout == torch.strided and tensor.dim() > 0 and tensor.shape[0] == batch_size
-            return tensor[: self.samples] if is_batched else tensor
-
-        sliced: tuple[Any, Any] = map_tensors(take, (self.args, self.kwargs))
-        try:
-            with torch.no_grad():
-                copies = map_tensors(Tensor.clone, sliced)
-                call(*copies[0], **copies[1])
-        except Exception:  # a computation that wants its whole batch: (T, B, D) inputs, masks of the batch's size
-            return self.args, self.kwargs
-        return sliced
-
-    # -- the oracle --------------------------------------------------------------------------------------------
-
-    def _oracle(self, original: Contender, args: Any, kwargs: Any) -> list[Tensor] | None:
-        if self.keeps_kernels or sum(p.numel() * 8 for p in self.module.parameters()) > ORACLE_MAX_BYTES:
-            return None
-        tensors = (*self.module.parameters(), *self.module.buffers(), *tensors_in((args, kwargs)))
-        if any(t.is_complex() for t in tensors):  # whose imaginary part .to(torch.float64) would drop
-            return None
-        try:
-            with own_rng(self._device()), original.state():
-                if (
-                    self.with_gradients
-                    and self._saved_elements(original.call, args, kwargs) * 8 > ORACLE_MAX_SAVED_BYTES
-                ):
-                    return None
-                reference = silent_twin(self.module, torch.float64)
-                args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
-                with torch.autocast(self._device().type, enabled=False):
-                    trial = Trial(reference, args, kwargs, self.with_gradients, judged=self.judged)
-                    return trial._run(self.wide or reference.forward, args, kwargs)
-        except Exception:  # not every computation has float64 kernels: the original's own result remains
-            return None
-
-    def _saved_elements(self, call: Callable[..., Any], args: Any, kwargs: Any) -> int:
-        """What one forward pass keeps for its backward pass: one sample of long attention can be gigabytes."""
-        saved: dict[int, int] = {}
-
-        def count(tensor: Tensor) -> Tensor:
-            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes() // tensor.element_size()
-            return tensor.detach()  # a result that its own node holds would keep itself alive, unseen by Python
-
-        _, inputs = self._copies(args, kwargs)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            call(*inputs[0], **inputs[1])
-        return sum(saved.values())
-
-    def _coarsest(self, results: Sequence[Tensor]) -> torch.dtype:
-        dtypes = [t.dtype for t in results if t.is_floating_point()]
-        device_type = self._device().type
-        if torch.is_autocast_enabled(device_type):  # under which a float32 result may be the sum of bfloat16 products
-            dtypes.append(torch.get_autocast_dtype(device_type))
-        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-
-    def _device(self) -> torch.device:
-        tensors = [*self.module.parameters(), *tensors_in((self.args, self.kwargs))]
-        return tensors[0].device if tensors else torch.device("cpu")
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for a device that computes behind the caller's back."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
-def _batch_size(args: Any, kwargs: Any) -> int:
-    sizes = [t.shape[0] for t in tensors_in((args, kwargs)) if not t.is_nested and t.dim() > 0]
-    return sizes[0] if sizes else 0
-
-
-def _fresh_leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _random_cotangent(output: Tensor) -> Tensor:
-    # Drawn in float64 and rounded, so that every dtype is asked for the gradient in the same direction.
-    generator = torch.Generator().manual_seed(output.numel())
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)
-
-
-def _has_numbers(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _comparable(tensor: Tensor) -> Tensor:
-    """The tensor detached, dense and real: what norms and differences can be taken of."""
-    tensor = tensor.detach()
-    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
-    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
 def one_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_accel.core.isolation import Snapshot, can_be_put_back, random_streams
+from lightning_accel.core.snapshot import Snapshot, can_be_put_back, random_streams
 from lightning_accel.core.torch_private import copy_all
 from lightning_accel.core.tree import leaves, tensors_in
 from lightning_accel.lightning.private import logged_results

@@ -22,10 +22,13 @@ def is_accumulating(trainer: Trainer) -> bool:
     """Whether no optimizer steps after the training batch under way: its gradients are added to the next one's.
 
     Only the loop knows: it depends on the batch's number, on whether it is the last, and on the strategy.
-    Without the name: False, every step is taken for a whole one.
+    Without the name: the same for the first two, which all but DeepSpeed go by.
     """
-    should_accumulate = getattr(trainer.fit_loop, "_should_accumulate", None)
-    return should_accumulate is not None and bool(should_accumulate())
+    if (should_accumulate := getattr(trainer.fit_loop, "_should_accumulate", None)) is not None:
+        return bool(should_accumulate())
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    is_last = progress.is_last_batch or progress.current.ready == trainer.num_training_batches
+    return not is_last and progress.current.ready % trainer.accumulate_grad_batches != 0
 
 
 def before_fetch(trainer: Trainer) -> str | None:

@@ -17,9 +17,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.isolation import device_of, isolated
+from lightning_accel.core.device import device_of, synchronize
+from lightning_accel.core.isolation import isolated
 from lightning_accel.core.tree import map_tensors, storage_of, storages_of, tensors_in
-from lightning_accel.core.trial import synchronize
 from lightning_accel.memory.meter import END, START, Meter, MeterBusyError
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.recompute import keeps_statistics, recomputed

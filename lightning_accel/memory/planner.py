@@ -20,10 +20,10 @@ from torch import nn
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import SettingError
+from lightning_accel.core.device import synchronize
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.torch_private import is_in_backward
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.trial import synchronize
 from lightning_accel.memory.costs import BlockCosts, Cost, Policy, kind_of, measure_block, run_block
 from lightning_accel.memory.meter import Interval, MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader, Offloading

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accel.core.byte_size import format_bytes
-from lightning_accel.core.isolation import device_of
+from lightning_accel.core.device import device_of
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.tree import tensors_in, unique_bytes
 from lightning_accel.memory.costs import OFFLOADING, BlockCosts, Policy, run_block

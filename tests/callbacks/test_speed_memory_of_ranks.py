@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from lightning_accel.callbacks._epoch import EpochMeter, RankEpoch, put_together
+from lightning_accel.callbacks import EpochSpeed
+from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
 from support.measured_runs import ALWAYS_LOGGED
 from support.scripts import SUPPORT, run_script
 
@@ -77,50 +76,50 @@ def rank_epoch(**values: Any) -> RankEpoch:
     return RankEpoch(**{**numbers, **lists, **values})  # type: ignore[arg-type]
 
 
+def together(*ranks: RankEpoch) -> EpochSpeed:
+    speed = put_together(ranks, epoch=0, peak_memory_source="a test")
+    assert speed is not None
+    return speed
+
+
 def test_each_number_has_its_own_reduction() -> None:
-    """Torchmetrics' own gathering, with a second rank simulated behind it."""
     first = rank_epoch(samples_per_sec=10.0, steps_per_sec=2.0, peak_memory_mib=100.0, step_ms=[1.0, 2.0, 3.0])
     second = rank_epoch(samples_per_sec=30.0, steps_per_sec=4.0, peak_memory_mib=400.0, step_ms=[101.0, 102.0])
-    meters = [EpochMeter(), EpochMeter()]
-    for meter, rank in zip(meters, (first, second), strict=True):
-        meter.update(rank)
-    others = iter([getattr(meters[1], name) for name in meters[1]._reductions])
-
-    def gather(value: Tensor, group: Any = None) -> list[Tensor]:
-        other = next(others)
-        return [value, other[0] if isinstance(other, list) else other]
-
-    meters[0].sync(dist_sync_fn=gather, distributed_available=lambda: True)
-    meters[0]._to_sync = False
-    values = meters[0].compute()
-    assert (values["samples_per_sec"], values["steps_per_sec"], values["peak_memory_mib"]) == (40, 3, 400)
-    assert values["step_ms_p50"] == 3
-    assert values["rows"][:, 0].tolist() == pytest.approx([2.9, 101.95])
+    speed = together(first, second)
+    assert (speed.samples_per_sec, speed.steps_per_sec, speed.peak_memory_mib) == (40, 3, 400)
+    assert speed.step_ms_p50 == 3
+    assert speed.stragglers is not None
+    assert speed.stragglers.step_ms_p95 == pytest.approx(101.95)
+    assert speed.stragglers.step_ms_p95_mean == pytest.approx((2.9 + 101.95) / 2)
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    rank = rank_epoch(samples=math.nan, samples_per_sec=math.nan, flops_per_step=math.nan, energy_j=math.nan)
-    about = {"epoch": 0, "world_size": 1, "peak_memory_source": "a test"}
-    speed = put_together(rank, torch.device("cpu"), **about)
-    assert speed is not None
+    unknown = ("samples", "samples_per_sec", "flops_per_step", "energy_j")
+    speed = together(rank_epoch(**dict.fromkeys(unknown)))
     assert (speed.samples, speed.samples_per_sec, speed.tflops, speed.mfu, speed.energy_j_per_sample) == (None,) * 5
 
 
+def test_what_one_rank_does_not_know_is_known_of_none() -> None:
+    """Else ranks would log different names, and wait for each other in vain."""
+    speed = together(rank_epoch(), rank_epoch(samples_per_sec=None))
+    assert speed.samples_per_sec is None
+    assert "accel/samples_per_sec" not in speed.metrics()
+
+
+def test_an_epoch_without_steps_is_none() -> None:
+    assert put_together([rank_epoch(step_ms=[])], epoch=0, peak_memory_source="a test") is None
+
+
 def test_a_single_rank_is_not_compared() -> None:
-    speed = put_together(rank_epoch(), torch.device("cpu"), epoch=0, world_size=1, peak_memory_source="a test")
-    assert speed is not None
+    speed = together(rank_epoch())
     assert speed.slowest_rank is None
     assert not LOGGED_BY_SEVERAL_RANKS & set(speed.metrics())
     assert "rank" not in speed.line()
 
 
 def test_percentiles_of_a_million_steps_are_kept_by_a_few_thousand() -> None:
-    meter = EpochMeter()
-    meter.update(rank_epoch(step_ms=[float(step) for step in range(1_000_000)]))
-    assert sum(kept.numel() for kept in meter.step_ms) == 4096
-    values = meter.compute()
-    assert values["step_ms_p50"] == pytest.approx(500_000, rel=1e-3)
-    assert values["step_ms_p95"] == pytest.approx(950_000, rel=1e-3)
-
-
-# On a GPU
+    kept = thinned(array("d", map(float, range(1_000_000))))
+    assert len(kept) == 4096
+    speed = together(rank_epoch(step_ms=kept))
+    assert speed.step_ms_p50 == pytest.approx(500_000, rel=1e-3)
+    assert speed.step_ms_p95 == pytest.approx(950_000, rel=1e-3)

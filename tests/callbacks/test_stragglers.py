@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from lightning_accel.callbacks._stragglers import compare_ranks, rank_row
-
-pytestmark = pytest.mark.numbers
+from lightning_accel.callbacks import Stragglers
+from lightning_accel.callbacks._ranks import RankEpoch, compare_ranks
 
 
-def rows(*ranks: tuple[float, float, float]) -> Tensor:
-    """Each rank's p95 of its steps and of what comes before its backward passes, and its wait for data."""
-    return torch.tensor(ranks)
+def compared(*ranks: tuple[float | None, float | None, float | None]) -> Stragglers | None:
+    """Each rank's time of every step, its time before every backward pass, and its wait for data; None is none."""
+    return compare_ranks([rank_epoch(*rank) for rank in ranks])
+
+
+def rank_epoch(step_ms: float | None, before_backward_ms: float | None, data_wait_ms: float | None) -> RankEpoch:
+    others: dict[str, Any] = dict.fromkeys(RankEpoch.__dataclass_fields__, 1.0)
+    lists = {
+        "step_ms": [] if step_ms is None else [step_ms] * 3,
+        "before_backward_ms": [] if before_backward_ms is None else [before_backward_ms] * 2,
+    }
+    return RankEpoch(**{**others, **lists, "data_wait_ms": data_wait_ms})
 
 
 def test_the_slowest_rank_is_shown_beside_the_mean() -> None:
-    ranks = compare_ranks(rows((350, math.nan, 0), (412, math.nan, 0), (351, math.nan, 0)))
+    ranks = compared((350, None, 0), (412, None, 0), (351, None, 0))
     assert ranks is not None
     assert ranks.slowest_rank == 1
     assert ranks.metrics() == {"step_ms_p95_slowest_rank": 412}
@@ -28,7 +34,7 @@ def test_the_slowest_rank_is_shown_beside_the_mean() -> None:
 
 def test_the_rank_that_is_held_up_is_not_the_one_that_holds_up() -> None:
     """Rank 0 waits for data; in the steps, which are without that, the others wait for rank 0."""
-    ranks = compare_ranks(rows((50, 120, 84), (140, 30, 1), (130, 30, 2)))
+    ranks = compared((50, 120, 84), (140, 30, 1), (130, 30, 2))
     assert ranks is not None
     assert (ranks.slowest_rank, ranks.latest_rank) == (1, 0)
     assert ranks.metrics() == {"step_ms_p95_slowest_rank": 140, "before_backward_ms_p95_latest_rank": 120}
@@ -39,22 +45,21 @@ def test_the_rank_that_is_held_up_is_not_the_one_that_holds_up() -> None:
 
 
 def test_a_wait_that_is_not_known_is_left_out() -> None:
-    ranks = compare_ranks(rows((50, 120, 84), (140, 30, math.nan)))
+    ranks = compared((50, 120, 84), (140, 30, None))
     assert ranks is not None
     assert ranks.data_wait_ms is None
     assert ranks.line().endswith("latest at backward rank 0: p95 120 ms (mean of ranks 75)")
 
 
-@pytest.mark.parametrize("ranks", [rows((50, 120, 84)), rows((50, 120, 84), (math.nan, math.nan, 0))])
-def test_a_single_rank_and_ranks_without_steps_are_not_compared(ranks: Tensor) -> None:
-    assert compare_ranks(ranks) is None
+@pytest.mark.parametrize("ranks", [[(50, 120, 84)], [(50, 120, 84), (None, None, 0)]])
+def test_a_single_rank_and_ranks_without_steps_are_not_compared(ranks: Any) -> None:
+    assert compared(*ranks) is None
 
 
 def test_a_rank_is_known_by_its_95th_percentiles() -> None:
-    steps = torch.arange(101.0)
-    row = rank_row(steps, 2 * steps, 3.0)
-    torch.testing.assert_close(row, torch.tensor([[95.0, 190.0, 3.0]]))
-
-
-def test_a_rank_without_steps_or_backward_passes_says_so() -> None:
-    assert rank_row(torch.tensor([]), torch.tensor([]), 3.0)[0, :2].isnan().all()
+    steps = [float(step) for step in range(101)]
+    first = rank_epoch(1, 1, 3)
+    second = RankEpoch(**{**vars(first), "step_ms": steps, "before_backward_ms": [2 * step for step in steps]})
+    ranks = compare_ranks([first, second])
+    assert ranks is not None
+    assert (ranks.step_ms_p95, ranks.before_backward_ms_p95) == pytest.approx((95, 190))

@@ -73,13 +73,21 @@ def test_a_cpu_is_told_from_others_of_its_name_by_its_widest_instructions(
     assert host.described == f"{host.device_name}{instructions and ', '}{instructions} (cpu)"
 
 
-def test_torch_without_get_capabilities_is_asked_the_single_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="asks Linux")
+def test_torch_2_11_cannot_tell_what_the_processor_has_and_the_system_says_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_torch = Host.detect("cpu")
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    for name in ("avx2", "avx512", "avx512_bf16"):
-        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda: True, raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
+    assert Host.detect("cpu") == by_torch
+
+
+def test_linux_tells_the_widest_instructions_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpuinfo = "model name\t: A Xeon\nflags\t\t: fpu avx avx2 avx512f avx512_bf16\n\nmodel name\t: Another\n"
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: cpuinfo)
     host = Host.detect("cpu")
-    assert (host.native_bf16, host.instructions) == (True, "AVX512-BF16")
+    assert (host.device_name, host.instructions, host.native_bf16) == ("A Xeon", "AVX512-BF16", True)
 
 
 def test_no_compiler_on_the_path_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_dropout_of_another_rate_is_caught(rate: float) -> None:
 def test_a_candidate_ten_times_worse_than_the_spread_is_caught(dtype: torch.dtype) -> None:
     sound = compare(attention, dtype=dtype)
     assert sound.spread is not None
-    off = 10 * max(sound.spread.deviation.noise, sound.spread.rounding)
+    off = 10 * sound.spread.allowed.noise / FACTOR
 
     def noisy(*args: Tensor) -> Tensor:
         out = attention(*args)
@@ -170,13 +170,13 @@ def test_what_is_no_other_order_of_the_same_sums_widens_no_spread() -> None:
     whole = F.batch_norm(x, None, None, training=True)
     spread = measured([wide], [[whole], [halves]], torch.float32)
     assert spread.num_orders == 1
-    assert spread.deviation.noise < 1e-5
+    assert spread.allowed.noise < FACTOR * 1e-5
 
 
 def test_an_exact_original_allows_rounding_and_no_more() -> None:
     exact = [torch.arange(10.0)]
     spread = measured(exact, [exact], torch.float32)
-    assert spread.allowed_noise == FACTOR * 2 * torch.finfo(torch.float32).eps
+    assert spread.allowed.noise == FACTOR * 2 * torch.finfo(torch.float32).eps
     assert spread.objection(deviation([exact[0] * (1 + 1e-7)], exact)) == ""
     assert spread.objection(deviation([exact[0] * (1 + 1e-5)], exact))
 

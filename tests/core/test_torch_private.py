@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_accel.core import torch_private
 from lightning_accel.core.torch_private import coo_parts
 
-# -- sparse tensors ----------------------------------------------------------------------------------------------------
-
 
 def test_the_memory_of_a_sparse_tensor_that_is_not_coalesced_can_be_reached() -> None:
     """``_indices``, ``_values``. Without, the pipeline cannot hand such a tensor from its stream to the consumer's."""
@@ -30,9 +29,6 @@ def test_the_memory_of_a_sparse_tensor_that_is_not_coalesced_can_be_reached() ->
     assert [part.tolist() for part in coo_parts(twice)] == [[[1, 1]], [2.0, 3.0]]
     assert coo_parts(twice)[1].data_ptr() == values.data_ptr()
     assert [part.tolist() for part in coo_parts(twice.coalesce())] == [[[1]], [5.0]]
-
-
-# -- attention by hand -----------------------------------------------------------------------------------------------
 
 
 class Sees(TorchFunctionMode):
@@ -103,9 +99,6 @@ def test_inside_a_forward_pass_of_ddp_dynamo_does_not_know_of_it() -> None:
         DistributedDataParallel._active_ddp_module = None
 
 
-# -- calls of modules ----------------------------------------------------------------------------------------------
-
-
 def test_the_eager_call_runs_the_module_with_its_hooks_and_not_what_was_compiled() -> None:
     """Else activations are never done in place, unread attention weights are computed, and compiled blocks recurse."""
     module, seen = nn.Linear(2, 2), []
@@ -137,9 +130,6 @@ def test_the_hooks_of_a_module_are_found(at: int, register: Any) -> None:
     assert [list(hooks.values()) for hooks in torch_private.hooks_of(module)] == [
         [hook] if kind == at else [] for kind in range(4)
     ]
-
-
-# -- who holds a tensor, who sees operations -----------------------------------------------------------------------
 
 
 def test_a_hook_on_a_gradient_is_found() -> None:
@@ -203,9 +193,6 @@ def test_saved_tensor_hooks_are_noticed() -> None:
     assert not torch_private.saved_tensors_are_packed()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert torch_private.saved_tensors_are_packed()
-
-
-# -- strategies, resilience, lightning -----------------------------------------------------------------------------
 
 
 def test_execution_engine_calls_back_after_the_last_gradient() -> None:
@@ -288,9 +275,6 @@ def test_pytree_numbers_nested_loaders_as_lightning_does() -> None:
     assert parts == {"b": [(0, 1), (1, [2])], "a": (2, 3)}
 
 
-# -- saved tensors ---------------------------------------------------------------------------------------------------
-
-
 def test_a_tensor_tells_how_often_it_was_written_to() -> None:
     """Else a trial and an offloader would give a backward pass a tensor that was overwritten since."""
     x = torch.zeros(2)
@@ -361,9 +345,6 @@ def test_a_result_that_is_about_to_be_saved_is_not_saved_yet() -> None:
 
 def test_of_a_node_that_says_nothing_no_result_is_about_to_be_saved() -> None:
     assert torch_private.has_saved_result(object())
-
-
-# -- the profiler of allocations -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -446,3 +427,83 @@ def test_the_compiler_takes_an_edited_graph(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(inductor, "compile_fx", lambda graph, inputs, config_patches: (graph, config_patches))
     graph = torch.fx.symbolic_trace(nn.ReLU())
     assert torch_private.compile_with_inductor(graph, [], {"debug": False}) == (graph, {"debug": False})
+
+
+class Slots(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.tied = self.weight
+        self.register_parameter("bias", None)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("absent", None)
+        self.inner = nn.ReLU()
+        self.add_module("empty", None)
+
+
+def test_a_module_shows_its_parameters_ties_and_empty_slots_among_them() -> None:
+    """Else the copy of a module that a trial runs would share its dicts with the module itself."""
+    module = Slots()
+    assert torch_private.parameter_slots(module) == {"weight": module.weight, "tied": module.weight, "bias": None}
+
+
+def test_a_module_shows_its_buffers_and_a_change_there_is_a_change_of_the_module() -> None:
+    """Else a buffer that a forward pass assigned anew could not be put back after a trial."""
+    module = Slots()
+    assert torch_private.buffer_slots(module) == {"mean": module.mean, "absent": None}
+    torch_private.buffer_slots(module)["mean"] = torch.ones(2)
+    assert module.mean.tolist() == [1.0, 1.0]
+
+
+def test_a_module_shows_the_modules_inside() -> None:
+    """Else the copy of a module that a trial runs would run the module's own parts, hooks and all."""
+    module = Slots()
+    assert torch_private.module_slots(module) == {"inner": module.inner, "empty": None}
+
+
+def test_nobody_sees_operations_without_dispatch_modes() -> None:
+    """Else whoever counts FLOPs in a run would count those of its trials."""
+
+    class Seeing(TorchDispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Tensor:
+            self.operations += 1
+            return func(*args, **(kwargs or {}))
+
+    x = torch.zeros(2)
+    with Seeing() as seeing:
+        with torch_private.without_dispatch_modes():
+            x + 1
+        assert seeing.operations == 0
+        x + 1
+        assert seeing.operations == 1
+
+
+@pytest.mark.parametrize(("convolution", "num_dims"), [(nn.Conv2d(1, 1, 1), 4), (nn.Conv3d(1, 1, 1), 5)])
+def test_a_convolution_computes_with_the_weight_that_one_method_is_given(convolution: nn.Module, num_dims: int) -> None:
+    """Else a layout could not be given up in mid-run where DistributedDataParallel is at work."""
+    name = torch_private.convolution_method()
+    original = getattr(convolution, name)
+    setattr(convolution, name, lambda x, weight, bias: original(x, torch.zeros_like(weight), None))
+    assert not convolution(torch.ones([1] * num_dims)).any()
+
+
+def test_inductor_tells_its_compilers() -> None:
+    """Else a machine with a C++ compiler would be said to have none, and nothing compiled on it."""
+    names = torch_private.cpp_compilers()
+    assert names
+    assert all(isinstance(name, str) for name in names)
+    assert any(map(shutil.which, names)) is (shutil.which("g++") is not None)
+
+
+def test_what_lightning_asks_of_tpus_is_what_is_asked_here() -> None:
+    """Else a machine with TPUs would be taken for one without: this is where Lightning's own code looks."""
+    import inspect
+
+    from lightning.fabric.accelerators import xla
+
+    module, _, name = "torch_xla._internal.tpu".rpartition(".")
+    assert f"from {module} import {name}" in inspect.getsource(xla)
+    with pytest.raises(ImportError):
+        torch_private.tpu_library()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -80,7 +81,8 @@ def test_a_candidate_with_the_same_numbers_agrees(make: Callable[[nn.Module], Ca
     module = block().eval()
     found = compare(module, make(module), X.clone().requires_grad_())
     assert found.failure == ""
-    assert found.error <= found.allowed_error
+    assert found.spread is not None
+    assert found.error <= found.spread.allowed.noise
     assert found.compared == 1 + 1 + len(list(module.parameters()))
 
 
@@ -91,10 +93,29 @@ def test_a_bad_candidate_is_refused_with_the_reason(make: Callable[[nn.Module], 
     assert re.search(reason, found.failure)
 
 
+class Speaking(nn.Module):
+    def forward(self, x: Tensor) -> str:
+        return f"{tuple(x.shape)}"
+
+
 def test_what_returns_no_tensors_cannot_be_compared() -> None:
-    module = nn.Identity()
-    found = compare(module, lambda x: "text", X)
-    assert "no tensors that could be compared" in found.failure or "other shapes" in found.failure
+    module = Speaking()
+    found = compare(module, module.forward, X)
+    assert found.failure == "returns no tensors that could be compared with the original's"
+
+
+class Queueing(nn.Module):
+    """Returns its results in a deque, as code that keeps the latest few of them does."""
+
+    def forward(self, x: Tensor) -> deque[Tensor]:
+        return deque([x.sin(), x.cos()])
+
+
+def test_tensors_in_a_deque_are_compared() -> None:
+    module = Queueing()
+    assert compare(module, lambda x: module.forward(x), X).failure == ""
+    found = compare(module, lambda x: deque(1.5 * tensor for tensor in module.forward(x)), X)
+    assert found.failure.startswith("other numbers than the original: relative error 5.0e-01")
 
 
 # -- the clock -----------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.spread import relative_error
 from lightning_accel.core.trial import Contender, Trial
+from support.errors import relative_error
 from support.models import ResidualBlock, images
 from support.trial_cases import X, block, compare
 

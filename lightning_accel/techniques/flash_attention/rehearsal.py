@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_accel.core.isolation import is_dropout_off
+from lightning_accel.core.dropout import is_dropout_off
 from lightning_accel.core.trial import TIMED_S, Contender, Trial
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa

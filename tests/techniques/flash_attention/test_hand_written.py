@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accel.core.spread import relative_error
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from support.attention_lookalikes import LEFT_ALONE
 from support.attention_module import MAX_LEN, Attention
 from support.attention_zoo import FOUND
+from support.errors import relative_error
 from support.techniques.flash_attention.hand_written_runs import ROUNDING, SDPA, assert_same, batch, make, results, run
 from support.techniques.flash_attention.recorder import Recorder
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_accel.core.spread import relative_error
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from support import attention_zoo
 from support.attention_module import Attention
 from support.attention_zoo import FOUND
+from support.errors import relative_error
 from support.techniques.flash_attention.hand_written_runs import ROUNDING, SDPA, assert_same, batch, make, results, run
 from support.techniques.flash_attention.recorder import Recorder
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from lightning_accel import Plan, accelerate
 from lightning_accel.assembly import Handle
 from lightning_accel.core.host import Host
-from lightning_accel.core.spread import relative_error
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from support.attention_zoo import FOUND
+from support.errors import relative_error
 
 DEVICE = "cuda"
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 3, 96, 64

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.spread import relative_error
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
+from support.errors import relative_error
 
 SDPA = BACKENDS["sdpa"]
 # What two orders of the longest sums here, of 64 numbers, may differ by in float32. relative_error measures what is

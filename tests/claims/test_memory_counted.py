@@ -1,4 +1,4 @@
-"""Rows 9, 11, 14 and 15, made small: what they count is what there is."""
+"""Claims 9, 11, 14 and 15, about memory, at small sizes: the bytes that they count are the bytes that are held."""
 
 from __future__ import annotations
 

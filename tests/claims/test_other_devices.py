@@ -1,4 +1,4 @@
-"""Claims 18 and 19, of devices that are not at hand: what is said then, and what would be measured, on this CPU."""
+"""Claims 18 and 19, about AMD GPUs and TPUs: what is said without one, and what would be measured, on this CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Claims 6, 7, 12 and 13: what is compared gives the same numbers, and the GPU's rows run, on this CPU in its place."""
+"""Claims 6, 7, 12 and 13, about arrays and streams: both sides of each comparison give the same numbers.
+
+What needs a GPU runs on this CPU in its place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims 16 and 17: what they yield, at the smallest size; how long anything takes is not looked at."""
+"""Claims 16 and 17, about the determinant and Gaussian noise, at the smallest size; no time is asserted."""
 
 from __future__ import annotations
 

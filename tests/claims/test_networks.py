@@ -1,4 +1,4 @@
-"""Rows 1, 2, 3, 4, 5, 8 and 10 of the claims: that each measures what it says, and says what it lacks."""
+"""Claims 1 to 5, 8 and 10, about networks: each measures what it says, and names what the machine lacks for it."""
 
 from __future__ import annotations
 

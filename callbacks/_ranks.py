@@ -1,0 +1,121 @@
+"""One epoch's numbers of each rank, brought from rank to rank and put together."""
+
+from __future__ import annotations
+
+import statistics
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_accel.callbacks._epoch import EpochSpeed, Stragglers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEpoch:
+    """What one rank measured; None is "not known here". See :class:`EpochSpeed` for what each number means."""
+
+    steps: int
+    samples: int | None
+    train_seconds: float
+    samples_per_sec: float | None
+    steps_per_sec: float
+    data_wait_frac: float | None
+    data_wait_ms: float | None
+    peak_memory_mib: float
+    host_rss_mib: float
+    flops_per_step: float | None
+    peak_flops: float | None
+    loss_scale: float | None
+    skipped_steps: int | None
+    energy_j: float | None
+    step_ms: Sequence[float]
+    before_backward_ms: Sequence[float]
+
+
+def thinned(values: array[float], most: int = 4096) -> array[float]:
+    """At most so many values with the same percentiles: a rank's million steps need not travel."""
+    if len(values) <= most:
+        return values
+    ordered = sorted(values)
+    return array("d", (ordered[round(at * (len(ordered) - 1) / (most - 1))] for at in range(most)))
+
+
+def gathered(rank: RankEpoch) -> list[RankEpoch]:
+    """Those of all ranks, in their order. A collective call; without a process group the rank's own alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [rank]
+    ranks = [rank] * dist.get_world_size()
+    dist.all_gather_object(ranks, rank)
+    return ranks
+
+
+def put_together(ranks: Sequence[RankEpoch], *, epoch: int, peak_memory_source: str) -> EpochSpeed | None:
+    """The epoch over all ranks; None when none has made a step that was timed.
+
+    What one rank does not know is unknown of all, so that every rank logs the same names.
+    """
+    step_ms = [ms for rank in ranks for ms in rank.step_ms]
+    if not step_ms:
+        return None
+
+    def over(reduce: Callable[[Iterable[Any]], Any], name: str) -> Any:
+        values = [getattr(rank, name) for rank in ranks]
+        return None if None in values else reduce(values)
+
+    samples, energy_j = over(sum, "samples"), over(sum, "energy_j")
+    flops, peak_flops = over(statistics.fmean, "flops_per_step"), over(sum, "peak_flops")
+    steps_per_sec = over(statistics.fmean, "steps_per_sec")
+    tflops = None if flops is None else flops * steps_per_sec * len(ranks) / 1e12
+    return EpochSpeed(
+        epoch=epoch,
+        world_size=len(ranks),
+        steps=round(over(statistics.fmean, "steps")),
+        samples=samples,
+        train_seconds=over(statistics.fmean, "train_seconds"),
+        samples_per_sec=over(sum, "samples_per_sec"),
+        steps_per_sec=steps_per_sec,
+        step_ms_p50=_percentile(step_ms, 50),
+        step_ms_p95=_percentile(step_ms, 95),
+        data_wait_frac=over(statistics.fmean, "data_wait_frac"),
+        peak_memory_mib=over(max, "peak_memory_mib"),
+        peak_memory_source=peak_memory_source,
+        host_rss_mib=over(max, "host_rss_mib"),
+        flops_per_step=flops,
+        tflops=tflops,
+        mfu=None if tflops is None or not peak_flops else tflops * 1e12 / peak_flops,
+        loss_scale=over(max, "loss_scale"),
+        skipped_steps=over(max, "skipped_steps"),
+        energy_j_per_sample=energy_j / samples if energy_j is not None and samples else None,
+        stragglers=compare_ranks(ranks),
+    )
+
+
+def compare_ranks(ranks: Sequence[RankEpoch]) -> Stragglers | None:
+    """The ranks beside each other; None for a single one, or where one has made no step."""
+    if len(ranks) == 1 or not all(rank.step_ms for rank in ranks):
+        return None
+    step_ms = [_percentile(rank.step_ms, 95) for rank in ranks]
+    slowest = step_ms.index(max(step_ms))
+    found = Stragglers(slowest_rank=slowest, step_ms_p95=step_ms[slowest], step_ms_p95_mean=statistics.fmean(step_ms))
+    if not all(rank.before_backward_ms for rank in ranks):
+        return found
+    before_ms = [_percentile(rank.before_backward_ms, 95) for rank in ranks]
+    latest = before_ms.index(max(before_ms))
+    found = replace(
+        found,
+        latest_rank=latest,
+        before_backward_ms_p95=before_ms[latest],
+        before_backward_ms_p95_mean=statistics.fmean(before_ms),
+    )
+    waits_ms = [rank.data_wait_ms for rank in ranks if rank.data_wait_ms is not None]
+    if len(waits_ms) < len(ranks):
+        return found
+    return replace(found, data_wait_ms=waits_ms[latest], data_wait_ms_mean=statistics.fmean(waits_ms))
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).quantile(percent / 100))

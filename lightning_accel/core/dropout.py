@@ -1,0 +1,82 @@
+"""Dropout switched off, wherever it is, while numbers are compared."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+_FUNCTIONS = frozenset(
+    (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
+)
+_is_off = ContextVar("_is_off", default=False)
+
+
+def is_dropout_off() -> bool:
+    """Whether this very call is inside :func:`dropout_off`, for kernels that are no functions of torch's."""
+    return _is_off.get()
+
+
+@contextmanager
+def dropout_off(module: nn.Module, *, functions: bool = True) -> Iterator[list[float]]:
+    """Switches dropout off, in modules inside ``module`` and wherever a function of torch's is asked for it.
+
+    Args:
+        module: The module.
+        functions: Whether in functions, too.
+
+    Yields:
+        The rates that were switched off.
+    """
+    dropouts = [m for m in module.modules() if isinstance(m, DROPOUTS) and m.training]
+    attentions = {m: m.dropout for m in module.modules() if isinstance(m, nn.MultiheadAttention) and m.dropout > 0}
+    rates = [m.p for m in dropouts] + [rate for m, rate in attentions.items() if m.training]
+    token = _is_off.set(True)
+    try:
+        for dropout in dropouts:
+            dropout.training = False
+        for attention in attentions:
+            attention.dropout = 0.0
+        with _NoDropout(rates) if functions else nullcontext():
+            yield rates
+    finally:
+        _is_off.reset(token)
+        for dropout in dropouts:
+            dropout.training = True
+        for attention, rate in attentions.items():
+            attention.dropout = rate
+
+
+class _NoDropout(TorchFunctionMode):
+    """Has torch's dropout functions, and its attention, drop nothing."""
+
+    def __init__(self, rates: list[float]) -> None:
+        super().__init__()
+        self._rates = rates
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _FUNCTIONS:
+            given = inspect.signature(F.dropout).bind(*args, **kwargs).arguments
+            rate, training = given.get("p", 0.5), given.get("training", True)
+            if training and rate > 0:
+                self._rates.append(rate)
+                return given["input"]
+        if func is F.scaled_dot_product_attention:
+            at = 4  # of scaled_dot_product_attention(query, key, value, attn_mask, dropout_p)
+            rate = args[at] if len(args) > at else kwargs.pop("dropout_p", 0.0)
+            args = (*args[:at], 0.0, *args[at + 1 :]) if len(args) > at else args
+            if rate > 0:
+                self._rates.append(rate)
+        return func(*args, **kwargs)

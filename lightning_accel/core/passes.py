@@ -1,0 +1,106 @@
+"""One pass of a trial: forward, and backward where gradients are wanted, on copies of the user's arguments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.core.device import synchronize
+from lightning_accel.core.torch_private import version_of
+from lightning_accel.core.tree import map_tensors, tensors_in
+
+Call = Callable[..., Any]
+
+
+@dataclass
+class Passes:
+    """How computations that take the place of each other are called.
+
+    Attributes:
+        module: Whose parameters' gradients are wanted.
+        with_gradients: Whether there is a backward pass.
+        judged: Takes from the outputs those that matter.
+        writes_to_input: Whether a computation has written into its arguments (copies, here).
+    """
+
+    module: nn.Module
+    with_gradients: bool = True
+    judged: Callable[[Any], Any] = lambda outputs: outputs
+    writes_to_input: bool = False
+
+    def results(self, call: Call, args: Any, kwargs: Any) -> list[Tensor]:
+        """Outputs, then gradients of inputs and parameters: floating-point tensors only, detached, dense, real."""
+        leaves, inputs = self._copies(args, kwargs)
+        results = self._forward_and_backward(call, leaves, inputs, _random_cotangent)
+        self.writes_to_input |= any(version_of(t) for t in tensors_in(inputs) if not t.is_inference())
+        return [_comparable(t) for t in results]
+
+    def seconds(self, call: Call, args: Any, kwargs: Any, device: torch.device) -> float:
+        """How long one pass takes."""
+        leaves, inputs = self._copies(args, kwargs)
+        synchronize(device)
+        start = time.perf_counter()
+        self._forward_and_backward(call, leaves, inputs, torch.ones_like)
+        synchronize(device)
+        return time.perf_counter() - start
+
+    def saved_elements(self, call: Call, args: Any, kwargs: Any) -> int:
+        """What one forward pass keeps for its backward pass: one sample of long attention can be gigabytes."""
+        saved: dict[torch.UntypedStorage, int] = {}
+
+        def count(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()  # the same object as long as it lives, whichever tensor is asked
+            saved[storage] = storage.nbytes() // tensor.element_size()
+            return tensor.detach()  # a result that its own node holds would keep itself alive, unseen by Python
+
+        _, inputs = self._copies(args, kwargs)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            call(*inputs[0], **inputs[1])
+        return sum(saved.values())
+
+    def _copies(self, args: Any, kwargs: Any) -> tuple[list[Tensor], tuple[Any, Any]]:
+        """What gradients are asked of, and copies to call with: a call may write into its input (``x -= mean``)."""
+        with torch.set_grad_enabled(self.with_gradients):
+            originals = map_tensors(_fresh_leaf if self.with_gradients else Tensor.detach, (args, kwargs))
+            leaves = [t for t in tensors_in(originals) if t.requires_grad]
+            return leaves, map_tensors(Tensor.clone, originals)
+
+    def _forward_and_backward(
+        self, call: Call, leaves: list[Tensor], inputs: tuple[Any, Any], cotangent: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        with torch.set_grad_enabled(self.with_gradients):
+            outputs = [t for t in tensors_in(self.judged(call(*inputs[0], **inputs[1]))) if _has_numbers(t)]
+            wanted = leaves + [p for p in self.module.parameters() if p.requires_grad]
+            differentiable = [t for t in outputs if t.requires_grad]
+            if not (self.with_gradients and differentiable and wanted):
+                return outputs
+            cotangents = [cotangent(t) for t in differentiable]
+            gradients = torch.autograd.grad(differentiable, wanted, cotangents, allow_unused=True)
+        # An unused input has no gradient; zeros keep the two sides' lists in step.
+        return outputs + [torch.zeros_like(w) if g is None else g for g, w in zip(gradients, wanted, strict=True)]
+
+
+def _fresh_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _random_cotangent(output: Tensor) -> Tensor:
+    # Drawn in float64 and rounded, so that every dtype is asked for the gradient in the same direction.
+    generator = torch.Generator().manual_seed(output.numel())
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """The tensor detached, dense and real: what norms and differences can be taken of."""
+    tensor = tensor.detach()
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense

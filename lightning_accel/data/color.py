@@ -152,11 +152,9 @@ class ColorJitter(ImageTransform):
         if self.brightness:
             values = (values * brightness).clip(0, 1)
         if self.contrast:
-            mean = _grey(values).mean(axis=(1, 2, 3), keepdims=True)
-            values = (mean + (values - mean) * contrast).clip(0, 1)
+            values = _blended(values, _grey(values).mean(axis=(1, 2, 3), keepdims=True), contrast)
         if self.saturation:
-            grey = _grey(values)
-            values = (grey + (values - grey) * saturation).clip(0, 1)
+            values = _blended(values, _grey(values), saturation)
         if self.hue:
             values = _turned(arrays.xp, values, hue)
         values = values.clip(0, 1)
@@ -177,6 +175,10 @@ def _in_unit_range(images: Array) -> Array:
     return values
 
 
+def _blended(values: Array, other: Array, share: Array) -> Array:
+    return (other + (values - other) * share).clip(0, 1)
+
+
 def _grey(values: Array) -> Array:
     """The brightness of each pixel, ``(N, 1, H, W)``."""
     if values.shape[1] != 3:
@@ -191,8 +193,12 @@ def _turned(xp: Any, values: Array, turns: Array) -> Array:
     spread = most - least
     red, green, blue = (values[:, i : i + 1] for i in range(3))
     safe = xp.where(spread == 0, np.float32(1), spread)
-    of_blue_or_green = xp.where(most == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
-    sixths = xp.where(most == red, (green - blue) / safe, of_blue_or_green) + 6 * turns
+    sixths = xp.where(
+        most == red,
+        (green - blue) / safe,
+        xp.where(most == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
+    )
+    sixths = sixths + 6 * turns
     # Each channel of a pure colour is a trapezium over the circle, and the channels stand two sixths apart.
     places = (sixths + (5 - 2 * xp.arange(3, dtype=np.float32)).reshape(1, 3, 1, 1)) % 6
     return most - spread * xp.minimum(places, 4 - places).clip(0, 1)

@@ -34,18 +34,7 @@ class FeatureTransform(Transform):
 
     def find(self, batch: ArrayBatch) -> Path:
         """Where its part is in the batch."""
-        return _find(batch.structure, self.key, type(self).__name__)
-
-
-def _find(batch: Any, key: Key | None, asker: str) -> Path:
-    if key is None:
-        return parts.evident_features(batch, asker)
-    path = parts.named(batch, key, asker)
-    part = parts.get(batch, path)
-    if not parts.is_floating(part):
-        kind = parts.kind_of(part)
-        raise TypeError(f"{asker}: the numbers are {kind}; it takes floating point. Put Normalize before it.")
-    return path
+        return parts.find_features(batch.structure, type(self).__name__, self.key)
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,7 +121,7 @@ class Whiten(FeatureTransform):
         """
         count, mean, scatter = 0, np.zeros(1), np.zeros(1)
         for batch in loader:
-            rows = _rows(parts.get(batch, _find(batch, key, "Whiten.fit")))
+            rows = _rows(parts.get(batch, parts.find_features(batch, "Whiten.fit", key)))
             if not rows.size:
                 continue
             if count and (*rows.shape[:-2], rows.shape[-1]) != mean.shape:

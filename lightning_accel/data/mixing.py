@@ -109,11 +109,11 @@ class _Blending(ImageTransform):
     def __call__(self, batch: ArrayBatch) -> None:
         if batch.rng is None:
             return
-        path = self.find(batch.structure)
-        label_path = self._find_label(batch, path)
+        name, path = type(self).__name__, self.find(batch.structure)
+        label_path = parts.find_label(batch.structure, name, path, self.num_classes, self.label_key)
         labels, samples = self._probabilities(batch, label_path), len(parts.get(batch.structure, path))
         if len(labels) != samples:
-            raise ValueError(f"{type(self).__name__}: {len(labels)} labels for {samples} images.")
+            raise ValueError(f"{name}: {len(labels)} labels for {samples} images.")
         drawn = self.change(batch, path)
         kept = per_sample(drawn.kept.astype(np.float32), batch.arrays, dims=2)
         batch.write(label_path, labels * kept + labels[batch.arrays.upload(drawn.partner)] * (1 - kept))
@@ -122,11 +122,6 @@ class _Blending(ImageTransform):
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Blend:
         assert rng is not None
         return Blend(rng.permutation(shape.samples), rng.beta(self.alpha, self.alpha, shape.samples))
-
-    def _find_label(self, batch: ArrayBatch, image: Path) -> Path:
-        if self.label_key is not None:
-            return parts.named(batch.structure, self.label_key, type(self).__name__)
-        return parts.evident_label(batch.structure, image, self.num_classes, type(self).__name__)
 
     def _probabilities(self, batch: ArrayBatch, path: Path) -> Array:
         """The labels as ``(N, num_classes)``, float32."""

@@ -34,7 +34,7 @@ def normal(xp: Any, key: int, shape: tuple[int, ...]) -> Array:
 
 
 def _mixed(counter: Array, key: int) -> Array:
-    """64 random bits for each number of the counter; overwrites it."""
+    """64 random bits for each number of the counter, which is overwritten."""
     counter *= np.uint64(0x9E3779B97F4A7C15)
     counter += np.uint64(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

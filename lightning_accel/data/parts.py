@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any
 
@@ -86,30 +86,44 @@ def named(batch: Any, key: Key, asker: str) -> Path:
     return path
 
 
-def evident_image(batch: Any, asker: str) -> Path:
-    """The one part of four dimensions that holds uint8 or floating-point numbers."""
-    found = _where(batch, lambda part: part.ndim == 4 and kind_of(part) in ("uint8", *_FLOATS))
+def find_image(batch: Any, asker: str, key: Key | None = None) -> Path:
+    """What ``key`` names, or the one part of four dimensions that holds uint8 or floating-point numbers."""
+    if key is not None:
+        return named(batch, key, asker)
+    found = [path for path, part in _arrays(batch) if part.ndim == 4 and kind_of(part) in ("uint8", *_FLOATS)]
     return _the_one(found, batch, asker, "image", "one part (N, C, H, W) or (N, H, W, C) of uint8 or floating point")
 
 
-def evident_features(batch: Any, asker: str) -> Path:
-    """The one image, or else the one part of two dimensions or more that holds floating-point numbers."""
-    floating = _where(batch, lambda part: part.ndim >= 2 and kind_of(part) in _FLOATS)
-    images = [path for path in floating if get(batch, path).ndim == 4]
-    found = images if len(images) == 1 else floating
+def find_features(batch: Any, asker: str, key: Key | None = None) -> Path:
+    """What ``key`` names, or the one image, or the one part of two dimensions or more, of floating-point numbers."""
+    if key is not None:
+        path = named(batch, key, asker)
+        if not is_floating(get(batch, path)):
+            kind = kind_of(get(batch, path))
+            raise TypeError(f"{asker}: the numbers are {kind}; it takes floating point. Put Normalize before it.")
+        return path
+    floating = [(path, part.ndim) for path, part in _arrays(batch) if part.ndim >= 2 and kind_of(part) in _FLOATS]
+    images = [path for path, ndim in floating if ndim == 4]
+    found = images if len(images) == 1 else [path for path, _ in floating]
     return _the_one(found, batch, asker, "part to act on", "one part of floating point and two dimensions or more")
 
 
-def evident_label(batch: Any, image: Path, num_classes: int | None, asker: str) -> Path:
-    """The one part with an integer per sample, or else the one with a row of ``num_classes`` probabilities."""
-    of_samples = _where(batch, lambda part: part.ndim in (1, 2) and len(part) == len(get(batch, image)))
-    places = [(path, get(batch, path)) for path in of_samples if path != image]
-    hard = [path for path, part in places if part.ndim == 1 and "int" in kind_of(part)]
-    rows = [(path, part) for path, part in places if part.ndim == 2 and kind_of(part) in _FLOATS]
-    soft = [path for path, part in rows if num_classes in (None, part.shape[1])]
-    expected = "one part (N,) of integers, or (N, num_classes) of probabilities"
+def find_label(batch: Any, asker: str, image: Path, num_classes: int | None, key: Key | None = None) -> Path:
+    """What ``key`` names, or the one part with an integer, or else ``num_classes`` probabilities, for each image."""
+    if key is not None:
+        return named(batch, key, asker)
+    samples = len(get(batch, image))
+    hard, soft = [], []
+    for path, part in _arrays(batch):
+        if path == image or part.ndim not in (1, 2) or len(part) != samples:
+            continue
+        if part.ndim == 1 and "int" in kind_of(part):
+            hard.append(path)
+        elif part.ndim == 2 and kind_of(part) in _FLOATS and num_classes in (None, part.shape[1]):
+            soft.append(path)
     # Without a count, hard labels could not be used; beside probabilities they would be something else.
     found = soft or hard if num_classes is None else hard or soft
+    expected = "one part (N,) of integers, or (N, num_classes) of probabilities"
     return _the_one(found, batch, asker, "label", expected, key="label_key")
 
 
@@ -137,8 +151,8 @@ def described(batch: Any) -> str:
     return ", ".join(found) or "nothing"
 
 
-def _where(batch: Any, is_it: Callable[[Any], bool]) -> list[Path]:
-    return [path for path, part in parts_of(batch) if is_array(part) and is_it(part)]
+def _arrays(batch: Any) -> list[tuple[Path, Any]]:
+    return [(path, part) for path, part in parts_of(batch) if is_array(part)]
 
 
 def _the_one(found: list[Path], batch: Any, asker: str, what: str, expected: str, key: str = "key") -> Path:

@@ -43,12 +43,11 @@ class DevicePipeline:
     memory and a side stream; the stream that is current where a batch is handed out waits for that batch, and
     nothing else waits. On a CPU the thread preprocesses, and nothing is copied.
 
-    **Who fetches.** Batches of a :class:`~torch.utils.data.DataLoader` with workers are fetched by that thread:
-    it only takes them from a queue, and waiting there for a later batch does not hold up the consumer, who has
-    an earlier one. ``next`` of any other loader is user code in this process, which may draw from
-    global random generators, or use what belongs to a thread (sqlite, h5py): it runs on the consumer's thread, in
-    order, ``depth`` batches early. So does a DataLoader with workers whose sampler is not one of torch's, which
-    draws when they are asked for their seed, before the first batch.
+    **Who fetches.** Batches of a :class:`~torch.utils.data.DataLoader` with workers are fetched by that thread, which
+    only takes them from a queue: waiting for a later batch does not hold up the consumer, who has an earlier one.
+    ``next`` of any other loader is user code in this process, which may draw from global random generators, or use
+    what belongs to a thread (sqlite, h5py): it runs on the consumer's thread, in order, ``depth`` batches early. So
+    does a DataLoader with workers whose sampler is not one of torch's.
 
     **Ends.** An error surfaces unchanged where its batch would have come, after the batches before it, and ends the
     iteration. An iteration that is closed or dropped early drops the batches made ready, as a DataLoader drops those
@@ -161,14 +160,11 @@ class DevicePipeline:
     def _snapshot(self) -> Callable[[], Any] | None:
         return None
 
-    # -- standing for the loader -----------------------------------------------------------------------------------
+    # Standing for the loader:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The loader's class, so that ``isinstance(pipeline, DataLoader)`` holds where it does for the loader.
-
-        Not a list's, say: what takes lists apart would take this for one.
-        """
+        """The loader's, if a DataLoader's; not a list's, say: what takes lists apart would take this for one."""
         inner = self.__dict__.get("_inner")
         return inner.loader.__class__ if inner is not None and isinstance(inner.loader, DataLoader) else type(self)
 
@@ -213,10 +209,7 @@ class DevicePipeline:
 
 
 class StatefulDevicePipeline(DevicePipeline):
-    """The pipeline of a loader that can say where it is, and go on from there.
-
-    A DevicePipeline is one of these by itself where its loader has ``state_dict`` and ``load_state_dict``.
-    """
+    """What a DevicePipeline is where its loader has ``state_dict`` and ``load_state_dict``."""
 
     def state_dict(self) -> Any:
         """The loader's state as of the last batch handed out, whatever was fetched ahead of it."""
@@ -271,10 +264,7 @@ def _rebuilt(is_closed: bool, position: Callable[[], Position], *settings: Any) 
 
 
 def _only_takes_from_a_queue(loader: Any, source: Iterator[Any]) -> bool:
-    """Whether fetching runs no user code in this process.
-
-    With workers that is so but for the sampler, which is asked for more indices at every fetch.
-    """
+    """Whether fetching runs no user code in this process: with workers, all but the sampler is theirs."""
     is_torchs_own = isinstance(loader, DataLoader) and type(source).__module__ == DataLoader.__module__
     if not is_torchs_own or loader.num_workers == 0:
         return False

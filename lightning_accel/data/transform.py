@@ -107,9 +107,7 @@ class ImageTransform(Transform):
 
     def find(self, batch: Any) -> Path:
         """Where its images are in a batch."""
-        if self.key is not None:
-            return parts.named(batch, self.key, type(self).__name__)
-        return parts.evident_image(batch, type(self).__name__)
+        return parts.find_image(batch, type(self).__name__, self.key)
 
     def images(self, batch: ArrayBatch, path: Path) -> tuple[Array, bool]:
         """The images as ``(N, C, H, W)``, and whether their channels come last in the batch; checks them."""

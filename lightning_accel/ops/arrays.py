@@ -81,8 +81,7 @@ def numpy_as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
 class _Unlocked:
     """The memory of a read-only array, to be had as one that is not: torch warns of any other, once a process.
 
-    That warning is for code that writes, which nothing here does; kept from being shown, it would be lost to the
-    user's own code.
+    Nothing here writes; and a warning kept from being shown would be lost to the user's own code, which may.
     """
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:

@@ -48,7 +48,8 @@ def sample(mean: ArrayT, cov: ArrayT, n: int, generator: Any = None, *, jitter: 
         TypeError: ``generator`` is of another library, or an array is not floating point.
         ValueError: ``n`` is no number of samples, shapes do not fit, or as of :func:`cholesky`.
     """
-    if isinstance(n, bool) or not isinstance(n, Integral) or n < 0:
+    count: Any = n
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
         raise ValueError(f"sample(n={n!r}): give a number of samples, 0 or more.")
     (given_mean, given_cov), back = as_tensors("sample", mean=mean, cov=cov)
     factors, (means,) = _prepared("sample", jitter, given_cov, mean=given_mean)

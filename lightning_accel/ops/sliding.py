@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -66,8 +66,7 @@ def windows(x: ArrayT, size: int, step: int = 1, axis: int = -1) -> ArrayT:
     if step < 1:
         raise ValueError(f"windows(step={step}) of an axis of length {array.shape[axis]}. Allowed: 1 or more.")
     # Beyond the axis there is one window, and in the end numbers that no stride can be.
-    view: ArrayT = _unfolded(library, array, axis % array.ndim, size, min(step, array.shape[axis]))
-    return view
+    return cast(ArrayT, _unfolded(library, array, axis % array.ndim, size, min(step, array.shape[axis])))
 
 
 def sliding_matmul(a: ArrayT, b: ArrayT, window: int, *, materialize: bool = False) -> ArrayT:
@@ -100,18 +99,16 @@ def sliding_matmul(a: ArrayT, b: ArrayT, window: int, *, materialize: bool = Fal
     products: Any = _unfolded(library, product, product.ndim - 1, window, 1).swapaxes(-3, -2)
     if materialize:
         products = products.contiguous() if library == "torch" else products.copy()
-    result: ArrayT = products
-    return result
+    return cast(ArrayT, products)
 
 
 def batched_matmul(pairs: Iterable[tuple[ArrayT, ArrayT]]) -> list[ArrayT]:
     """The products ``a @ b`` of many pairs, in fewer and larger calls.
 
     Pairs that are alike in shape, dtype and device make a group. A group of many small matrices is stacked into one
-    batched product; others are multiplied one by one, as they lie. On a GPU, the groups run side by side on streams of
-    their own, and the current stream waits for all of them. That is for gradients and for GPUs: on a CPU, a loop of
-    tensors without gradients is about as fast (the figures are at the top of the file), and NumPy's arrays are
-    multiplied by a loop, as its calls cost less than their share of a stack.
+    batched product; others are multiplied one by one. On a GPU, the groups run side by side on streams of their own,
+    and the current stream waits for all of them. That is for gradients and for GPUs: on a CPU, a loop of tensors
+    without gradients is about as fast (the figures are at the top of the file), and NumPy's arrays go by a loop.
 
     Args:
         pairs: ``(a, b)`` with ``a`` of ``(..., M, K)`` and ``b`` of ``(..., K, N)``, in one dtype, as for
@@ -156,9 +153,6 @@ def _unfolded(library: str, array: Any, axis: int, size: int, step: int) -> Any:
     from cupy.lib.stride_tricks import as_strided
 
     return as_strided(array, shape, strides)
-
-
-# -- many products -----------------------------------------------------------------------------------------------------
 
 
 def _products(pairs: Sequence[Pair]) -> list[Any]:
@@ -236,9 +230,6 @@ def _product(asker: str, a: Any, b: Any) -> Any:
             f"{asker}: torch has no product of {a.dtype} on {a.device.type} ({error}). Allowed: floating point and"
             " complex numbers, on a CPU integers too."
         ) from error
-
-
-# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def _check_product(asker: str, a: Any, b: Any) -> None:

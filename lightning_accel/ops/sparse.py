@@ -71,15 +71,8 @@ def sparse_relu(x: Any, layout: Layout = "csr") -> Any:
     As with ``torch.relu``, NaN stays, and gradients pass where the result is not zero.
 
     Args:
-        x: (M, N) for CSR, what :func:`to_coo` takes for COO; floating point or integers.
-        layout: ``"csr"`` or ``"coo"``.
-
-    Returns:
-        As :func:`to_csr` and :func:`to_coo`.
-
-    Raises:
-        TypeError: As those two; also where ``x`` is complex or boolean.
-        ValueError: As those two; also for another layout.
+        x: As for :func:`to_csr` or :func:`to_coo`, but neither complex nor boolean, which are a ``TypeError``.
+        layout: ``"csr"`` or ``"coo"``; else a ``ValueError``.
     """
     if layout not in get_args(Layout):
         raise ValueError(f"sparse_relu(layout={layout!r}). Allowed: 'csr', 'coo'.")
@@ -87,13 +80,9 @@ def sparse_relu(x: Any, layout: Layout = "csr") -> Any:
 
 
 def density(x: Any) -> float:
-    """The share of the elements that are not zero, from 0 to 1; 0 for an array without elements. Waits for a GPU.
+    """The share of a dense array's elements that are not zero, from 0 to 1; 0 for one without elements.
 
-    Args:
-        x: Dense, any shape, of NumPy, CuPy or torch.
-
-    Raises:
-        TypeError: ``x`` is no array, or is sparse.
+    Waits for a GPU. Raises a ``TypeError`` where ``x`` is no array of NumPy, CuPy or torch, or is sparse.
     """
     (tensor,), _ = as_tensors("density", x=x)
     _check_dense("density", tensor)
@@ -154,9 +143,6 @@ def _check(asker: str, x: Tensor, layout: Layout, library: str, kept: Kept) -> N
 def _check_dense(asker: str, x: Tensor) -> None:
     if x.layout != torch.strided:
         raise TypeError(f"{asker}(x=...) has layout {x.layout}. Give a dense tensor: x.to_dense().")
-
-
-# -- torch -----------------------------------------------------------------------------------------------------------
 
 
 class _Sparse(torch.autograd.Function):

@@ -66,7 +66,7 @@ CONTAINERS: list[tuple[Any, parts.Path]] = [
 
 @pytest.mark.parametrize(("batch", "path"), CONTAINERS, ids=lambda value: type(value).__name__)
 def test_the_one_image_is_found_in_any_container(batch: Any, path: parts.Path) -> None:
-    assert parts.evident_image(batch, "Test") == path
+    assert parts.find_image(batch, "Test") == path
     assert parts.get(batch, path) is IMAGE
 
 
@@ -150,17 +150,17 @@ def test_a_batch_of_any_structure_comes_back_as_one_of_tensors_and_is_itself_unc
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_an_image_has_four_dimensions_of_uint8_or_floating_point(dtype: torch.dtype) -> None:
     batch = (LABEL, torch.rand(4, 3), torch.zeros(4, 1, 8, 8).long(), IMAGE.to(dtype))
-    assert parts.evident_image(batch, "Test") == (3,)
+    assert parts.find_image(batch, "Test") == (3,)
 
 
 def test_an_array_of_the_user_s_own_can_be_the_image() -> None:
-    assert parts.evident_image({"x": np.zeros((2, 3, 4, 4), np.uint8)}, "Test") == ("x",)
+    assert parts.find_image({"x": np.zeros((2, 3, 4, 4), np.uint8)}, "Test") == ("x",)
 
 
 @pytest.mark.parametrize("batch", [(IMAGE, IMAGE.float()), (torch.rand(4, 3), LABEL), None, {}, "text", [1, 2]])
 def test_where_no_image_is_evident_the_error_says_what_the_batch_holds(batch: Any) -> None:
     with pytest.raises(ValueError, match=r"^Crop: which part of the batch is the image is not evident") as caught:
-        parts.evident_image(batch, "Crop")
+        parts.find_image(batch, "Crop")
     assert parts.described(batch) in str(caught.value)
     assert "Name it with key=" in str(caught.value)
 
@@ -183,12 +183,12 @@ def test_a_batch_is_described_by_place_dtype_and_shape() -> None:
     ],
 )
 def test_the_features_are_the_image_of_floating_point_or_the_one_part_of_it(batch: Any, path: parts.Path) -> None:
-    assert parts.evident_features(batch, "Test") == path
+    assert parts.find_features(batch, "Test") == path
 
 
 def test_two_parts_of_features_are_not_evident() -> None:
     with pytest.raises(ValueError, match=r"2 parts could be it among \[0\]: float32 \(4, 5\), \[1\]: float32"):
-        parts.evident_features((torch.rand(4, 5), torch.rand(4, 6)), "Whiten")
+        parts.find_features((torch.rand(4, 5), torch.rand(4, 6)), "Whiten")
 
 
 @pytest.mark.parametrize(
@@ -203,13 +203,13 @@ def test_two_parts_of_features_are_not_evident() -> None:
     ],
 )
 def test_the_label_is_an_integer_or_a_row_of_probabilities_per_sample(rest: Any, num_classes: Any, place: int) -> None:
-    assert parts.evident_label((IMAGE, *rest), (0,), num_classes, "MixUp") == (place,)
+    assert parts.find_label((IMAGE, *rest), "MixUp", (0,), num_classes) == (place,)
 
 
 @pytest.mark.parametrize("rest", [(), (LABEL, LABEL + 1), (torch.rand(4),), (torch.rand(4, 3), torch.rand(4, 5))])
 def test_where_no_label_is_evident_the_error_names_the_setting_that_tells(rest: Any) -> None:
     with pytest.raises(ValueError, match=r"MixUp: which part of the batch is the label is not evident.*label_key="):
-        parts.evident_label((IMAGE, *rest), (0,), None, "MixUp")
+        parts.find_label((IMAGE, *rest), "MixUp", (0,), None)
 
 
 # -- what is named -----------------------------------------------------------------------------------------------------

@@ -145,8 +145,10 @@ def other_orders(
 
     def in_halves(*args: Any, **kwargs: Any) -> Any:
         half = batch_size // 2
-        parts = [of_samples(lambda t, rows=rows: t[rows], (args, kwargs)) for rows in (slice(half), slice(half, None))]
-        first, second = (call(*part[0], **part[1]) for part in parts)
+        first, second = (
+            call(*part[0], **part[1])
+            for part in (of_samples(lambda t: t[:half], (args, kwargs)), of_samples(lambda t: t[half:], (args, kwargs)))
+        )
         rest = iter(tensors_in(second))
         # A result without samples (an average over them) cannot be put together: its shape tells.
         return map_tensors(lambda t: torch.cat([t, next(rest)]) if t.dim() and t.shape[0] == half else t, first)

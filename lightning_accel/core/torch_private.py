@@ -16,13 +16,12 @@ from torch.autograd import forward_ad
 # -- calls of modules ----------------------------------------------------------------------------------------------
 
 
-def eager_call(target: nn.Module | type[nn.Module]) -> Any:
-    """``_call_impl`` of a module or of the class: its call as it is without ``module.compile()``, hooks and all.
+def eager_call(module: nn.Module | type[nn.Module]) -> Callable[..., Any]:
+    """A module's call, its hooks included, past whatever was compiled: ``_call_impl``, since torch 1.6.
 
-    Its frame lies between a caller and a forward pass, and compiled calls go round it. Known since torch 1.7; where it
-    is missing, ``__call__`` itself.
+    Of the class: the function whose frame lies between a caller and a forward pass.
     """
-    return getattr(target, "_call_impl", target.__call__)
+    return module._call_impl
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -37,12 +36,24 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return tuple(vars(module).get(name) or {} for name in _HOOKS)
 
 
+# -- modules ---------------------------------------------------------------------------------------------------------
+
+
+def module_slots(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dict behind ``add_module``: ``_modules``, since torch 0.1, as for parameters."""
+    return module._modules
+
+
 # -- who holds a tensor, who sees operations -----------------------------------------------------------------------
 
 
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether ``tensor.register_hook`` was called: ``_backward_hooks``, since torch 0.2; torch cannot be asked."""
-    return tensor._backward_hooks is not None
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether somebody has registered a hook on its gradient: FSDP2 makes another parameter, and loses it.
+
+    Tensors have methods to register such hooks, and none that lists them. Since torch 2.1.
+    Without the names: False, and such a hook is lost silently.
+    """
+    return bool(getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 handles_on_tensor: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
@@ -60,18 +71,22 @@ def handles_on_storage(storage: torch.UntypedStorage) -> int:
     return _C._storage_Use_Count(storage._cdata)
 
 
-def operations_are_watched() -> bool:
-    """Whether somebody sees, or transforms, every operation: a mode, a transform of torch.func, forward mode.
+def has_modes() -> bool:
+    """Whether dispatch or function modes see every operation: lengths of two stacks, since torch 2.0.
 
-    Torch has no public question for any of the four, known since torch 2.0. Where one is missing, so is what it asks
-    for: the AttributeError goes to the caller, who then leaves things as they are.
+    TorchDynamo captures nothing, or anew, under them. Without the names every captured attention runs as it was
+    written, for the reason that the AttributeError gives.
     """
-    return bool(
-        _C._len_torch_dispatch_stack()
-        or _C._len_torch_function_stack()
-        or _C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )
+    return bool(_C._len_torch_dispatch_stack() or _C._len_torch_function_stack())
+
+
+def is_transformed() -> bool:
+    """Whether this is inside a transform of torch.func, or forward-mode differentiation, which count for themselves.
+
+    ``peek_interpreter_stack`` and ``_current_level``, both since torch 2.0; torch has no public question for either.
+    Without them the AttributeError goes to the caller, who then leaves things as they are.
+    """
+    return _C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def saved_tensors_are_packed() -> bool:

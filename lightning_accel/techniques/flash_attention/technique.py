@@ -19,33 +19,14 @@ from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdict
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
 from lightning_accel.techniques.flash_attention.call import sdpa
 from lightning_accel.techniques.flash_attention.dispatch import Dispatch
-from lightning_accel.techniques.flash_attention.fused_attn import find_fused_attn
-from lightning_accel.techniques.flash_attention.hand_finder import find_hand_written
-from lightning_accel.techniques.flash_attention.huggingface import find_huggingface, model_switches
+from lightning_accel.techniques.flash_attention.finder import find_sites
+from lightning_accel.techniques.flash_attention.huggingface import model_switches
 from lightning_accel.techniques.flash_attention.judge import Judge
-from lightning_accel.techniques.flash_attention.multihead_site import find_multihead
 from lightning_accel.techniques.flash_attention.rehearsal import WatchedBackend
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
-from lightning_accel.techniques.flash_attention.sites import AttentionSite
 
 _CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes
 _LATE = "not called on the first step, or only by a compiler, to which the original is left: tried when it is called"
-
-
-def find_sites(model: nn.Module) -> Iterator[AttentionSite | Refusal]:
-    """The attention sites of ``model``, each once, and what looked like one and is left alone.
-
-    A module that says how to switch its attention (a transformers interface, a ``fused_attn``) is taken at its word;
-    of the others the code is read.
-    """
-    claimed: set[nn.Module] = set()
-    for find in (find_multihead, find_huggingface, find_fused_attn):
-        for claim in find(model):
-            module = model.get_submodule(claim.site)
-            if module not in claimed:
-                claimed.add(module)
-                yield claim
-    yield from find_hand_written(model, frozenset(claimed))
 
 
 class FlashAttention(Technique):

@@ -32,7 +32,9 @@ from lightning_accel.core.torch_private import (
     handles_on_storage,
     handles_on_tensor,
     has_gradient_hooks,
-    operations_are_watched,
+    has_modes,
+    is_transformed,
+    module_slots,
     saved_tensors_are_packed,
 )
 from lightning_accel.techniques.inplace_activations.callers import Call, read_call
@@ -162,7 +164,7 @@ class Site:
         counts = self._counts()
         if isinstance(counts, str):
             return counts
-        if operations_are_watched():
+        if has_modes() or is_transformed():
             return "it stands inside a mode that sees every operation, a transform of torch.func or forward-mode AD"
         if x.requires_grad and saved_tensors_are_packed():
             return "it stands inside other saved-tensor hooks (checkpointing, offloading)"
@@ -195,9 +197,9 @@ def _is_only_read(module: nn.Module, caller: FrameType | None) -> bool:
             return False
         if caller.f_code is not _SEQUENTIAL:
             call = call_in(caller)
-            if call is None or call.reader is None or _part(parent, call.callee) is not module:
+            if call is None or call.reader is None or module_slots(parent).get(call.callee) is not module:
                 return False
-            return only_reads(_part(parent, call.reader))
+            return only_reads(module_slots(parent).get(call.reader))
         layers = list(parent)
         if layers.count(module) != 1:
             return False
@@ -205,12 +207,3 @@ def _is_only_read(module: nn.Module, caller: FrameType | None) -> bool:
             return only_reads(layers[layers.index(module) + 1])
         module, caller = parent, above.f_back and above.f_back.f_back  # of the Sequential it is the last of
     return False
-
-
-def _part(parent: nn.Module, name: str) -> nn.Module | None:
-    """The module that ``parent`` holds by this name; no property or ``__getattr__`` of the user's is run for it."""
-    try:
-        found = nn.Module.__getattr__(parent, name)
-    except AttributeError:
-        return None
-    return found if isinstance(found, nn.Module) else None

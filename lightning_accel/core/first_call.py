@@ -11,11 +11,7 @@ from lightning_accel.core.patch import MethodPatch
 
 
 def at_first_call(
-    site: str,
-    module: nn.Module,
-    meet: Callable[[Any, dict[str, Any]], None],
-    *,
-    when: Callable[[], bool] = lambda: True,
+    site: str, module: nn.Module, meet: Callable[[Any, Any], None], *, when: Callable[[], bool] = lambda: True
 ) -> MethodPatch:
     """An edit that lasts for one call of this very module, not of a copy: it is undone, met, and then runs as ever.
 

@@ -47,13 +47,13 @@ def module_slots(module: nn.Module) -> dict[str, nn.Module | None]:
 # -- who holds a tensor, who sees operations -----------------------------------------------------------------------
 
 
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether somebody has registered a hook on its gradient: FSDP2 makes another parameter, and loses it.
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether somebody has registered a hook on its gradient: ``_backward_hooks``, since torch 0.2.
 
-    Tensors have methods to register such hooks, and none that lists them. Since torch 2.1.
-    Without the names: False, and such a hook is lost silently.
+    Tensors have methods to register such hooks, and none that lists them. Where it is missing, the AttributeError goes
+    to the caller, who then leaves things as they are.
     """
-    return bool(getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(tensor._backward_hooks)
 
 
 handles_on_tensor: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
 from lightning_accel.core.host import Host
+from lightning_accel.core.trial import NOT_SLOWER
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.saved import saving
 from lightning_accel.settings import OffloadingPlan
@@ -22,7 +23,6 @@ from lightning_accel.techniques.base import Technique
 DEPTHS = (1, 2, 4, 8)
 WARM_UP_STEPS = 3  # the trials of other techniques, and buffers that are made
 ROUNDS = 5
-NOT_SLOWER = 1.02
 
 
 class ActivationOffloading(Technique):

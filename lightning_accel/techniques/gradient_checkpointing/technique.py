@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_accel.core.blocks import find_blocks, units
 from lightning_accel.core.compiled import is_inside_compiled
+from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
@@ -139,34 +140,21 @@ class GradientCheckpointing(Technique):
 
     @contextmanager
     def _tried_when_called(self, verdicts: Verdicts) -> Iterator[None]:
-        with ExitStack() as stack:
-            for patch in self._untried.values():
-                stack.enter_context(self._tried_at_first_call(patch, verdicts))
-            yield
-        self._untried = {site: patch for site, patch in self._untried.items() if site not in verdicts}
-
-    @contextmanager
-    def _tried_at_first_call(self, patch: MethodPatch, verdicts: Verdicts) -> Iterator[None]:
-        block, checkpointed = self._blocks[patch.site], patch.value
-        original, judge = patch.original, self._judge
-
-        def wrap(_: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if self is block and patch.site not in verdicts and torch.is_grad_enabled():
-                    verdicts[patch.site] = Verdict(keep=True)  # for calls of the block within its own trial
-                    verdicts[patch.site] = judge(patch, args, kwargs)
-                if self is block and patch.site in verdicts and not verdicts[patch.site].keep:
-                    return original(self, *args, **kwargs)
-                return checkpointed.__func__(self, *args, **kwargs)
-
-            return forward
-
-        probe = MethodPatch(patch.site, "trial", block, "forward", wrap)
-        probe.apply()
+        probes = PatchSet(self._probe(patch, verdicts) for patch in self._untried.values())
+        probes.apply()
         try:
             yield
         finally:
-            probe.undo()
+            probes.undo()
+        self._untried = {site: patch for site, patch in self._untried.items() if site not in verdicts}
+
+    def _probe(self, patch: MethodPatch, verdicts: Verdicts) -> MethodPatch:
+        def meet(args: Any, kwargs: dict[str, Any]) -> None:
+            verdicts[patch.site] = self._judge(patch, args, kwargs)
+            if not verdicts[patch.site].keep:
+                patch.undo()
+
+        return at_first_call(patch.site, self._blocks[patch.site], meet, when=torch.is_grad_enabled)
 
 
 def _draws(block: nn.Module) -> bool:

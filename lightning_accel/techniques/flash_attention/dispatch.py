@@ -67,12 +67,12 @@ class Dispatch(Patch):
     def choose(self, choices: Mapping[str, str]) -> None:
         """Opens the site, with these choices."""
         if self.is_differentiated_twice:
-            self.refuse("gradients through it are differentiated again, which fused kernels cannot")
+            self.refuse("its gradients are differentiated again, which fused kernels do not support")
             return
         self.choices.update(choices)
         self.is_open = True
 
-    def take_over(self) -> None:
+    def adopt_tried(self) -> None:
         """Puts in force what was tried in the step before."""
         if self.is_open:
             self.choices.update(self.tried)
@@ -89,14 +89,14 @@ class Dispatch(Patch):
         dispatch = self
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not dispatch._is_concerned(self):
+            if not dispatch._is_site(self):
                 return original(self, *args, **kwargs)
-            return dispatch._send(original, args, kwargs)
+            return dispatch._route(original, args, kwargs)
 
         forward.is_fused = True  # type: ignore[attr-defined]
         return forward
 
-    def _is_concerned(self, module: nn.Module) -> bool:
+    def _is_site(self, module: nn.Module) -> bool:
         # A deep copy of the module (EMA, the oracle of a trial) is not the site. A compiler is to see the original.
         return (
             module is self.attention.module
@@ -105,12 +105,12 @@ class Dispatch(Patch):
             and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         )
 
-    def _send(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _route(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shapes = shape_class(self.attention.module, args, kwargs)
         choice = self.choices.get(shapes)
         if choice is None and not is_trial():
-            outputs = self._meet(shapes, original, args, kwargs)
-            return outputs if self.is_open else self._watched(outputs)
+            outputs = self._first_call(shapes, original, args, kwargs)
+            return outputs if self.is_open else self._watch_gradients(outputs)
         if choice is None or choice == ORIGINAL or not self.is_open:
             return original(self.attention.module, *args, **kwargs)
         return self._run(choice, original, args, kwargs)
@@ -133,7 +133,7 @@ class Dispatch(Patch):
             self.refuse(given_up)
         return result
 
-    def _meet(self, shapes: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first_call(self, shapes: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Computes the first call of a class of shapes, and decides where later ones go."""
         is_trial_step = self._judge.is_trial_step
         may_try = self.verdict is None if is_trial_step else self.is_open
@@ -142,10 +142,10 @@ class Dispatch(Patch):
         choice = None if is_trial_step else self._known_choice(shapes)
         if choice is not None:
             self.choices[shapes] = choice
-            return self._send(original, args, kwargs)
+            return self._route(original, args, kwargs)
         judgement, outputs = self._judge.judge(self.attention, shapes, original, args, kwargs)
         self.tried[shapes] = judgement.choice
-        (self._note_first if is_trial_step else self._note_late)(shapes, judgement)
+        (self._record_first if is_trial_step else self._record_late)(shapes, judgement)
         return outputs
 
     def _known_choice(self, shapes: str) -> str | None:
@@ -156,11 +156,11 @@ class Dispatch(Patch):
         is_full = len(self.choices) >= _MAX_CLASSES
         return known if is_full or (known == ORIGINAL and not self._judge.goes_by_clock(self.attention)) else None
 
-    def _note_first(self, shapes: str, judgement: Judgement) -> None:
+    def _record_first(self, shapes: str, judgement: Judgement) -> None:
         choices = {} if judgement.is_wrong else {shapes: judgement.choice}
         self.verdict = Verdict(keep=judgement.choice != ORIGINAL, reason=judgement.reason, choices=choices)
 
-    def _note_late(self, shapes: str, judgement: Judgement) -> None:
+    def _record_late(self, shapes: str, judgement: Judgement) -> None:
         known = nearest_choice(shapes, self.choices)
         keep = judgement.choice != ORIGINAL
         if judgement.is_wrong:
@@ -170,13 +170,13 @@ class Dispatch(Patch):
             choices = {**self.choices, shapes: judgement.choice}
             self._revise(self.site, Verdict(keep=keep, reason=reason, choices=choices))
 
-    def _watched(self, outputs: Any) -> Any:
+    def _watch_gradients(self, outputs: Any) -> Any:
         """Notes, before anything is fused, whether gradients through the site are differentiated again."""
 
         def note(gradient: Tensor) -> None:
             self.is_differentiated_twice |= torch.is_grad_enabled()
 
-        for tensor in tensors_in(outputs) if torch.is_grad_enabled() and not is_trial() else ():
+        for tensor in tensors_in(outputs) if torch.is_grad_enabled() else ():
             if tensor.requires_grad:
                 tensor.register_hook(note)  # type: ignore[no-untyped-call]
         return outputs

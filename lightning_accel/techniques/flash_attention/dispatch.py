@@ -29,7 +29,7 @@ class Dispatch(Patch):
     Args:
         attention: The site.
         judge: Tries backends on calls.
-        revise: Told with a site's name what holds there from now on, other than the trial step found.
+        revise: Told with a site's name what holds there from now on.
     """
 
     def __init__(self, attention: AttentionSite, judge: Judge, revise: Callable[[str, Verdict], None]) -> None:
@@ -37,7 +37,6 @@ class Dispatch(Patch):
         self.attention = attention
         self.choices: dict[str, str] = {}  # class of shapes → the name of a backend, or "original"
         self.tried: dict[str, str] = {}  # in this step, whose backward pass may recompute its forward: in force later
-        self.verdict: Verdict | None = None  # of the trial step
         self.is_open = False  # whether calls may go elsewhere than to the original yet
         self.is_refused = False  # whether none ever may
         self.is_differentiated_twice = False  # by a gradient penalty: kernels have no second derivative
@@ -136,7 +135,7 @@ class Dispatch(Patch):
     def _first_call(self, shapes: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Computes the first call of a class of shapes, and decides where later ones go."""
         is_trial_step = self._judge.is_trial_step
-        may_try = self.verdict is None if is_trial_step else self.is_open
+        may_try = not self.tried if is_trial_step else self.is_open
         if shapes in self.tried or not may_try:  # tried: this is perhaps the recomputation of that call
             return original(self.attention.module, *args, **kwargs)
         choice = None if is_trial_step else self._known_choice(shapes)
@@ -144,8 +143,7 @@ class Dispatch(Patch):
             self.choices[shapes] = choice
             return self._route(original, args, kwargs)
         judgement, outputs = self._judge.judge(self.attention, shapes, original, args, kwargs)
-        self.tried[shapes] = judgement.choice
-        (self._record_first if is_trial_step else self._record_late)(shapes, judgement)
+        self._record(shapes, judgement)
         return outputs
 
     def _known_choice(self, shapes: str) -> str | None:
@@ -156,14 +154,14 @@ class Dispatch(Patch):
         is_full = len(self.choices) >= _MAX_CLASSES
         return known if is_full or (known == ORIGINAL and not self._judge.goes_by_clock(self.attention)) else None
 
-    def _record_first(self, shapes: str, judgement: Judgement) -> None:
-        choices = {} if judgement.is_wrong else {shapes: judgement.choice}
-        self.verdict = Verdict(keep=judgement.choice != ORIGINAL, reason=judgement.reason, choices=choices)
-
-    def _record_late(self, shapes: str, judgement: Judgement) -> None:
-        known = nearest_choice(shapes, self.choices)
+    def _record(self, shapes: str, judgement: Judgement) -> None:
+        self.tried[shapes] = judgement.choice
         keep = judgement.choice != ORIGINAL
-        if judgement.is_wrong:
+        known = nearest_choice(shapes, self.choices)
+        if self._judge.is_trial_step:
+            choices = {} if judgement.is_wrong else {shapes: judgement.choice}
+            self._revise(self.site, Verdict(keep=keep, reason=judgement.reason, choices=choices))
+        elif judgement.is_wrong:
             self.refuse(judgement.reason)
         elif known is None or (keep and known == ORIGINAL):
             reason = f"{self.change}: {judgement.reason}" if keep else judgement.reason

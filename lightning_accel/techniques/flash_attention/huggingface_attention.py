@@ -52,12 +52,15 @@ def accel_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    *,
+    has_eager_masks: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as transformers calls it under ``OWN_MASKS``, through the backend of the module's request.
+    """Attention as transformers calls it, through the backend of the module's request.
 
     Query (B, H, T, D), key (B, G, S, D) and value (B, G, S, Dv), H a multiple of G. ``is_causal`` says what a missing
-    mask means; None: as the module says. Of the options ``position_bias`` is added to the scores.
+    mask means; None: as the module says. With ``has_eager_masks``, as under ``EAGER_MASKS``, there is no causality but
+    the mask's. Of the options ``position_bias`` is added to the scores.
 
     Returns:
         (B, T, H, Dv) and no weights; without a request, or where the options ask for more than an
@@ -66,7 +69,12 @@ def accel_attention(
     mask = attention_mask
     if mask is not None and mask.dim() == 4 and mask.shape[-1] > key.shape[2]:
         mask = mask[..., : key.shape[2]]  # made for all that a cache will ever hold
-    is_causal = _is_causal(module, query, mask, is_causal)
+    is_causal = _is_causal(module, query, attention_mask, is_causal)
+    if has_eager_masks:
+        if is_causal:
+            all_without_mask.add(module)
+        is_causal = False
+        mask = mask.to(query.dtype) if mask is not None and mask.dtype == torch.bool else mask  # which is added up
     bias = options.pop("position_bias", None)
     tensors = (query, key, value, mask, bias)
 
@@ -105,23 +113,6 @@ def accel_attention(
                 judged=lambda outputs: outputs[0],
             )
     return eagerly(module, *tensors)  # type: ignore[no-any-return]
-
-
-def accel_attention_under_eager_masks(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    is_causal: bool | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The same under ``EAGER_MASKS``: eager attention knows no causality but its mask's."""
-    if _is_causal(module, query, attention_mask, is_causal):
-        all_without_mask.add(module)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        attention_mask = attention_mask.to(query.dtype)  # eager attention adds it up, for what that is worth
-    return accel_attention(module, query, key, value, attention_mask, is_causal=False, **options)
 
 
 def _is_causal(module: nn.Module, query: Tensor, mask: Tensor | None, asked: bool | None) -> bool:

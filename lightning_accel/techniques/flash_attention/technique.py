@@ -50,6 +50,7 @@ class FlashAttention(Technique):
         self._model = nn.Module()
         self._judge = Judge({}, verify, may_time=not self.explicit, untimed=plan.force)
         self._dispatches: dict[str, Dispatch] = {}
+        self._found: Verdicts = {}  # in the trial step
         self._agreed: Verdicts = {}
         self._switches = PatchSet()
         self._settings = ExitStack()  # torch's own, as they were before
@@ -103,7 +104,10 @@ class FlashAttention(Technique):
             self.complaints += (f"flash_attention: {lack}: torch's own choice computes it",)
 
     def _revise(self, site: str, verdict: Verdict) -> None:
-        self.revisions = {**self.revisions, site: verdict}
+        if self._judge.is_trial_step:
+            self._found[site] = verdict
+        else:
+            self.revisions = {**self.revisions, site: verdict}
 
     def fuse_captured(self, graph: GraphModule) -> None:
         """Fuses the attention in a graph that was captured for a compiler, if attention is fused elsewhere too."""
@@ -117,15 +121,13 @@ class FlashAttention(Technique):
     @contextmanager
     def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
         verdicts: Verdicts = {}
-        for dispatch in self._dispatches.values():
-            dispatch.verdict = None
-        self._judge.is_trial_step = True
+        self._judge.is_trial_step, self._found = True, {}
         try:
             yield verdicts
         finally:
             self._judge.is_trial_step = False
         for patch in patches:
-            verdicts[patch.site] = self._dispatches[patch.site].verdict or Verdict(keep=True, reason=_LATE)
+            verdicts[patch.site] = self._found.get(patch.site, Verdict(keep=True, reason=_LATE))
 
     @override
     def decided(self, verdicts: Verdicts) -> None:

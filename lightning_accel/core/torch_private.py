@@ -33,13 +33,12 @@ def coo_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor._indices(), tensor._values()]
 
 
-def eager_call(target: nn.Module | type[nn.Module]) -> Any:
-    """``_call_impl`` of a module or of the class: its call as it is without ``module.compile()``, hooks and all.
+def eager_call(module: nn.Module | type[nn.Module]) -> Callable[..., Any]:
+    """A module's call, its hooks included, past whatever was compiled: ``_call_impl``, since torch 1.6.
 
-    Its frame lies between a caller and a forward pass, and compiled calls go round it. Known since torch 1.7; where it
-    is missing, ``__call__`` itself.
+    Of the class: the function whose frame lies between a caller and a forward pass.
     """
-    return getattr(target, "_call_impl", target.__call__)
+    return module._call_impl
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -76,20 +75,6 @@ def handles_on_storage(storage: torch.UntypedStorage) -> int:
     Where it is missing, the AttributeError goes to the caller, who then leaves the memory alone.
     """
     return _C._storage_Use_Count(storage._cdata)
-
-
-def operations_are_watched() -> bool:
-    """Whether somebody sees, or transforms, every operation: a mode, a transform of torch.func, forward mode.
-
-    Torch has no public question for any of the four, known since torch 2.0. Where one is missing, so is what it asks
-    for: the AttributeError goes to the caller, who then leaves things as they are.
-    """
-    return bool(
-        _C._len_torch_dispatch_stack()
-        or _C._len_torch_function_stack()
-        or _C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )
 
 
 def saved_tensors_are_packed() -> bool:
@@ -428,3 +413,12 @@ def tpu_library() -> Any:
     Without it (or without torch_xla): an ImportError, and the machine is taken for one without TPUs.
     """
     return importlib.import_module("torch_xla._internal.tpu")
+
+
+def is_transformed() -> bool:
+    """Whether this is inside a transform of torch.func, or forward-mode differentiation, which count for themselves.
+
+    ``peek_interpreter_stack`` and ``_current_level``, both since torch 2.0; torch has no public question for either.
+    Without them the AttributeError goes to the caller, who then leaves things as they are.
+    """
+    return _C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

@@ -17,6 +17,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
 from lightning_accel.core.checks import check_choice, switch
 from lightning_accel.core.host import Host
+from lightning_accel.core.trial import NOT_SLOWER
 from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.saved import saving
 from lightning_accel.techniques.base import Surroundings, Technique
@@ -27,7 +28,6 @@ OffloadingSetting = Literal["auto", "off", "host", "disk"]
 DEPTHS = (1, 2, 4, 8)
 WARM_UP_STEPS = 3  # the trials of other techniques, and buffers that are made
 ROUNDS = 5
-NOT_SLOWER = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,8 +16,9 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.compiled import compile_call, eager_call, is_compiled, is_gathered_by_hooks, undo_compile
+from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.host import Host
-from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
 from lightning_accel.core.trial import NOT_SLOWER, Contender, Trial
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
@@ -158,36 +159,20 @@ class Compilation(Technique):
             patch.site: Verdict(keep=False, reason="not called with gradients on the second step, so not tried")
             for patch in patches
         }
-        with ExitStack() as stack:
-            for patch in patches:
-                assert isinstance(patch, CompilePatch)
-                stack.enter_context(self._tried_at_first_call(patch, verdicts))
-            yield verdicts
-
-    @contextmanager
-    def _tried_at_first_call(self, patch: CompilePatch, verdicts: Verdicts) -> Iterator[None]:
-        block = patch.block
-        seen: list[tuple[Any, dict[str, Any]]] = []
-
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if self is block and not seen:
-                    seen.append((args, kwargs))
-                    probe.undo()  # the compiler must see the block as it will run
-                    verdicts[patch.site] = self_try(args, kwargs)
-                return original(self, *args, **kwargs)
-
-            return forward
-
-        def self_try(args: Any, kwargs: dict[str, Any]) -> Verdict:
-            return self._try(patch, args, kwargs)
-
-        probe = MethodPatch(patch.site, "trial", block, "forward", wrap)
-        probe.apply()
+        probes = PatchSet(self._probe(patch, verdicts) for patch in patches)
+        probes.apply()
         try:
-            yield
+            yield verdicts
         finally:
-            probe.undo()
+            probes.undo()
+
+    def _probe(self, patch: Patch, verdicts: Verdicts) -> Patch:
+        assert isinstance(patch, CompilePatch)
+
+        def meet(args: Any, kwargs: dict[str, Any]) -> None:
+            verdicts[patch.site] = self._try(patch, args, kwargs)
+
+        return at_first_call(patch.site, patch.block, meet)
 
     @override
     def close(self) -> None:

@@ -162,6 +162,14 @@ def test_handles_on_memory_are_counted() -> None:
     assert view.shape == (1,)
 
 
+def test_the_modules_of_a_module_are_found_by_name() -> None:
+    """Else a LeakyReLU is not done in place, since nothing shows what reads its result."""
+    model = nn.Sequential(nn.ReLU())
+    model.extra = model[0]
+
+    assert torch_private.module_slots(model) == {"0": model[0], "extra": model[0]}
+
+
 class _SeesOperations(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))
@@ -172,20 +180,23 @@ class _SeesFunctions(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("watching", [_SeesOperations, _SeesFunctions, forward_ad.dual_level])
-def test_whoever_sees_operations_is_noticed(watching: Any) -> None:
-    """Else a FLOP counter, or a derivative in forward mode, meets an input that was overwritten."""
-    assert not torch_private.operations_are_watched()
-    with watching():
-        assert torch_private.operations_are_watched()
+@pytest.mark.parametrize("mode", [_SeesOperations, _SeesFunctions])
+def test_modes_are_noticed(mode: Any) -> None:
+    """Else a FLOP counter meets inputs that were overwritten, and a captured graph that it cannot see into."""
+    assert not torch_private.has_modes()
+    with mode():
+        assert torch_private.has_modes()
 
 
-def test_a_transform_of_torch_func_is_noticed() -> None:
+def test_transforms_and_forward_mode_are_noticed() -> None:
     """Else a model under vmap or grad is changed in the middle of the transform."""
     seen = []
-    torch.func.grad(lambda x: seen.append(torch_private.operations_are_watched()) or x)(torch.tensor(1.0))
+    torch.func.grad(lambda x: seen.append(torch_private.is_transformed()) or x)(torch.tensor(1.0))
+    with forward_ad.dual_level():
+        seen.append(torch_private.is_transformed())
 
-    assert seen == [True]
+    assert seen == [True, True]
+    assert not torch_private.is_transformed()
 
 
 def test_saved_tensor_hooks_are_noticed() -> None:

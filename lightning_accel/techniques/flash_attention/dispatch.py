@@ -29,7 +29,7 @@ class Dispatch(Patch):
     Args:
         attention: The site.
         judge: Tries backends on calls.
-        revise: Told with a site's name what holds there from now on, other than the trial step found.
+        revise: Told with a site's name what holds there from now on.
     """
 
     def __init__(self, attention: AttentionSite, judge: Judge, revise: Callable[[str, Verdict], None]) -> None:
@@ -37,7 +37,6 @@ class Dispatch(Patch):
         self.attention = attention
         self.choices: dict[str, str] = {}  # class of shapes → the name of a backend, or "original"
         self.tried: dict[str, str] = {}  # in this step, whose backward pass may recompute its forward: in force later
-        self.verdict: Verdict | None = None  # of the trial step
         self.is_open = False  # whether calls may go elsewhere than to the original yet
         self.is_refused = False  # whether none ever may
         self.is_differentiated_twice = False  # by a gradient penalty: kernels have no second derivative
@@ -67,12 +66,12 @@ class Dispatch(Patch):
     def choose(self, choices: Mapping[str, str]) -> None:
         """Opens the site, with these choices."""
         if self.is_differentiated_twice:
-            self.refuse("gradients through it are differentiated again, which fused kernels cannot")
+            self.refuse("its gradients are differentiated again, which fused kernels do not support")
             return
         self.choices.update(choices)
         self.is_open = True
 
-    def take_over(self) -> None:
+    def adopt_tried(self) -> None:
         """Puts in force what was tried in the step before."""
         if self.is_open:
             self.choices.update(self.tried)
@@ -89,14 +88,14 @@ class Dispatch(Patch):
         dispatch = self
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not dispatch._is_concerned(self):
+            if not dispatch._is_site(self):
                 return original(self, *args, **kwargs)
-            return dispatch._send(original, args, kwargs)
+            return dispatch._route(original, args, kwargs)
 
         forward.is_fused = True  # type: ignore[attr-defined]
         return forward
 
-    def _is_concerned(self, module: nn.Module) -> bool:
+    def _is_site(self, module: nn.Module) -> bool:
         # A deep copy of the module (EMA, the oracle of a trial) is not the site. A compiler is to see the original.
         return (
             module is self.attention.module
@@ -105,12 +104,12 @@ class Dispatch(Patch):
             and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         )
 
-    def _send(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _route(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shapes = shape_class(self.attention.module, args, kwargs)
         choice = self.choices.get(shapes)
         if choice is None and not is_trial():
-            outputs = self._meet(shapes, original, args, kwargs)
-            return outputs if self.is_open else self._watched(outputs)
+            outputs = self._first_call(shapes, original, args, kwargs)
+            return outputs if self.is_open else self._watch_gradients(outputs)
         if choice is None or choice == ORIGINAL or not self.is_open:
             return original(self.attention.module, *args, **kwargs)
         return self._run(choice, original, args, kwargs)
@@ -133,19 +132,18 @@ class Dispatch(Patch):
             self.refuse(given_up)
         return result
 
-    def _meet(self, shapes: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first_call(self, shapes: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Computes the first call of a class of shapes, and decides where later ones go."""
         is_trial_step = self._judge.is_trial_step
-        may_try = self.verdict is None if is_trial_step else self.is_open
+        may_try = not self.tried if is_trial_step else self.is_open
         if shapes in self.tried or not may_try:  # tried: this is perhaps the recomputation of that call
             return original(self.attention.module, *args, **kwargs)
         choice = None if is_trial_step else self._known_choice(shapes)
         if choice is not None:
             self.choices[shapes] = choice
-            return self._send(original, args, kwargs)
+            return self._route(original, args, kwargs)
         judgement, outputs = self._judge.judge(self.attention, shapes, original, args, kwargs)
-        self.tried[shapes] = judgement.choice
-        (self._note_first if is_trial_step else self._note_late)(shapes, judgement)
+        self._record(shapes, judgement)
         return outputs
 
     def _known_choice(self, shapes: str) -> str | None:
@@ -156,27 +154,27 @@ class Dispatch(Patch):
         is_full = len(self.choices) >= _MAX_CLASSES
         return known if is_full or (known == ORIGINAL and not self._judge.goes_by_clock(self.attention)) else None
 
-    def _note_first(self, shapes: str, judgement: Judgement) -> None:
-        choices = {} if judgement.is_wrong else {shapes: judgement.choice}
-        self.verdict = Verdict(keep=judgement.choice != ORIGINAL, reason=judgement.reason, choices=choices)
-
-    def _note_late(self, shapes: str, judgement: Judgement) -> None:
-        known = nearest_choice(shapes, self.choices)
+    def _record(self, shapes: str, judgement: Judgement) -> None:
+        self.tried[shapes] = judgement.choice
         keep = judgement.choice != ORIGINAL
-        if judgement.is_wrong:
+        known = nearest_choice(shapes, self.choices)
+        if self._judge.is_trial_step:
+            choices = {} if judgement.is_wrong else {shapes: judgement.choice}
+            self._revise(self.site, Verdict(keep=keep, reason=judgement.reason, choices=choices))
+        elif judgement.is_wrong:
             self.refuse(judgement.reason)
         elif known is None or (keep and known == ORIGINAL):
             reason = f"{self.change}: {judgement.reason}" if keep else judgement.reason
             choices = {**self.choices, shapes: judgement.choice}
             self._revise(self.site, Verdict(keep=keep, reason=reason, choices=choices))
 
-    def _watched(self, outputs: Any) -> Any:
+    def _watch_gradients(self, outputs: Any) -> Any:
         """Notes, before anything is fused, whether gradients through the site are differentiated again."""
 
         def note(gradient: Tensor) -> None:
             self.is_differentiated_twice |= torch.is_grad_enabled()
 
-        for tensor in tensors_in(outputs) if torch.is_grad_enabled() and not is_trial() else ():
+        for tensor in tensors_in(outputs) if torch.is_grad_enabled() else ():
             if tensor.requires_grad:
                 tensor.register_hook(note)  # type: ignore[no-untyped-call]
         return outputs

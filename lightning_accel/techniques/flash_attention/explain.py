@@ -12,9 +12,9 @@ from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.core.trial import one_line
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
+from lightning_accel.techniques.flash_attention.finder import find_sites
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
-from lightning_accel.techniques.flash_attention.technique import find_sites
 
 
 def explain(module: nn.Module, *inputs: Any, **kwargs: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections import defaultdict
@@ -18,7 +19,6 @@ from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.huggingface_attention import (
     Request,
     accel_attention,
-    accel_attention_under_eager_masks,
     all_without_mask,
 )
 from lightning_accel.techniques.flash_attention.huggingface_interface import (
@@ -34,7 +34,9 @@ from lightning_accel.techniques.flash_attention.huggingface_interface import (
 from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 
-_registration = Registration({OWN_MASKS: accel_attention, EAGER_MASKS: accel_attention_under_eager_masks})
+_registration = Registration(
+    {OWN_MASKS: accel_attention, EAGER_MASKS: functools.partial(accel_attention, has_eager_masks=True)}
+)
 
 
 def find_huggingface(model: nn.Module) -> Iterator[HuggingFaceSite | Refusal]:

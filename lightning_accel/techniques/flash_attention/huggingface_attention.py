@@ -23,7 +23,7 @@ all_without_mask: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _HIDDEN = -1e4
 """Whatever is lower in a mask hides its key, be it -inf, the lowest number of a dtype or one that looked big enough."""
 
-_UNABLE = ("softcap", "sinks", "s_aux", "head_mask", "cache", "indices", "block_indices")
+_UNSUPPORTED = ("softcap", "sinks", "s_aux", "head_mask", "cache", "indices", "block_indices")
 _memory = MaskMemory()
 
 
@@ -40,7 +40,7 @@ class Request:
 
     def __init__(self, backend: Backend | Rehearsal) -> None:
         self.backend = backend
-        self.missed: str | None = "its forward did not come to call transformers' attention interface"
+        self.missed: str | None = "its forward did not call transformers' attention interface"
 
 
 def accel_attention(
@@ -52,12 +52,15 @@ def accel_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    *,
+    has_eager_masks: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as transformers calls it under ``OWN_MASKS``, through the backend of the module's request.
+    """Attention as transformers calls it, through the backend of the module's request.
 
     Query (B, H, T, D), key (B, G, S, D) and value (B, G, S, Dv), H a multiple of G. ``is_causal`` says what a missing
-    mask means; None: as the module says. Of the options ``position_bias`` is added to the scores.
+    mask means; None: as the module says. With ``has_eager_masks``, as under ``EAGER_MASKS``, there is no causality but
+    the mask's. Of the options ``position_bias`` is added to the scores.
 
     Returns:
         (B, T, H, Dv) and no weights; without a request, or where the options ask for more than an
@@ -66,7 +69,12 @@ def accel_attention(
     mask = attention_mask
     if mask is not None and mask.dim() == 4 and mask.shape[-1] > key.shape[2]:
         mask = mask[..., : key.shape[2]]  # made for all that a cache will ever hold
-    is_causal = _is_causal(module, query, mask, is_causal)
+    is_causal = _is_causal(module, query, attention_mask, is_causal)
+    if has_eager_masks:
+        if is_causal:
+            all_without_mask.add(module)
+        is_causal = False
+        mask = mask.to(query.dtype) if mask is not None and mask.dtype == torch.bool else mask  # which is added up
     bias = options.pop("position_bias", None)
     tensors = (query, key, value, mask, bias)
 
@@ -78,7 +86,7 @@ def accel_attention(
         return eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **given)
 
     def fused(backend: Backend, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any) -> Any:
-        rows = None if mask is None or not _may_read(mask) else _blind_rows(mask)
+        rows = None if mask is None or not _may_read(mask) else _rows_without_keys(mask)
         if rows is not None and len(rows) == mask.shape[2]:
             return eagerly(module, query, key, value, mask, bias)
         dropout_p = dropout if module.training else 0.0
@@ -93,7 +101,7 @@ def accel_attention(
 
     request: Request | None = vars(module).get(Request.NAME)
     if request is not None:
-        request.missed = _unable(query, key, mask, options)
+        request.missed = _unsupported(query, key, mask, options)
         if request.missed is None and isinstance(request.backend, Backend):
             return fused(request.backend, *tensors)  # type: ignore[no-any-return]
         if request.missed is None and isinstance(request.backend, Rehearsal):
@@ -107,31 +115,14 @@ def accel_attention(
     return eagerly(module, *tensors)  # type: ignore[no-any-return]
 
 
-def accel_attention_under_eager_masks(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    is_causal: bool | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The same under ``EAGER_MASKS``: eager attention knows no causality but its mask's."""
-    if _is_causal(module, query, attention_mask, is_causal):
-        all_without_mask.add(module)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        attention_mask = attention_mask.to(query.dtype)  # eager attention adds it up, for what that is worth
-    return accel_attention(module, query, key, value, attention_mask, is_causal=False, **options)
-
-
 def _is_causal(module: nn.Module, query: Tensor, mask: Tensor | None, asked: bool | None) -> bool:
     # As transformers reads it for torch's attention; a single query comes after all its keys.
     said = getattr(module, "is_causal", True) if asked is None else asked
     return bool(said) and mask is None and query.shape[2] > 1
 
 
-def _unable(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> str | None:
-    given = [name for name in _UNABLE if options.get(name) is not None]
+def _unsupported(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> str | None:
+    given = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if given:
         return f"its attention has the option {given[0]!r}, which fused attention lacks"
     if options.get("output_attentions"):
@@ -141,7 +132,7 @@ def _unable(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> s
     return None
 
 
-def _blind_rows(mask: Tensor) -> Tensor | None:
+def _rows_without_keys(mask: Tensor) -> Tensor | None:
     """The queries that, in some sample, see no key, as indices; None if there are none.
 
     Their eager weights are all the same, for a score plus the lowest number is the lowest number. Kernels that keep
@@ -150,13 +141,13 @@ def _blind_rows(mask: Tensor) -> Tensor | None:
     """
 
     def find() -> Tensor | None:
-        rows = (~_sees(mask.detach()).any(dim=-1)).any(dim=1).any(dim=0).nonzero()[:, 0]
+        rows = (~_takes_part(mask.detach()).any(dim=-1)).any(dim=1).any(dim=0).nonzero()[:, 0]
         return rows if len(rows) else None
 
     return _memory.recall((mask,), find)  # type: ignore[no-any-return]
 
 
-def _sees(mask: Tensor) -> Tensor:
+def _takes_part(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > _HIDDEN
 
 
@@ -170,13 +161,13 @@ def _prepared(call: AttentionCall, mask: Tensor | None, bias: Tensor | None, row
     if is_causal and key.shape[2] > query.shape[2]:
         # A cache of fixed size that is not full yet: see transformers' integrations/sdpa_attention.py.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    query, key, value = _alike(query, key, value)
+    query, key, value = _matched(query, key, value)
     if mask is not None and rows is not None:  # the result for these is not used; it must be finite, no more
         mask = mask.index_fill(2, rows, mask.dtype == torch.bool)
     elif mask is not None and not _may_read(mask):
         # Nothing can depend on what is in the mask. Without a query all weights are the same; the gradients of their
         # scores, which eager attention has by accident, are left out.
-        blind = ~_sees(mask).any(dim=-1, keepdim=True)
+        blind = ~_takes_part(mask).any(dim=-1, keepdim=True)
         query, mask = query.masked_fill(blind, 0.0), mask.masked_fill(blind, mask.dtype == torch.bool)
     if bias is not None:
         mask = _as_eager_mask(mask, query, key, is_causal)
@@ -189,7 +180,7 @@ def _prepared(call: AttentionCall, mask: Tensor | None, bias: Tensor | None, row
     return replace(call, query=query, key=key, value=value, mask=mask, is_causal=is_causal)
 
 
-def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _matched(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three with as many heads and samples each, and of one dtype."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:

@@ -132,7 +132,7 @@ class Rehearsal:
         if nothing_found is not None and not self._failures:
             return Judgement(ORIGINAL, nothing_found)
         if not self._num_attentions:
-            return Judgement(ORIGINAL, "its forward did not come to an attention that can be fused")
+            return Judgement(ORIGINAL, "its forward ran no attention that can be fused")
         agreeing = [backend.name for backend in self._backends if backend.name not in self._failures]
         if not agreeing:
             is_one = len(self._backends) == 1

@@ -17,36 +17,17 @@ from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Tec
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
 from lightning_accel.techniques.flash_attention.call import sdpa
 from lightning_accel.techniques.flash_attention.dispatch import Dispatch
-from lightning_accel.techniques.flash_attention.fused_attn import find_fused_attn
-from lightning_accel.techniques.flash_attention.hand_finder import find_hand_written
-from lightning_accel.techniques.flash_attention.huggingface import find_huggingface, model_switches
+from lightning_accel.techniques.flash_attention.finder import find_sites
+from lightning_accel.techniques.flash_attention.huggingface import model_switches
 from lightning_accel.techniques.flash_attention.judge import Judge
-from lightning_accel.techniques.flash_attention.multihead_site import find_multihead
 from lightning_accel.techniques.flash_attention.rehearsal import WatchedBackend
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
-from lightning_accel.techniques.flash_attention.sites import AttentionSite
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 
 _CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes
 _LATE = "not called on the first step, or only by a compiler, to which the original is left: tried when it is called"
-
-
-def find_sites(model: nn.Module) -> Iterator[AttentionSite | Refusal]:
-    """The attention sites of ``model``, each once, and what looked like one and is left alone.
-
-    A module that says how to switch its attention (a transformers interface, a ``fused_attn``) is taken at its word;
-    of the others the code is read.
-    """
-    claimed: set[nn.Module] = set()
-    for find in (find_multihead, find_huggingface, find_fused_attn):
-        for claim in find(model):
-            module = model.get_submodule(claim.site)
-            if module not in claimed:
-                claimed.add(module)
-                yield claim
-    yield from find_hand_written(model, frozenset(claimed))
 
 
 @register(
@@ -76,6 +57,7 @@ class FlashAttention(Technique):
         self._model = nn.Module()
         self._judge = Judge({}, verify, may_time=plan.backend == "auto", untimed=plan.force)
         self._dispatches: dict[str, Dispatch] = {}
+        self._found: Verdicts = {}  # in the trial step
         self._agreed: Verdicts = {}
         self._switches = PatchSet()
         self._settings = ExitStack()  # torch's own, as they were before
@@ -131,7 +113,7 @@ class FlashAttention(Technique):
             elif claim.is_named(self._plan.skip):
                 yield Refusal(claim.site, "left alone, as flash_attention.skip says")
             else:
-                dispatch = self._dispatches[claim.site] = Dispatch(claim, self._judge, self.notes.revise)
+                dispatch = self._dispatches[claim.site] = Dispatch(claim, self._judge, self._revise)
                 yield dispatch
         self.watches_on = bool(self._dispatches)  # for other shapes
         if self._dispatches:
@@ -141,6 +123,12 @@ class FlashAttention(Technique):
     def _complain(self, lack: str) -> None:
         if self._plan.backend != "auto":
             self.notes.warn(f"flash_attention: {lack}: torch's own choice computes it")
+
+    def _revise(self, site: str, verdict: Verdict) -> None:
+        if self._judge.is_trial_step:
+            self._found[site] = verdict
+        else:
+            self.notes.revise(site, verdict)
 
     @override
     def edit_captured(self, graph: GraphModule) -> None:
@@ -155,15 +143,13 @@ class FlashAttention(Technique):
     @contextmanager
     def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
         verdicts: Verdicts = {}
-        for dispatch in self._dispatches.values():
-            dispatch.verdict = None
-        self._judge.is_trial_step = True
+        self._judge.is_trial_step, self._found = True, {}
         try:
             yield verdicts
         finally:
             self._judge.is_trial_step = False
         for patch in patches:
-            verdicts[patch.site] = self._dispatches[patch.site].verdict or Verdict(keep=True, reason=_LATE)
+            verdicts[patch.site] = self._found.get(patch.site, Verdict(keep=True, reason=_LATE))
 
     @override
     def decided(self, verdicts: Verdicts) -> None:
@@ -179,7 +165,7 @@ class FlashAttention(Technique):
     def _carrying_out_choices(self) -> Iterator[None]:
         for dispatch in self._dispatches.values():
             if dispatch.tried:
-                dispatch.take_over()
+                dispatch.adopt_tried()
         if self._agreed:
             agreed, self._agreed = self._agreed, {}
             for site, verdict in agreed.items():

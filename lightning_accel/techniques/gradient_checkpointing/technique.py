@@ -14,6 +14,7 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.blocks import find_blocks, units
 from lightning_accel.core.compiled import is_inside_compiled
+from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
@@ -151,7 +152,6 @@ class GradientCheckpointing(Technique):
 
     @contextmanager
     def _tried_when_called(self, verdicts: Verdicts) -> Iterator[None]:
-        """Inside, every block that was not tried yet is tried at its first call, and follows its verdict."""
         probes = PatchSet(self._probe(patch, verdicts) for patch in self._untried.values())
         probes.apply()
         try:
@@ -161,20 +161,12 @@ class GradientCheckpointing(Technique):
         self._untried = {site: patch for site, patch in self._untried.items() if site not in verdicts}
 
     def _probe(self, patch: MethodPatch, verdicts: Verdicts) -> MethodPatch:
-        site, block, judge = patch.site, self._blocks[patch.site], self._judge
-        checkpointed = patch.value.__func__
+        def meet(args: Any, kwargs: dict[str, Any]) -> None:
+            verdicts[patch.site] = self._judge(patch, args, kwargs)
+            if not verdicts[patch.site].keep:
+                patch.undo()
 
-        def wrap(_: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if self is block and site not in verdicts and torch.is_grad_enabled():
-                    verdicts[site] = Verdict(keep=True)  # for calls of the block within its own trial
-                    verdicts[site] = judge(patch, args, kwargs)
-                is_refused = self is block and site in verdicts and not verdicts[site].keep
-                return (patch.original if is_refused else checkpointed)(self, *args, **kwargs)
-
-            return forward
-
-        return MethodPatch(site, "trial", block, "forward", wrap)
+        return at_first_call(patch.site, self._blocks[patch.site], meet, when=torch.is_grad_enabled)
 
 
 def _draws(block: nn.Module) -> bool:

@@ -32,7 +32,9 @@ from lightning_accel.core.torch_private import (
     handles_on_storage,
     handles_on_tensor,
     has_gradient_hooks,
-    operations_are_watched,
+    has_modes,
+    is_transformed,
+    module_slots,
     saved_tensors_are_packed,
 )
 from lightning_accel.techniques.inplace_activations.callers import Call, read_call
@@ -46,7 +48,7 @@ PATIENCE = 100
 
 _CALL_IMPL, _CALL = eager_call(nn.Module).__code__, nn.Module.__call__.__code__
 _SEQUENTIAL = nn.Sequential.forward.__code__
-_LAYOUT = "the original's result lies in memory in another order, as far as is known"
+_LAYOUT = "the original's result may lie in memory in another order"
 _CALLER = "it is called in a way that does not show who holds its input"
 _MAX_LAYOUTS = 4096
 
@@ -101,13 +103,13 @@ class Site:
         def forward(module: Any, input: Tensor) -> Any:
             if is_compiling() or (is_dropout and not (module.training and module.p)):
                 return original(module, input)
-            reason = self._against(module, input)
+            reason = self._objection(module, input)
             if reason is None:
                 self.in_place += 1
                 return run(module, input)
             self.as_it_was += 1
             if self.as_it_was == PATIENCE and not self.in_place:
-                self._stepping_aside(f"at none of its first {PATIENCE} calls: {reason}")
+                self._stepping_aside(f"it could not work in place at any of its first {PATIENCE} calls: {reason}")
             result = original(module, input)
             if reason is _LAYOUT:
                 if len(self._layouts) >= _MAX_LAYOUTS:
@@ -117,11 +119,11 @@ class Site:
 
         return forward
 
-    def _against(self, module: nn.Module, x: Tensor) -> str | None:
+    def _objection(self, module: nn.Module, x: Tensor) -> str | None:
         """Why ``x`` must not be overwritten; None: nobody else can ever read it."""
         call_impl = sys._getframe(2)
         if call_impl.f_code is not _CALL_IMPL:  # first: a tracer would record the looks at the tensor
-            return "it is not called by nn.Module's own __call__: a hook, or another's code, stands between"
+            return "it is not called by nn.Module's own __call__ directly: a hook or other code is in between"
         if type(x) is not Tensor:
             return "its input is no plain tensor"
         if x.numel() < self._smallest:
@@ -129,7 +131,7 @@ class Site:
         try:
             return self._ask(module, x, call_impl)
         except Exception as error:  # asking must never break the user's step
-            return f"it could not be asked: {type(error).__name__}: {error}"
+            return f"its references could not be counted: {type(error).__name__}: {error}"
 
     def _ask(self, module: nn.Module, x: Tensor, call_impl: FrameType) -> str | None:
         in_training = x.requires_grad
@@ -138,7 +140,7 @@ class Site:
         if in_training and self.kind.not_in_training:
             return self.kind.not_in_training
         if not in_training and x.is_inference() and not torch.is_inference_mode_enabled():
-            return "its input was made in inference mode, which is over"
+            return "its input was made in inference mode, which has ended"
         if in_training and (x.is_leaf or has_gradient_hooks(x)):
             return "its input is a leaf of the graph, or has hooks of its own"
         called = call_impl.f_back
@@ -162,10 +164,10 @@ class Site:
         counts = self._counts()
         if isinstance(counts, str):
             return counts
-        if operations_are_watched():
-            return "it stands inside a mode that sees every operation, a transform of torch.func or forward-mode AD"
+        if has_modes() or is_transformed():
+            return "it runs inside a mode that sees every operation, a transform of torch.func or forward-mode AD"
         if x.requires_grad and saved_tensors_are_packed():
-            return "it stands inside other saved-tensor hooks (checkpointing, offloading)"
+            return "it runs inside other saved-tensor hooks (checkpointing, offloading)"
         if call is None or (call.callee not in self.names and caller.f_code is not _SEQUENTIAL):
             return _CALLER
         if call.argument is not None:
@@ -180,7 +182,7 @@ class Site:
         if (not x.is_contiguous() or 1 in x.shape) and not self._layouts.get((x.shape, x.stride())):
             return _LAYOUT
         if x.requires_grad and self.kind.saves_result and not _is_only_read(module, caller):
-            return "in place its backward pass needs its result, which what comes next might overwrite"
+            return "in place its backward pass needs its result, which the next operation might overwrite"
         return None
 
 
@@ -195,9 +197,9 @@ def _is_only_read(module: nn.Module, caller: FrameType | None) -> bool:
             return False
         if caller.f_code is not _SEQUENTIAL:
             call = call_in(caller)
-            if call is None or call.reader is None or _part(parent, call.callee) is not module:
+            if call is None or call.reader is None or module_slots(parent).get(call.callee) is not module:
                 return False
-            return only_reads(_part(parent, call.reader))
+            return only_reads(module_slots(parent).get(call.reader))
         layers = list(parent)
         if layers.count(module) != 1:
             return False
@@ -205,12 +207,3 @@ def _is_only_read(module: nn.Module, caller: FrameType | None) -> bool:
             return only_reads(layers[layers.index(module) + 1])
         module, caller = parent, above.f_back and above.f_back.f_back  # of the Sequential it is the last of
     return False
-
-
-def _part(parent: nn.Module, name: str) -> nn.Module | None:
-    """The module that ``parent`` holds by this name; no property or ``__getattr__`` of the user's is run for it."""
-    try:
-        found = nn.Module.__getattr__(parent, name)
-    except AttributeError:
-        return None
-    return found if isinstance(found, nn.Module) else None

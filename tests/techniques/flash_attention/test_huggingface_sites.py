@@ -70,7 +70,7 @@ def test_a_site_says_why_it_had_nothing_to_fuse() -> None:
     site.fused(Sdpa(), type(site.module).forward, (hidden,), {"output_attentions": True})
     assert "weights are asked for" in str(site.nothing_found())
     site.fused(Sdpa(), lambda module, x: x, (hidden,), {})
-    assert "did not come to call" in str(site.nothing_found())
+    assert "did not call transformers" in str(site.nothing_found())
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])

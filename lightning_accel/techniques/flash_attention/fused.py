@@ -26,8 +26,8 @@ from lightning_accel.techniques.flash_attention.masks import (
 )
 
 Shape = tuple[int, ...]
-# Of the original, of the fused form as a function of an `Attend` and the same arguments, and of those arguments.
-Rehearse = Callable[[Callable[..., Tensor], Callable[..., Tensor], tuple[Any, ...]], Tensor]
+# Given the original, the fused form as a function of an `Attend` and the same arguments, and those arguments.
+Compute = Callable[[Callable[..., Tensor], Callable[..., Tensor], tuple[Any, ...]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ class FusedAttention:
         sources: Those masks that are calculated from inputs.
         original: What was there before, as a function of the inputs.
         is_contiguous: Whether somebody relies on how the result lies in memory.
-        attend: Computes one attention.
-        rehearsal: Tells, when asked at a call, whether and by what the call is tried.
+        compute: Has it computed, one way or the other.
     """
 
     form: Form
@@ -58,15 +57,13 @@ class FusedAttention:
     sources: dict[Node, MaskSource]
     original: Callable[..., Tensor]
     is_contiguous: bool
-    attend: Attend
-    rehearsal: Callable[[], Rehearse | None]
+    compute: Compute
 
     def __post_init__(self) -> None:
         self._memory = MaskMemory()
 
     def call(self, *args: Any) -> Tensor:
-        rehearse = self.rehearsal()
-        return self._fused(self.attend, *args) if rehearse is None else rehearse(self.original, self._fused, args)
+        return self.compute(self.original, self._fused, args)
 
     def _fused(self, attend: Attend, *args: Any) -> Tensor:
         form = self.form

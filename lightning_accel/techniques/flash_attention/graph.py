@@ -130,7 +130,7 @@ def constant(node: Any, seen: set[Node]) -> float | None:
     """The number that a node holds everywhere, if it was built from nothing but numbers; ``seen`` takes those nodes."""
     if isinstance(node, int | float):
         return float(node)
-    if not isinstance(node, Node):
+    if not is_tensor(node) or not value(node).is_floating_point():
         return None
     name = op_name(node)
     found: float | None = None
@@ -138,7 +138,7 @@ def constant(node: Any, seen: set[Node]) -> float | None:
         found = float(name.startswith("ones"))
     elif name in _FILLED:
         found = constant(argument(node, *_FILLED[name]), seen)
-    elif name in _ARITHMETIC:
+    elif name in _ARITHMETIC and not node.kwargs:
         numbers = [constant(operand, seen) for operand in node.args]
         found = _ARITHMETIC[name](*numbers) if None not in numbers else None
     if found is not None:

@@ -20,7 +20,6 @@ from lightning_accel.core.trial import TIMED_S, one_line
 from lightning_accel.settings import FlashAttentionPlan
 from lightning_accel.techniques.base import Refusal, Technique, Verdict, Verdicts
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
-from lightning_accel.techniques.flash_attention.call import sdpa
 from lightning_accel.techniques.flash_attention.dispatch import (
     MAX_CLASSES,
     Dispatch,
@@ -111,7 +110,7 @@ class FlashAttention(Technique):
     def fuse_captured(self, graph: GraphModule) -> None:
         """Fuses the attention in a graph that was captured for a compiler, if attention is fused elsewhere too."""
         if any(dispatch.is_fusing for dispatch in self._dispatches.values()):
-            fuse_attention(graph, sdpa)
+            fuse_attention(graph)
 
     # -- the trial ---------------------------------------------------------------------------------------------
 

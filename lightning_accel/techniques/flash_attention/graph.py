@@ -256,10 +256,8 @@ def _einsum(node: Node) -> Product | None:
         return None
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     sides = inputs.split(",")
-    if len(sides) != 2:
+    if not arrow or len(sides) != 2:
         return None
-    if not arrow:  # then it is the letters that come once, in the order of the alphabet
-        output = "..." * ("." in inputs) + "".join(sorted(c for c in inputs if c.isalpha() and inputs.count(c) == 1))
     left, right = (_letters(side, rank(operand)) for side, operand in zip(sides, operands, strict=True))
     extra = max(sum(isinstance(label, tuple) for label in labels) for labels in (left, right))
     out = _letters(output, len(output.replace("...", "")) + (extra if "..." in output else 0))

@@ -151,19 +151,12 @@ def constant(node: Any, seen: set[Node]) -> float | None:
 
 @dataclass(frozen=True)
 class Softmax:
-    """A softmax of any spelling.
-
-    Attributes:
-        scores: What of.
-        dim: Over which dimension; None if that is not said.
-        nodes: What it is spelled with, its result last.
-        is_safe: Whether a row of -inf gives zeros, instead of NaN.
-    """
+    """A softmax of any spelling."""
 
     scores: Node
-    dim: Any
-    nodes: tuple[Node, ...]
-    is_safe: bool = False
+    dim: Any  # None if that is not said
+    nodes: tuple[Node, ...]  # what it is spelled with, its result last
+    is_safe: bool = False  # whether a row of -inf gives zeros, instead of NaN
 
 
 def read_softmax(node: Node) -> Softmax | None:
@@ -205,19 +198,12 @@ def _normalised(source: Node, by: Any, name: str, nodes: tuple[Node, ...]) -> So
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product, each dimension of its operands and its result labelled.
-
-    Attributes:
-        operands: Left and right.
-        labels: Of the left operand's dimensions, and of the right's.
-        out: Of the result's.
-        contracted: The label summed over.
-    """
+    """A matrix product, each dimension of its operands and its result labelled."""
 
     operands: tuple[Node, Node]
-    labels: tuple[Labels, Labels]
-    out: Labels
-    contracted: Hashable
+    labels: tuple[Labels, Labels]  # of the operands' dimensions
+    out: Labels  # of the result's
+    contracted: Hashable  # the label summed over
 
 
 def read_product(node: Any) -> Product | None:

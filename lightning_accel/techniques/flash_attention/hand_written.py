@@ -39,23 +39,13 @@ _MAX_GRAPHS = 24  # of a capture: modes and kinds of shapes need a few, a counte
 
 
 class Capture:
-    """One forward function, captured and rewritten. Modules that run it share it: their parameters are its inputs.
-
-    Attributes:
-        has_breaks: Whether it came in more than one graph, or none.
-        findings: What stood around each softmax, graph by graph.
-        graphs: How often it was captured.
-        misses: How often that was because another module differs from those before.
-
-    Args:
-        forward: A function of ``(module, *args, **kwargs)``.
-    """
+    """One forward function, captured and rewritten. Modules that run it share it: their parameters are its inputs."""
 
     def __init__(self, forward: Forward) -> None:
-        self.has_breaks = False
-        self.findings: list[Finding] = []
-        self.graphs = 0
-        self.misses = 0
+        self.has_breaks = False  # it came in more than one graph, or none
+        self.findings: list[Finding] = []  # graph by graph
+        self.graphs = 0  # how often it was captured
+        self.misses = 0  # how often that was because another module differs from those before
         self._runs = 0  # of graphs, in one call
         self._backend: Backend | Rehearsal | None = None
         self._modes: Sequence[Any] = ()

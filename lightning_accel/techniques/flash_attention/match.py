@@ -87,27 +87,20 @@ def _path_from_product(node: Any, depth: int) -> list[Node] | None:
 
 
 class _Reader:
-    """Follows the scores from the first product to the softmax, and the weights from there to the second.
-
-    Attributes:
-        labels: Of the dimensions at the node that was read last.
-        row, column: Those of the queries and the keys.
-        batch: Those of the others, as they stood after the last reshape.
-        spare: What was computed from the chain alone, and goes with it.
-    """
+    """Follows the scores from the first product to the softmax, and the weights from there to the second."""
 
     def __init__(self, path: list[Node], softmax: Softmax) -> None:
         product = read_product(path[0])
         assert product is not None
         self.path, self.softmax, self.first = path, softmax, product
-        self.labels = product.out
+        self.labels = product.out  # of the dimensions at the node that was read last; the others are among them
         self.row, self.column = self._row_and_column()
-        self.batch = [label for label in self.labels if label not in (self.row, self.column)]
+        self.batch = [label for label in self.labels if label not in (self.row, self.column)]  # after a reshape, new
         self.levels: list[Sequence[Any]] = [()]
         self.edits: list[Edit] = []
         self.dropout_p: Any = 0.0
         self.zero_rows = softmax.is_safe
-        self.spare: set[Node] = set()
+        self.spare: set[Node] = set()  # what was computed from the chain alone, and goes with it
         self.shifts: set[Node] = set()  # of those, what was subtracted from the scores
 
     def _row_and_column(self) -> tuple[Hashable, Hashable]:

@@ -62,6 +62,55 @@ def soft_capped(self, x):
     return self.merge((50 * torch.tanh(q @ k.transpose(-1, -2) / 50)).softmax(-1) @ v)
 
 
+@left_alone("`clamp` stands between its first product and the softmax")
+def clamped(self, x):
+    q, k, v = self.qkv(x)
+    return self.merge((q @ k.transpose(-1, -2)).clamp(-2, 2).softmax(-1) @ v)
+
+
+@left_alone("`mul` stands between the softmax and the product with the values")
+def dropped_by_hand(self, x):
+    q, k, v = self.qkv(x)
+    weights = (q @ k.transpose(-1, -2)).softmax(-1)
+    return self.merge((weights * (torch.ones_like(weights) > 0.1)) @ v)
+
+
+@left_alone("`masked_fill` stands between the softmax and the product with the values")
+def weights_masked_by_another_mask(self, x):
+    T = x.shape[1]
+    q, k, v = self.qkv(x)
+    future, far = self.lower[:T, :T] == 0, self.lower[:T, :T].tril(-4) == 1
+    return self.merge((q @ k.transpose(-1, -2)).masked_fill(future, -1e9).softmax(-1).masked_fill(far, 0.0) @ v)
+
+
+@left_alone("its scores are used elsewhere")
+def highest_score_of_each_key_subtracted(self, x):
+    q, k, v = self.qkv(x)
+    scores = q @ k.transpose(-1, -2)
+    return self.merge((scores - scores.amax(-2, keepdim=True)).softmax(-1) @ v)
+
+
+@left_alone("the second product does not sum over the keys")
+def normalised_over_queries(self, x):
+    q, k, v = self.qkv(x)
+    weights = (q @ k.transpose(-1, -2)).exp()
+    return self.merge(weights / weights.sum(-2, keepdim=True) @ v)
+
+
+@left_alone("no attention in what TorchDynamo could capture of its forward")
+def sum_of_weights_kept_from_zero(self, x):
+    q, k, v = self.qkv(x)
+    weights = (q @ k.transpose(-1, -2)).exp()
+    return self.merge(weights / (weights.sum(-1, keepdim=True) + 1e-6) @ v)
+
+
+@left_alone("no attention in what TorchDynamo could capture of its forward")
+def weights_divided_by_a_sum_without_gradients(self, x):
+    q, k, v = self.qkv(x)
+    weights = (q @ k.transpose(-1, -2)).exp()
+    return self.merge(weights / weights.sum(-1, keepdim=True).detach() @ v)
+
+
 @left_alone("masked scores are filled with -5, which leaves them a weight")
 def mildly_masked(self, x):
     T = x.shape[1]

@@ -284,6 +284,14 @@ def causal_by_ones_like(self, x):
 
 
 @found
+def padding_hidden_before_and_after_the_softmax(self, x):
+    padding = (x.abs().sum(-1) == 0)[:, None, None, :]
+    q, k, v = self.qkv(x)
+    weights = (q @ k.transpose(-1, -2)).masked_fill(padding, float("-inf")).softmax(-1)
+    return self.merge(weights.masked_fill(padding, 0.0) @ v)
+
+
+@found
 def one_mask_for_all_queries(self, x):
     q, k, v = self.qkv(x)
     hidden = torch.arange(x.shape[1]) % 3 == 2
@@ -307,6 +315,44 @@ def highest_score_subtracted(self, x):
     scores = q @ k.transpose(-1, -2)
     scores = scores - scores.amax(dim=-1, keepdim=True).detach()
     return self.merge(F.softmax(input=scores, dim=-1) @ v)
+
+
+@found
+def highest_score_subtracted_without_its_dimension(self, x):
+    q, k, v = self.qkv(x)
+    scores = q @ k.transpose(-1, -2)
+    return self.merge((scores - scores.max(dim=-1)[0].unsqueeze(-1)).softmax(-1) @ v)
+
+
+@found
+def by_exp_and_sum(self, x):
+    q, k, v = self.qkv(x)
+    scores = q @ k.transpose(-1, -2)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return self.merge(weights / weights.sum(-1, keepdim=True) @ v)
+
+
+@found
+def by_logsumexp(self, x):
+    q, k, v = self.qkv(x)
+    scores = q @ k.transpose(-1, -2)
+    return self.merge((scores - scores.logsumexp(dim=-1, keepdim=True)).exp() @ v)
+
+
+@found
+def by_log_softmax(self, x):
+    q, k, v = self.qkv(x)
+    return self.merge(F.log_softmax(q @ k.transpose(-1, -2), dim=-1).exp() @ v)
+
+
+@found
+def weights_returned_to_nobody(self, x):
+    def attend(q, k, v):
+        weights = (q @ k.mT).softmax(-1)
+        return weights @ v, weights.mean(1)
+
+    y, _ = attend(*self.qkv(x))
+    return self.merge(y)
 
 
 @found

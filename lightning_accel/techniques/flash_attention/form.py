@@ -16,27 +16,17 @@ Order = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Edit:
-    """One thing done to the scores (B, H, T, S) before the softmax.
+    """One thing done to the scores (B, H, T, S) before the softmax: in a graph by a node, at a call by its value."""
 
-    Attributes:
-        kind: ``"multiply"``, ``"divide"`` by a number, or by a tensor that is the same for all keys; ``"add"`` a
-            tensor; ``"keep"`` the keys where a boolean tensor is True, or ``"hide"`` those; keep a ``"band"`` of keys;
-            ``"cast"`` to a dtype.
-        by: That number, tensor, band or dtype; in a graph the node that gives it.
-        fill: What hidden keys are given: ``-inf``, or a number that comes to the same.
-        factor: What an added tensor is multiplied by before.
-        has_empty_rows: Whether a query may be left without a key.
-        level: In a graph, which of the batch shapes of :class:`Form` the tensor broadcasts to.
-        order: And where in it, once it has all dimensions, each of (batch…, T, S) stands.
-    """
-
+    # By a number, or a tensor that is the same for all keys; adding a tensor; keeping the keys where a boolean tensor
+    # is True, or hiding those; keeping a band of keys; casting to a dtype.
     kind: Literal["multiply", "divide", "add", "keep", "hide", "band", "cast"]
     by: Any
-    fill: float = -math.inf
-    factor: float = 1.0
-    has_empty_rows: bool = True
-    level: int = 0
-    order: tuple[int, ...] = ()
+    fill: float = -math.inf  # what hidden keys are given, or a number that comes to the same
+    factor: float = 1.0  # what an added tensor is multiplied by before
+    has_empty_rows: bool = True  # whether a query may be left without a key
+    level: int = 0  # in a graph, which of the batch shapes of the form the tensor broadcasts to
+    order: tuple[int, ...] = ()  # and where in it, once it has all dimensions, each of (batch…, T, S) stands
 
     def __str__(self) -> str:
         by = (
@@ -48,28 +38,20 @@ class Edit:
 
 @dataclass(frozen=True)
 class Form:
-    """One attention in a graph: softmax(edits(query @ key^T)) @ value.
+    """One attention in a graph: softmax(edits(query @ key^T)) @ value."""
 
-    Attributes:
-        query, key, value: The node, and where in it each of (batch…, T or S, D) stands, None for one that it lacks.
-        levels: The batch shapes that scores and weights go through, as sizes (numbers, nodes, -1). The first is empty:
-            it follows from queries and keys. The last is that of the values.
-        edits: What is done to the scores.
-        out_order: Where in the result each of (batch…, T, Dv) stands.
-        dropout_p: A number, or the node that gives it; zero outside of training.
-        zero_rows: Whether a query whose keys are all given -inf gets zeros, instead of NaN.
-        chain: The nodes that go when it is fused; the last is the second product.
-    """
-
+    # A node, and where in it each of (batch…, T or S, D) stands, None for one that it lacks.
     query: tuple[Node, Order]
     key: tuple[Node, Order]
     value: tuple[Node, Order]
+    # The batch shapes that scores and weights go through, as sizes (numbers, nodes, -1). The first is empty: it follows
+    # from queries and keys. The last is that of the values.
     levels: tuple[Sequence[Any], ...]
     edits: tuple[Edit, ...]
-    out_order: tuple[int, ...]
-    dropout_p: Any
-    zero_rows: bool
-    chain: tuple[Node, ...]
+    out_order: tuple[int, ...]  # where in the result each of (batch…, T, Dv) stands
+    dropout_p: Any  # a number, or the node that gives it; zero outside of training
+    zero_rows: bool  # whether a query whose keys are all given -inf gets zeros, instead of NaN
+    chain: tuple[Node, ...]  # the nodes that go when it is fused; the last is the second product
 
     @property
     def last(self) -> Node:
@@ -82,17 +64,11 @@ class Form:
 
 @dataclass(frozen=True)
 class Finding:
-    """A softmax in a graph: the attention around it, or the first thing that is not as in attention.
-
-    Attributes:
-        softmax: Its node.
-        form: None if it is not attention.
-        reason: Why.
-    """
+    """A softmax in a graph: the attention around it, or the first thing that is not as in attention."""
 
     softmax: Node
     form: Form | None = None
-    reason: str = ""
+    reason: str = ""  # why it is not attention
 
     def __str__(self) -> str:
         found = re.findall(r'File "(.*)", line (\d+).*\n(.*)', self.softmax.stack_trace or "")

@@ -26,8 +26,8 @@ from lightning_accel.techniques.flash_attention.masks import (
 )
 
 Shape = tuple[int, ...]
-# Of the original, of the fused form as a function of an `Attend` and the same arguments, and of those arguments.
-Rehearse = Callable[[Callable[..., Tensor], Callable[..., Tensor], tuple[Any, ...]], Tensor]
+# Given the original, the fused form as a function of an `Attend` and the same arguments, and those arguments.
+Compute = Callable[[Callable[..., Tensor], Callable[..., Tensor], tuple[Any, ...]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,32 +41,20 @@ class MaskSource:
 
 @dataclass(eq=False)
 class FusedAttention:
-    """Attention of a form, whose nodes are given at a call.
-
-    Attributes:
-        form: What was matched.
-        inputs: The nodes that a call gives the values of.
-        sources: Those masks that are calculated from inputs.
-        original: What was there before, as a function of the inputs.
-        is_contiguous: Whether somebody relies on how the result lies in memory.
-        attend: Computes one attention.
-        rehearsal: Tells, when asked at a call, whether and by what the call is tried.
-    """
+    """Attention of a form, whose nodes are given at a call."""
 
     form: Form
-    inputs: list[Node]
-    sources: dict[Node, MaskSource]
-    original: Callable[..., Tensor]
-    is_contiguous: bool
-    attend: Attend
-    rehearsal: Callable[[], Rehearse | None]
+    inputs: list[Node]  # what a call gives the values of
+    sources: dict[Node, MaskSource]  # those masks that are calculated from inputs
+    original: Callable[..., Tensor]  # what was there before, as a function of the inputs
+    is_contiguous: bool  # whether somebody relies on how the result lies in memory
+    compute: Compute
 
     def __post_init__(self) -> None:
         self._memory = MaskMemory()
 
     def call(self, *args: Any) -> Tensor:
-        rehearse = self.rehearsal()
-        return self._fused(self.attend, *args) if rehearse is None else rehearse(self.original, self._fused, args)
+        return self.compute(self.original, self._fused, args)
 
     def _fused(self, attend: Attend, *args: Any) -> Tensor:
         form = self.form
@@ -178,14 +166,7 @@ def _pair(batch: Shape) -> Shape:
 
 
 def _folded(tensor: Tensor, level: Shape, pair: Shape, *, whole: bool = False) -> Tensor:
-    """(batch…, row, column), the batch broadcastable to ``level``, as (B, H, row, column).
-
-    Args:
-        tensor: What to fold.
-        level: The batch shape it belongs to.
-        pair: B and H, of as many elements.
-        whole: Whether B and H must be there in full, rather than as ones to broadcast.
-    """
+    """(batch…, row, column), the batch broadcastable to ``level``, as (B, H, row, column), whole or broadcastable."""
     tail = tensor.shape[-2:]
     if all(size == 1 for size in tensor.shape[:-2]):
         tensor = tensor.reshape(1, 1, *tail)

@@ -130,7 +130,7 @@ def constant(node: Any, seen: set[Node]) -> float | None:
     """The number that a node holds everywhere, if it was built from nothing but numbers; ``seen`` takes those nodes."""
     if isinstance(node, int | float):
         return float(node)
-    if not isinstance(node, Node):
+    if not is_tensor(node) or not value(node).is_floating_point():
         return None
     name = op_name(node)
     found: float | None = None
@@ -138,7 +138,7 @@ def constant(node: Any, seen: set[Node]) -> float | None:
         found = float(name.startswith("ones"))
     elif name in _FILLED:
         found = constant(argument(node, *_FILLED[name]), seen)
-    elif name in _ARITHMETIC:
+    elif name in _ARITHMETIC and not node.kwargs:
         numbers = [constant(operand, seen) for operand in node.args]
         found = _ARITHMETIC[name](*numbers) if None not in numbers else None
     if found is not None:
@@ -151,19 +151,12 @@ def constant(node: Any, seen: set[Node]) -> float | None:
 
 @dataclass(frozen=True)
 class Softmax:
-    """A softmax of any spelling.
-
-    Attributes:
-        scores: What of.
-        dim: Over which dimension; None if that is not said.
-        nodes: What it is spelled with, its result last.
-        is_safe: Whether a row of -inf gives zeros, instead of NaN.
-    """
+    """A softmax of any spelling."""
 
     scores: Node
-    dim: Any
-    nodes: tuple[Node, ...]
-    is_safe: bool = False
+    dim: Any  # None if that is not said
+    nodes: tuple[Node, ...]  # what it is spelled with, its result last
+    is_safe: bool = False  # whether a row of -inf gives zeros, instead of NaN
 
 
 def read_softmax(node: Node) -> Softmax | None:
@@ -205,19 +198,12 @@ def _normalised(source: Node, by: Any, name: str, nodes: tuple[Node, ...]) -> So
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product, each dimension of its operands and its result labelled.
-
-    Attributes:
-        operands: Left and right.
-        labels: Of the left operand's dimensions, and of the right's.
-        out: Of the result's.
-        contracted: The label summed over.
-    """
+    """A matrix product, each dimension of its operands and its result labelled."""
 
     operands: tuple[Node, Node]
-    labels: tuple[Labels, Labels]
-    out: Labels
-    contracted: Hashable
+    labels: tuple[Labels, Labels]  # of the operands' dimensions
+    out: Labels  # of the result's
+    contracted: Hashable  # the label summed over
 
 
 def read_product(node: Any) -> Product | None:
@@ -256,10 +242,8 @@ def _einsum(node: Node) -> Product | None:
         return None
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     sides = inputs.split(",")
-    if len(sides) != 2:
+    if not arrow or len(sides) != 2:
         return None
-    if not arrow:  # then it is the letters that come once, in the order of the alphabet
-        output = "..." * ("." in inputs) + "".join(sorted(c for c in inputs if c.isalpha() and inputs.count(c) == 1))
     left, right = (_letters(side, rank(operand)) for side, operand in zip(sides, operands, strict=True))
     extra = max(sum(isinstance(label, tuple) for label in labels) for labels in (left, right))
     out = _letters(output, len(output.replace("...", "")) + (extra if "..." in output else 0))

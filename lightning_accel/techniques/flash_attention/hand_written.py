@@ -28,9 +28,7 @@ from lightning_accel.core.torch_private import (
     without_function_modes,
 )
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
-from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.form import Finding
-from lightning_accel.techniques.flash_attention.fused import Rehearse
 from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
@@ -41,26 +39,17 @@ _MAX_GRAPHS = 24  # of a capture: modes and kinds of shapes need a few, a counte
 
 
 class Capture:
-    """One forward function, captured and rewritten. Modules that run it share it: their parameters are its inputs.
-
-    Attributes:
-        has_breaks: Whether it came in more than one graph, or none.
-        findings: What stood around each softmax, graph by graph.
-        graphs: How often it was captured.
-        misses: How often that was because another module differs from those before.
-
-    Args:
-        forward: A function of ``(module, *args, **kwargs)``.
-    """
+    """One forward function, captured and rewritten. Modules that run it share it: their parameters are its inputs."""
 
     def __init__(self, forward: Forward) -> None:
-        self.has_breaks = False
-        self.findings: list[Finding] = []
-        self.graphs = 0
-        self.misses = 0
+        self.has_breaks = False  # it came in more than one graph, or none
+        self.findings: list[Finding] = []  # graph by graph
+        self.graphs = 0  # how often it was captured
+        self.misses = 0  # how often that was because another module differs from those before
         self._runs = 0  # of graphs, in one call
         self._backend: Backend | Rehearsal | None = None
         self._modes: Sequence[Any] = ()
+        self._forward = forward
         self._captured: Forward = torch.compile(_own_copy(forward), backend=self._rewritten)
 
     @property
@@ -68,15 +57,24 @@ class Capture:
         return any(finding.form is not None for finding in self.findings)
 
     def call(
-        self,
-        backend: Backend | Rehearsal,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        modes: Sequence[Any] = (),
+        self, backend: Backend | Rehearsal, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the graph. ``modes``, under which Dynamo gives a function up or captures it anew, are put around it."""
-        self._backend, self._modes, self._runs = backend, modes, 0
+        """Computes the module's forward pass by a graph, or as it was written."""
+        if dynamo_is_off():  # it would run what it captured as it was written: better under all modes then
+            return self._forward(module, *args, **kwargs)
+        self._backend, self._modes = backend, ()
+        if not has_modes():
+            return self._run(module, args, kwargs)
+        # Under modes Dynamo gives a function up, or captures it anew: they are put around the graph itself.
+        with without_function_modes() as function_modes, without_dispatch_modes() as dispatch_modes:
+            # What runs between two graphs would not be seen by them.
+            if not (self.has_breaks or any(mode.is_infra_mode() for mode in dispatch_modes)):
+                self._modes = [*dispatch_modes[::-1], *function_modes]
+                return self._run(module, args, kwargs)
+        return self._forward(module, *args, **kwargs)
+
+    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._runs = 0
         with outside_of_ddp():
             result = self._captured(module, *args, **kwargs)
         self.has_breaks = self.has_breaks or self._runs != 1
@@ -84,7 +82,7 @@ class Capture:
 
     def _rewritten(self, graph: GraphModule, example_inputs: list[Tensor]) -> Forward:
         self.graphs += 1
-        self.findings += fuse_attention(graph, self._attend, self._rehearsal)
+        self.findings += fuse_attention(graph, self._compute)
         forward = graph.forward
 
         def run(*inputs: Any) -> Any:
@@ -98,23 +96,17 @@ class Capture:
 
         return run
 
-    def _attend(self, call: AttentionCall) -> Tensor:
-        assert isinstance(self._backend, Backend)
-        return attend(call, self._backend)
+    def _compute(self, original: Forward, fused: Forward, args: tuple[Any, ...]) -> Any:
+        """One attention: what it was in the graph, what it is now, as a function of what computes it, and what of."""
 
-    def _rehearsal(self) -> Rehearse | None:
-        if not isinstance(self._backend, Rehearsal):
-            return None
-        rehearsal = self._backend
+        def by(backend: Backend) -> Forward:
+            return lambda *args: fused(lambda call: attend(call, backend), *args)
 
-        def rehearse(original: Forward, fused: Forward, args: tuple[Any, ...]) -> Any:
-            def by(backend: Backend) -> Forward:
-                return lambda *args: fused(lambda call: attend(call, backend), *args)
-
-            rehearsal.rehearse(original, by, args)
+        if isinstance(self._backend, Rehearsal):
+            self._backend.rehearse(original, by, args)
             return original(*args)
-
-        return rehearse
+        assert self._backend is not None
+        return by(self._backend)(*args)
 
 
 class HandWrittenSite(AttentionSite):
@@ -163,37 +155,19 @@ class HandWrittenSite(AttentionSite):
         # Who hooks all modules is to see those that the user wrote, and no graph of theirs; torch's own count only.
         self._is_watched = any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in global_hooks)
         # A hook that came later, on a softmax to see its weights say, is not in what was captured, and not guarded on.
-        is_hooked = self.capture is not None and num_hooks != self._num_hooks
-        # Told to run eagerly, Dynamo would run what it captured as it was written: better under all modes then.
-        if self._is_watched or is_hooked or dynamo_is_off():
+        if self._is_watched or (self.capture is not None and num_hooks != self._num_hooks):
             return original(self.module, *args, **kwargs)
         if self.capture is not None:
-            return self._call(self.capture, backend, original, args, kwargs)
+            return self.capture.call(backend, self.module, args, kwargs)
         self._num_hooks = num_hooks
         capture = self._shared.get(original)
         if capture is None or capture.misses >= _MISSES:
             capture = self._shared[original] = Capture(original)
         self.capture = capture
         graphs = capture.graphs
-        result = self._call(capture, backend, original, args, kwargs)
+        result = capture.call(backend, self.module, args, kwargs)
         capture.misses += 0 < graphs < capture.graphs
         return result
-
-    def _call(
-        self,
-        capture: Capture,
-        backend: Backend | Rehearsal,
-        original: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if not has_modes():
-            return capture.call(backend, self.module, args, kwargs)
-        with without_function_modes() as function_modes, without_dispatch_modes() as dispatch_modes:
-            # What runs between two graphs would not be seen by the modes.
-            if not (capture.has_breaks or any(mode.is_infra_mode() for mode in dispatch_modes)):
-                return capture.call(backend, self.module, args, kwargs, [*dispatch_modes[::-1], *function_modes])
-        return original(self.module, *args, **kwargs)
 
     @override
     def nothing_found(self) -> str | None:

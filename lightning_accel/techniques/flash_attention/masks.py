@@ -42,13 +42,9 @@ def can_look_into(*tensors: Tensor) -> bool:
 
 
 def band_of(keep: Tensor) -> Band | None:
-    """How many keys to the left and right of its own position each query sees, None for all of them.
+    """How many keys (…, T, S) to the left and right of its own position each query sees, None for all of them.
 
-    Args:
-        keep: (…, T, S) booleans, True where a key takes part.
-
-    Returns:
-        None if that is not all there is to the mask, or a query sees no key.
+    None if that is not all there is to the mask, or a query sees no key.
     """
     rows, columns = keep.shape[-2:]
     if not keep.any(dim=-1).all():

@@ -87,26 +87,20 @@ def _path_from_product(node: Any, depth: int) -> list[Node] | None:
 
 
 class _Reader:
-    """Follows the scores from the first product to the softmax, and the weights from there to the second.
-
-    Attributes:
-        labels: Of the dimensions at the node that was read last.
-        row, column: Those of the queries and the keys.
-        batch: Those of the others, as they stood after the last reshape.
-        spare: What was computed from the chain alone, and goes with it.
-    """
+    """Follows the scores from the first product to the softmax, and the weights from there to the second."""
 
     def __init__(self, path: list[Node], softmax: Softmax) -> None:
         product = read_product(path[0])
         assert product is not None
         self.path, self.softmax, self.first = path, softmax, product
-        self.labels = product.out
+        self.labels = product.out  # of the dimensions at the node that was read last; the others are among them
         self.row, self.column = self._row_and_column()
-        self.batch = [label for label in self.labels if label not in (self.row, self.column)]
+        self.batch = [label for label in self.labels if label not in (self.row, self.column)]  # after a reshape, new
         self.levels: list[Sequence[Any]] = [()]
         self.edits: list[Edit] = []
         self.dropout_p: Any = 0.0
-        self.spare: set[Node] = set()
+        self.zero_rows = softmax.is_safe
+        self.spare: set[Node] = set()  # what was computed from the chain alone, and goes with it
         self.shifts: set[Node] = set()  # of those, what was subtracted from the scores
 
     def _row_and_column(self) -> tuple[Hashable, Hashable]:
@@ -153,7 +147,7 @@ class _Reader:
             edits=tuple(self.edits),
             out_order=out_order,
             dropout_p=self.dropout_p,
-            zero_rows=self.softmax.is_safe,
+            zero_rows=self.zero_rows,
             chain=chain,
         )
 
@@ -221,7 +215,7 @@ class _Reader:
         if not is_tensor(other):
             return  # a number added to every score changes no weight
         shift = [other]
-        while is_tensor(shift[-1]) and shift[-1] is not before:
+        while isinstance(shift[-1], Node) and shift[-1] is not before:
             shift.append(argument(shift[-1], 0, "input"))
         if shift[-1] is before and self._is_same_for_all_keys(other):
             self.shifts |= set(shift[:-1])  # nor does a number for each query: the highest of its scores
@@ -281,8 +275,11 @@ class _Reader:
 
     def _edit_by_tensor(self, kind: Any, tensor: Any, **rest: Any) -> None:
         _need(0 <= rank(tensor) <= len(self.labels), "a mask or bias has more dimensions than its scores")
+        self.edits.append(self._edit_of(kind, tensor, **rest))
+
+    def _edit_of(self, kind: Any, tensor: Any, **rest: Any) -> Edit:
         order = tuple(self.labels.index(label) for label in [*self.batch, self.row, self.column])
-        self.edits.append(Edit(kind, tensor, level=len(self.levels) - 1, order=order, **rest))
+        return Edit(kind, tensor, level=len(self.levels) - 1, order=order, **rest)
 
     def _reshape(self, node: Node, before: Node) -> None:
         """A reshape may fold and unfold batch dimensions; queries and keys must stay the last two."""
@@ -314,9 +311,19 @@ class _Reader:
             is_known = isinstance(is_training, bool) and not (self.dropout_p and is_training)
             _need(is_known, "the dropout of its weights is not understood")
             self.dropout_p = p if is_training else self.dropout_p
+        elif name == "masked_fill" and self._is_hidden_already(node):
+            self.zero_rows = True
+            self.edits = [replace(edit, fill=-math.inf) if edit.kind == "hide" else edit for edit in self.edits]
         else:
             is_cast = name in ("same", "to") and node.args[0] is before and value(node).is_floating_point()
             _need(is_cast, f"`{name or node.target}` stands between the softmax and the product with the values")
+
+    def _is_hidden_already(self, node: Node) -> bool:
+        """Whether weights are set to zero where the only mask of the scores has hidden them."""
+        masks = [edit for edit in self.edits if edit.kind in ("add", "keep", "hide")]
+        again = self._edit_of("hide", argument(node, 1, "mask"))
+        is_same = len(masks) == 1 and masks[0] == replace(again, fill=masks[0].fill)
+        return is_same and argument(node, 2, "value") == 0
 
     def _read_second_product(self, last: Node, weights: Node) -> tuple[tuple[Node, Order], tuple[int, ...]]:
         second = read_product(last)

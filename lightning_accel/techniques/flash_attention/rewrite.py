@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from lightning_accel.techniques.flash_attention.call import sdpa
 from lightning_accel.techniques.flash_attention.form import Edit, Finding, Form
-from lightning_accel.techniques.flash_attention.fused import FusedAttention, MaskSource, Rehearse
+from lightning_accel.techniques.flash_attention.fused import Compute, FusedAttention, MaskSource
 from lightning_accel.techniques.flash_attention.graph import (
     VIEWS,
     equal_sizes,
@@ -25,7 +26,6 @@ from lightning_accel.techniques.flash_attention.graph import (
     value,
     written_by,
 )
-from lightning_accel.techniques.flash_attention.masks import Attend
 from lightning_accel.techniques.flash_attention.match import find_attention
 
 # From these, and what the module holds, a mask may be computed out of turn: they have no effect but their result.
@@ -41,15 +41,17 @@ _KEEP_SHAPE = frozenset(("add", "sub", "mul", "div", "masked_fill", "softmax", "
 _FRESH = frozenset(("matmul", "einsum", "baddbmm", "add", "sub", "mul", "div", "masked_fill", "where"))
 
 
-def fuse_attention(
-    module: GraphModule, attend: Attend, rehearsal: Callable[[], Rehearse | None] = lambda: None
-) -> list[Finding]:
+def by_sdpa(original: Callable[..., Tensor], fused: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+    """Computes a fused attention as torch does, the kernel being torch's choice."""
+    return fused(sdpa, *args)
+
+
+def fuse_attention(module: GraphModule, compute: Compute = by_sdpa) -> list[Finding]:
     """Replaces every attention in a captured graph.
 
     Args:
         module: The graph, with the fake tensors that the capture left in its nodes. Edited in place.
-        attend: Computes one attention.
-        rehearsal: Tells, when asked at a call, whether and by what the call is tried.
+        compute: Has each computed: by its original, a function of ``args``, or fused, one of an ``Attend`` and them.
 
     Returns:
         What there was around every softmax.
@@ -59,7 +61,7 @@ def fuse_attention(
     findings: list[Finding] = []
     for finding in find_attention(module.graph):
         if finding.form is not None:
-            _replace(module, finding.form, attend, rehearsal)
+            _replace(module, finding.form, compute)
         findings.append(finding)
     if any(finding.form for finding in findings):
         module.recompile()
@@ -124,7 +126,7 @@ def _take_sizes_from_operands(graph: Graph) -> None:
 # -- the replacement -----------------------------------------------------------------------------------------------
 
 
-def _replace(module: GraphModule, form: Form, attend: Attend, rehearsal: Callable[[], Rehearse | None]) -> None:
+def _replace(module: GraphModule, form: Form, compute: Compute) -> None:
     graph, last = module.graph, form.last
     sources = {edit.by: source for edit in form.edits if (source := _mask_source(module, edit)) is not None}
     given = [operand[0] for operand in (form.query, form.key, form.value)]
@@ -136,7 +138,7 @@ def _replace(module: GraphModule, form: Form, attend: Attend, rehearsal: Callabl
     inputs = list(dict.fromkeys([*given, *leaves]))
     original = _function(module, inner, inputs, last)
     is_contiguous = _layout_matters(last) and value(last).is_contiguous()
-    fused = FusedAttention(form, inputs, sources, original, is_contiguous, attend, rehearsal)
+    fused = FusedAttention(form, inputs, sources, original, is_contiguous, compute)
     with graph.inserting_before(last):
         call = graph.call_function(fused.call, tuple(inputs))
     call.meta = dict(last.meta)

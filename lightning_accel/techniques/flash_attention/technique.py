@@ -15,7 +15,6 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
-from lightning_accel.techniques.flash_attention.call import sdpa
 from lightning_accel.techniques.flash_attention.dispatch import Dispatch
 from lightning_accel.techniques.flash_attention.finder import find_sites
 from lightning_accel.techniques.flash_attention.huggingface import model_switches
@@ -134,7 +133,7 @@ class FlashAttention(Technique):
     def edit_captured(self, graph: GraphModule) -> None:
         # Only where attention is fused elsewhere too.
         if any(dispatch.is_fusing for dispatch in self._dispatches.values()):
-            fuse_attention(graph, sdpa)
+            fuse_attention(graph)
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:

@@ -196,3 +196,17 @@ def test_a_mask_that_another_tensor_is_written_by_is_still_seen_to_change() -> N
 
     module = make(Writes)
     assert_same(module, HandWrittenSite("attention", module), batch(2, 16))
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -1e9])
+def test_weights_that_are_set_to_zero_where_their_scores_are_hidden_leave_zeros_and_no_nan(fill: float) -> None:
+    class HiddenTwice(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            padding = (x.abs().sum(-1) == 0)[:, None, None]
+            q, k, v = self.qkv(x)
+            return self.merge((q @ k.mT).masked_fill(padding, fill).softmax(-1).masked_fill(padding, 0) @ v)
+
+    module, x, recorder = make(HiddenTwice), batch(3, 16), Recorder()
+    x[1] = 0
+    assert_same(module, HandWrittenSite("attention", module), x, backend=recorder)
+    assert recorder.calls

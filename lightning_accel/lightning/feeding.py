@@ -155,11 +155,7 @@ class Feeding:
 def feeding_for(trainer: Trainer, engine: Engine, dtype: torch.dtype, channels_last: Callable[[], bool]) -> Feeding:
     """The feeding that the plan of ``engine`` asks for, noted in its report.
 
-    Args:
-        trainer: About to run.
-        engine: At work on its module.
-        dtype: What images come out in.
-        channels_last: Asked for each batch: whether images are laid out so.
+    Images come out in ``dtype``; ``channels_last()`` says for each batch whether they are to be laid out so.
     """
     preprocess: Preprocess | None = None
     if engine.plan.transforms:

@@ -110,11 +110,9 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
 
 
 def gathered(data: Any, *, keep: bool) -> Any:
-    """``data`` with every sharded tensor in it put together, on the CPU. A collective call.
+    """``data``, of any structure, with every sharded tensor in it put together, on the CPU. A collective call.
 
-    Args:
-        data: Any structure, the same on every rank.
-        keep: Whether this rank wants it; False: it only takes part, with None in each tensor's place.
+    A rank that does not ``keep`` it only takes part: it has None in each tensor's place.
     """
 
     def whole(tensor: DTensor) -> Tensor | None:
@@ -158,9 +156,7 @@ def load_full_model_state(module: nn.Module, state: Mapping[str, Any], *, strict
 def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Loads a whole ``state_dict()``, the same on every rank, into an optimizer over sharded parameters.
 
-    Args:
-        optimizer: Its groups hold as many parameters, in the same order, as those of the one that was saved.
-        state: On any device.
+    Its groups hold as many parameters, in the same order, as those of the one that was saved.
     """
     places = [place for group in state["param_groups"] for place in group["params"]]
     parameters = dict(zip(places, (p for group in optimizer.param_groups for p in group["params"]), strict=False))

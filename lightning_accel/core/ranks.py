@@ -22,14 +22,10 @@ def gather(value: T) -> list[T]:
 
 
 def check_devices(host: Host, precision: str) -> None:
-    """Raises where the ranks compute on different kinds of devices, or each in a precision of its own.
-
-    Args:
-        host: What this rank has.
-        precision: What its precision came to.
+    """Compares what this rank has, and what its precision came to, with the others. A collective call.
 
     Raises:
-        ValueError: On every rank alike, naming who has what.
+        ValueError: They are different kinds of devices, or precisions; on every rank alike, naming who has what.
     """
     ranks = gather((host.kind, precision, host.device_name, socket.gethostname()))
     listed = "; ".join(

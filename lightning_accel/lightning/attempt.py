@@ -25,16 +25,10 @@ _MAX_BUFFER_BYTES = 1 << 20  # of one buffer that is copied at every step: runni
 
 
 class Attempt:
-    """A step under way, and what it may change.
+    """A step under way, with its arguments, and what it may change.
 
-    In a trial step all of that is kept. Later, when every step pays for it, it is random streams, what was logged and
-    a :class:`SmallState`; a list that a step appends to stays as it is.
-
-    Args:
-        step: Runs it, again perhaps.
-        given: Its arguments, positional and by name.
-        module: The run's module.
-        state: Of the module; None in a step in which techniques are tried.
+    In a trial step, where ``state`` is None, all of that is kept. Later, when every step pays for it, it is random
+    streams, what was logged and a :class:`SmallState`; a list that a step appends to stays as it is.
     """
 
     def __init__(self, step: Step, given: Any, module: LightningModule, state: SmallState | None) -> None:

@@ -161,12 +161,7 @@ def feeding_for(
 ) -> Feeding:
     """How batches get to the device, noted in the report of ``engine``.
 
-    Args:
-        trainer: About to run.
-        engine: At work on its module.
-        transforms: What the plan has batches go through.
-        dtype: What images come out in.
-        channels_last: Asked for each batch: whether images are laid out so.
+    Images come out in ``dtype``; ``channels_last()`` says for each batch whether they are to be laid out so.
     """
     preprocess: Preprocess | None = None
     if transforms:

@@ -17,10 +17,7 @@ def strategy_hooks(
 ) -> Iterator[Patch]:
     """The edits that have a strategy's batches and predictions go through ``engine``.
 
-    Args:
-        strategy: Of the run.
-        engine: At work on its module.
-        restore_layouts: Brings the tensors of a checkpoint into the layouts that the user's own have.
+    ``restore_layouts(checkpoint)`` brings the tensors of a checkpoint into the layouts that the user's own have.
     """
 
     def with_own_layouts(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -90,11 +90,9 @@ class SafetyNet:
         return self._attempt is not None
 
     def backward(self, run: Callable[[], None], run_repeated: Callable[[Any], None]) -> None:
-        """A backward pass after a step with a net, which is repeated where the pass raises because of an edit.
+        """The backward pass after a step with a net.
 
-        Args:
-            run: The backward pass.
-            run_repeated: The same for the outputs of the step's repetition.
+        Where it raises because of an edit, the step is repeated, and ``run_repeated`` goes backward from its outputs.
         """
         attempt, self._attempt = self._attempt, None
         assert attempt is not None, "no net is spread"

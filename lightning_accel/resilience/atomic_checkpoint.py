@@ -25,11 +25,10 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's own, except for where a local checkpoint is written: beside the previous one, which it then replaces.
 
-    Lightning 2.6 writes it to the folder for temporary files and moves it. Where that is another file system, the
-    move is a copy *over* the previous checkpoint, and one that ends half way leaves neither. It also holds the whole
-    file in memory first. The disk of the checkpoints needs room for one more here.
-
-    Paths that are not local (``s3://``) are left to Lightning.
+    Lightning 2.6 holds the whole file in memory, writes it to the folder for temporary files and moves it. Where that
+    is another file system, the move is a copy *over* the previous checkpoint, and one that ends half way leaves
+    neither. Here the disk of the checkpoints needs room for one more. Paths that are not local (``s3://``) are left to
+    Lightning.
     """
 
     @override
@@ -90,13 +89,13 @@ def commit(temporary: Path, path: str | Path) -> None:
     """
     target = _target(path)
     _flush(temporary)
+    left = temporary
     if target.exists() and (temporary.is_dir() or target.is_dir()):
-        previous = _swap(temporary, target)
-        _flush_one(target.parent)
-        discard(previous)
+        left = _swap(temporary, target)
     else:
-        os.replace(temporary, target)
-        _flush_one(target.parent)
+        temporary.replace(target)
+    _flush_one(target.parent)
+    discard(left)  # what was there before; nothing, where a file took its place
 
 
 def discard(temporary: Path) -> None:
@@ -166,12 +165,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _flush(written: Path) -> None:
     """Returns when a file, or a folder with all that is in it, is on the disk."""
-    for folder, _, names in os.walk(written):
-        for name in names:
-            _flush_one(Path(folder, name))
-        _flush_one(Path(folder))
-    if not written.is_dir():
-        _flush_one(written)
+    for path in (*written.rglob("*"), written):
+        _flush_one(path)
 
 
 def _flush_one(path: Path) -> None:

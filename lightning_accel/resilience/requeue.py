@@ -18,8 +18,7 @@ from lightning_accel.lightning.private import cluster_environment, is_accumulati
 def defer_signals(trainer: Trainer, timeout: timedelta | None = None) -> DeferredSignals | None:
     """Makes the handlers that Lightning has registered for SLURM wait for the end of a training step.
 
-    A collective call, to be made once Lightning has registered them and before the first step. Handlers of the user's
-    own are left alone.
+    A collective call, to be made once Lightning has registered them and before the first step.
 
     Args:
         trainer: In its ``fit``.

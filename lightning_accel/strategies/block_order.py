@@ -39,10 +39,10 @@ class BlockOrder:
         self._called.clear()
 
     def check(self) -> None:
-        """To be called after the backward pass of every step. In some of them a collective call.
+        """To be called after the backward pass of every step: in some of them a collective call.
 
         Raises:
-            RuntimeError: The ranks have called different blocks, or in another order. On every rank alike.
+            RuntimeError: The ranks have called different blocks, or in another order; on every rank alike.
         """
         self._steps += 1
         if not self._handles or (self._steps > _ALWAYS and self._steps % _THEN_EVERY):

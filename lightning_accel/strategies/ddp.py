@@ -83,7 +83,6 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         self._wrapped_for: list[bool] = []  # what is trained, and how, when the model was wrapped
         self._is_observing = False
         self._is_accumulating = False
-        self._is_averaged = False
         self._is_first_static_pass = False
         self._is_static: bool | None = None  # what the observed step showed, until the model is wrapped for it
 
@@ -151,7 +150,6 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        self._is_averaged = False
         if self._is_observing and not self._is_accumulating and closure_loss.requires_grad:
             # As DDP's own: hooks after the backward pass, which clip gradients say, must see the average.
             closure_loss.register_hook(lambda _: call_after_backward(self._average))  # type: ignore[no-untyped-call]
@@ -161,18 +159,17 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         super().post_backward(closure_loss)
         is_recorded, self._is_first_static_pass = self._is_first_static_pass, False
         if self._is_observing and not self._is_accumulating:
-            if not self._is_averaged:  # a backward of the user's own began elsewhere
+            if self._is_static is None:  # a backward of the user's own began elsewhere
                 self._average()
         elif is_recorded and self._static_graph is None:
             # Torch has recorded what this pass used, and would fail where a later one uses more.
             if not _all_have(_ranks_with_gradients(self._reduced_parameters())):
                 self._is_static = False
-        elif isinstance(self.model, DistributedDataParallel) and not self._is_accumulating:
-            self._check_all_were_used(self.model)
+        elif self.module.automatic_optimization and not self._is_accumulating:
+            self._check_all_were_used()
 
     def _average(self) -> None:
         self._is_static = average_gradients(self._reduced_parameters())
-        self._is_averaged = True
 
     def _trained(self) -> list[bool]:
         return [self.module.automatic_optimization, *(parameter.requires_grad for parameter in self._parameters)]
@@ -190,11 +187,9 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
     def _reduced_parameters(self) -> list[nn.Parameter]:
         return [p for name, p in self.module.named_parameters() if p.requires_grad and name not in self._ignored]
 
-    def _check_all_were_used(self, wrapped: DistributedDataParallel) -> None:
-        if not self.module.automatic_optimization:
-            return
+    def _check_all_were_used(self) -> None:
         try:
-            check_all_reduced(wrapped)
+            check_all_reduced(cast(DistributedDataParallel, self.model))
         except RuntimeError as error:
             unused = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
             raise RuntimeError(

@@ -19,8 +19,7 @@ def materialize(
 
     A module is initialised by its ``reset_parameters()``, as torch's own layers have it, and then by the
     ``_init_weights(module)`` of every module around it that has one, as models in the style of Hugging Face's do: these
-    are called with modules that only hold others, too.
-    Tied weights stay tied, with the values that their first owner gives them.
+    are called with modules that only hold others, too. Tied weights stay tied, with the values of their first owner.
 
     Args:
         root: The whole model.

@@ -64,9 +64,8 @@ class ReplicatedScalars:
             used = [zero if gradient is None else zero + 1 for gradient in gradients]
             sums = torch.stack([torch.stack(values), torch.stack(used)])
             torch.distributed.all_reduce(sums, group=self._mesh.get_group())
-            for (plain, replicated), gradient, total, users in zip(
-                self._replicated.items(), gradients, *sums, strict=True
-            ):
+            parameters = self._replicated.items()
+            for (plain, replicated), gradient, total, users in zip(parameters, gradients, *sums, strict=True):
                 if gradient is None and not users:
                     plain.grad = None  # as it is without a group of ranks
                     continue

@@ -110,11 +110,9 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
 
 
 def gathered(data: Any, *, keep: bool) -> Any:
-    """``data`` with every sharded tensor in it put together, on the CPU. A collective call.
+    """``data``, of any structure, with every sharded tensor in it put together, on the CPU. A collective call.
 
-    Args:
-        data: Any structure, the same on every rank.
-        keep: Whether this rank wants it; False: it only takes part, with None in each tensor's place.
+    A rank that does not ``keep`` it only takes part: it has None in each tensor's place.
     """
 
     def whole(tensor: DTensor) -> Tensor | None:
@@ -145,30 +143,20 @@ def load_full_model_state(module: nn.Module, state: Mapping[str, Any], *, strict
         RuntimeError: Names (with ``strict``) or shapes are not those of ``module``; it says which.
     """
     own = module.state_dict()
-    shards = {name: _as_sharded(value, own[name]) if name in own else value for name, value in state.items()}
-    missing = [name for name in own if name not in state] if strict else []
-    unexpected = [name for name in state if name not in own] if strict else []
-    shapes = [
-        f"{name} {tuple(value.shape)} for {tuple(own[name].shape)}"
-        for name, value in shards.items()
-        if isinstance(own.get(name), Tensor) and isinstance(value, Tensor) and own[name].shape != value.shape
-    ]
-    found = {"it lacks": missing, "the model has no": unexpected, "shapes differ:": shapes}
-    if complaints := [f"{what} {_some(names)}" for what, names in found.items() if names]:
+    try:
+        with torch.no_grad():
+            module.load_state_dict({n: _as_sharded(value, own.get(n)) for n, value in state.items()}, strict=strict)
+    except RuntimeError as error:
         raise RuntimeError(
-            f"The checkpoint is of another model: {'; '.join(complaints)}. Load it into the model that saved it, or set"
+            f"The checkpoint is of another model: {error}\nLoad it into the model that saved it, or set"
             " strict_loading = False on the module for names that may differ."
-        )
-    with torch.no_grad():
-        module.load_state_dict(shards, strict=strict)
+        ) from None
 
 
 def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Loads a whole ``state_dict()``, the same on every rank, into an optimizer over sharded parameters.
 
-    Args:
-        optimizer: Its groups hold as many parameters, in the same order, as those of the one that was saved.
-        state: On any device.
+    Its groups hold as many parameters, in the same order, as those of the one that was saved.
     """
     places = [place for group in state["param_groups"] for place in group["params"]]
     parameters = dict(zip(places, (p for group in optimizer.param_groups for p in group["params"]), strict=False))
@@ -187,8 +175,3 @@ def _as_sharded(value: Any, like: Any) -> Any:
         return value
     # Every rank has the whole of it: nothing has to be sent.
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _some(names: list[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -46,12 +46,12 @@ def shard(
 ) -> Sharding:
     """Shards parameters in place, from rank 0's values; gradients and optimizer states made of them are shards too.
 
-    Scalar parameters get rank 0's values too and stay whole: see :mod:`lightning_accel.strategies.scalars`.
+    Each unit moves to the device, is made there first where it is on the meta device, gets the weights of rank 0 and is
+    sharded before the next does: a device never holds more than its shards and one unit. Scalar parameters stay whole:
+    see :mod:`lightning_accel.strategies.scalars`.
 
     Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023),
-    https://arxiv.org/abs/2304.11277. Each unit moves to the device, gets the weights of rank 0 and is sharded
-    before the next does, so a device never holds more than its shards and one unit; one that is on the meta device is
-    made there first (see :func:`~lightning_accel.strategies.materialize.materialize`).
+    https://arxiv.org/abs/2304.11277.
 
     Args:
         module: Not sharded, on any device.
@@ -62,8 +62,7 @@ def shard(
         blocks: Class names or module paths of the units; empty: the repeated blocks.
         apart: Whether each part of the module is a root of its own, so that several backward passes may run within
             one step. The module's own forward then gathers nothing.
-        may_be_empty: Whether meta parameters without a way to initialise them are left uninitialised, as a
-            checkpoint is loaded into them.
+        may_be_empty: Whether a checkpoint is loaded afterwards, into what nothing initialises.
 
     Raises:
         ValueError: There is nothing to shard, or something that cannot be.
@@ -102,66 +101,62 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def _check(module: nn.Module, *, apart: bool) -> None:
+    """Raises a ``ValueError`` for what cannot be sharded, or only with a loss that nobody would notice."""
     parameters = dict(module.named_parameters())
+    kind = type(module).__name__
     if not parameters:
         raise ValueError(
-            f"{type(module).__name__} has no parameters, so there is nothing to shard. Make its layers in __init__ or"
-            " in configure_model, or use strategy='accel'."
+            f"{kind} has no parameters, so there is nothing to shard. Make its layers in __init__ or in"
+            " configure_model, or use strategy='accel'."
         )
-    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
-        raise ValueError(
-            f"{lazy[0]!r} has no shape before its first batch (a lazy module), and cannot be sharded. Call the module"
-            " once in configure_model or before fit, or give its sizes."
-        )
-    if hooked := [n for n, p in parameters.items() if has_gradient_hooks(p)]:
-        raise ValueError(
-            f"{hooked[0]!r} has a hook on its gradient, which would be lost: sharding makes another parameter of it."
-            " Register the hook in on_fit_start, when the module is sharded, or use strategy='accel_ddp'."
-        )
-    if sparse := [n for n, m in module.named_modules() if getattr(m, "sparse", False) is True]:
-        raise ValueError(
-            f"{sparse[0]!r} is to get a sparse gradient (sparse=True), which FSDP does not reduce. Set sparse=False, or"
-            " use strategy='accel_ddp'."
-        )
-    if not apart:
-        return
-    if own := [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 0]:
-        raise ValueError(
-            f"{own[0]!r} is a parameter of {type(module).__name__} itself. With manual optimization its parts are"
-            " gathered one by one: move the parameter into one of them, or use strategy='accel_ddp'."
-        )
-    homes: dict[int, str] = {}
-    for site, part in _parts(module):
+    complaints = {
+        "has no shape before its first batch (a lazy module), and cannot be sharded. Call the module once in"
+        " configure_model or before fit, or give its sizes.": (n for n, p in parameters.items() if is_lazy(p)),
+        "has a hook on its gradient, which would be lost: sharding makes another parameter of it. Register the hook in"
+        " on_fit_start, when the module is sharded, or use strategy='accel_ddp'.": (
+            name for name, parameter in parameters.items() if has_gradient_hooks(parameter)
+        ),
+        "is to get a sparse gradient (sparse=True), which FSDP does not reduce. Set sparse=False, or use"
+        " strategy='accel_ddp'.": (n for n, m in module.named_modules() if getattr(m, "sparse", False) is True),
+        f"is a parameter of {kind} itself. With manual optimization its parts are gathered one by one: move the"
+        " parameter into one of them, or use strategy='accel_ddp'.": (
+            name for name, parameter in module.named_parameters(recurse=False) if apart and parameter.dim() > 0
+        ),
+    }
+    for complaint, names in complaints.items():
+        for name in names:
+            raise ValueError(f"{name!r} {complaint}")
+    homes: dict[nn.Parameter, str] = {}
+    for site, part in _parts(module) if apart else ():
         for name, parameter in part.named_parameters():
-            if (other := homes.setdefault(id(parameter), site)) != site:
+            if (other := homes.setdefault(parameter, site)) != site:
                 raise ValueError(
-                    f"'{site}.{name}' is shared with {other!r}. With manual optimization the parts of"
-                    f" {type(module).__name__} are gathered one by one: put the two into one module, or use"
-                    " strategy='accel_ddp'."
+                    f"'{site}.{name}' is shared with {other!r}. With manual optimization the parts of {kind} are"
+                    " gathered one by one: put the two into one module, or use strategy='accel_ddp'."
                 )
 
 
 def _check_dtypes(module: nn.Module, parts: Sequence[nn.Module]) -> None:
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
     trained = [p for part in parts for p in part.parameters(recurse=False) if p.requires_grad and p.dim() > 0]
     other = next((p for p in trained if p.dtype != trained[0].dtype), None)
     if other is not None:
+        names = {parameter: name for name, parameter in module.named_parameters()}
         raise ValueError(
-            f"{names[id(trained[0])]!r} is {trained[0].dtype} and {names[id(other)]!r} is {other.dtype}: FSDP reduces"
-            " the gradients of a block together, in one dtype. Convert the module to one (module.float()), freeze one"
-            " of the two, or use strategy='accel_ddp'."
+            f"{names[trained[0]]!r} is {trained[0].dtype} and {names[other]!r} is {other.dtype}: FSDP reduces the"
+            " gradients of a block together, in one dtype. Convert the module to one (module.float()), freeze one of"
+            " the two, or use strategy='accel_ddp'."
         )
 
 
 def _separable(module: nn.Module, blocks: dict[str, nn.Module]) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Of ``blocks``, those whose parameters are theirs alone; the others with the reason."""
-    owners: dict[int, set[str]] = {}
+    owners: dict[nn.Parameter, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         home = next((site for site in blocks if name.startswith(f"{site}.")), "")
-        owners.setdefault(id(parameter), set()).add(home)
+        owners.setdefault(parameter, set()).add(home)
     found, left = {}, {}
     for site, block in blocks.items():
-        others = {o for p in block.parameters() for o in owners[id(p)]} - {site}
+        others = {o for p in block.parameters() for o in owners[p]} - {site}
         if others:
             left[site] = f"shares parameters with {min(others) or 'the rest of the model'}"
         elif not any(True for _ in block.parameters()):

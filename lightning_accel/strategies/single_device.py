@@ -35,9 +35,10 @@ class AccelStrategy(Accelerated, SingleDeviceStrategy):
     def root_device(self) -> torch.device:
         return self._device
 
+    # What Lightning sets, as it does for its strategies for several devices.
+
     @property
     def num_nodes(self) -> int:
-        """Always 1. Lightning sets it."""
         return 1
 
     @num_nodes.setter
@@ -50,7 +51,6 @@ class AccelStrategy(Accelerated, SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """None: what the Trainer chose is still to come. Lightning sets it, as it does for its parallel strategies."""
         return None
 
     @parallel_devices.setter

@@ -33,13 +33,10 @@ class AnyDeviceSyncBatchNorm(TorchSyncBatchNorm):
 
 
 def synchronized(model: nn.Module) -> nn.Module:
-    """``model`` with its batch norms in a form that shares statistics over the ranks, its parameters the same objects.
+    """``model``, or what replaces it, with batch norms that share statistics over the ranks, and the same parameters.
 
     A batch norm with a ``forward`` of its own keeps each rank's statistics, and is named in a warning: what it adds
     (an activation, say) would be lost in another class.
-
-    Args:
-        model: Changed in place; a batch norm itself is replaced in what is returned.
     """
     return _replaced(model, _synchronized)
 
@@ -47,11 +44,11 @@ def synchronized(model: nn.Module) -> nn.Module:
 class GlobalBatchNorm(nn.BatchNorm1d):
     """Is :class:`torch.nn.SyncBatchNorm` where that can compute, and computes as it would on a CPU.
 
-    A rank's batch weighs by its size, and may be empty. A NaN in one rank's batch is one in the statistics of all, as
-    it would be in one batch. As with torch's own, in evaluation nothing is exchanged; gradients of parameters are the
-    rank's share of their sum; every rank must run the same layers in the same order; and a pass that is run again
-    (``torch.utils.checkpoint``) moves the running statistics again unless, as gradient checkpointing here, it is kept
-    from it. It does not inherit from :class:`torch.nn.SyncBatchNorm`, which DDP refuses to wrap on a CPU.
+    A rank's batch weighs by its size, and may be empty; a NaN in it is one in the statistics of all. As with torch's
+    own, in evaluation nothing is exchanged, gradients of parameters are the rank's share of their sum, every rank must
+    run the same layers in the same order, and a pass that is run again (``torch.utils.checkpoint``) moves the running
+    statistics again unless, as gradient checkpointing here, it is kept from it. DDP refuses what inherits from torch's
+    own on a CPU.
 
     Args:
         plain: The batch norm, of any number of dimensions, whose parameters, buffers, hooks and settings it takes over.
@@ -67,10 +64,7 @@ class GlobalBatchNorm(nn.BatchNorm1d):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        """As of :class:`torch.nn.SyncBatchNorm`.
-
-        Args:
-            input: Of shape ``(B, C, ...)``; C and the number of dimensions are the same on all ranks.
+        """Of an input ``(B, C, ...)``, with the same C and number of dimensions on all ranks.
 
         Raises:
             ValueError: All ranks together have a single value per channel, or none; on all of them.

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from lightning_accel.core.report import Report
     from lightning_accel.engine import AccelError, AccelWarning
     from lightning_accel.lightning.plugin import AccelPlugin
-    from lightning_accel.memory.schedule import MemoryPlan
+    from lightning_accel.memory.schedule import MemoryPlan as MemoryPlan
+    from lightning_accel.memory.schedule import MemorySchedule
     from lightning_accel.planning import plan_memory
     from lightning_accel.settings import CheckpointingPlan, FlashAttentionPlan, OffloadingPlan, Plan
     from lightning_accel.strategies.ddp import AccelDDPStrategy
@@ -40,7 +41,8 @@ _HOMES = {
     "FlashAttentionPlan": "settings",
     "FlashMultiheadAttention": "techniques.flash_attention.multihead",
     "Host": "core.host",
-    "MemoryPlan": "memory.schedule",
+    "MemoryPlan": "memory.schedule",  # the former name of a MemorySchedule
+    "MemorySchedule": "memory.schedule",
     "OffloadingPlan": "settings",
     "Plan": "settings",
     "Report": "core.report",
@@ -60,7 +62,7 @@ __all__ = [
     "FlashAttentionPlan",
     "FlashMultiheadAttention",
     "Host",
-    "MemoryPlan",
+    "MemorySchedule",
     "OffloadingPlan",
     "Plan",
     "Report",

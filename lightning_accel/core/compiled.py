@@ -59,12 +59,7 @@ def compile_call(
                 return original(self, *args, **kwargs)
 
             compiled = torch.compile(_with_own_code(forward), backend=backend)
-
-            # A plain function, as a method of the instance has to be.
-            def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                return compiled(self, *args, **kwargs)
-
-            return run
+            return lambda self, *args, **kwargs: compiled(self, *args, **kwargs)  # a plain function, as methods are
 
         patch = vars(module)[_FORWARD_PATCH] = MethodPatch("", "compiled", module, "forward", compiled_forward)
         patch.apply()

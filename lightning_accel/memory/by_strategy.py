@@ -136,17 +136,14 @@ class DeviceMemory:
 
     @property
     def held_bytes(self) -> int:
-        """What is there all the time."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def fullest(self) -> Moment:
-        """The moment of the peak."""
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is there at one time."""
         return self.held_bytes + self.fullest.total_bytes
 
 

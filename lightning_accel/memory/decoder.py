@@ -73,17 +73,14 @@ class Decoder:
 
     @property
     def output_params(self) -> int:
-        """Of the output layer."""
         return self.vocab * self.width
 
     @property
     def root_params(self) -> int:
-        """Of the embedding and the output layer."""
         return self.output_params if self.tied_embeddings else 2 * self.output_params
 
     @property
     def block_params(self) -> int:
-        """Of one block."""
         return -(-(self.params - self.root_params) // self.layers)
 
     @property

@@ -7,6 +7,7 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,8 @@ class Flight:
     region: Region  # the other end; its first n bytes
     outward: bool  # whether it leaves the device
     stream: torch.cuda.Stream | None = None  # that computed when it was started; None on a CPU
-    over: Any = None  # tells its end: a stream's event, or a thread's future
+    end: Any = None  # a stream's event, or a thread's future
+    is_over: Callable[[], bool] = lambda: False  # asked without waiting
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """Where it comes from, and where it goes to."""
@@ -84,7 +86,7 @@ class Mover(ABC):
     def settle(self) -> None:
         """Lets go of what has arrived, without waiting for anything."""
         for held in (self._outward, self._homeward):
-            while held and self._is_over(held[0]):
+            while held and held[0].is_over():
                 self._release(held.popleft())
 
     def drain(self) -> None:
@@ -94,7 +96,8 @@ class Mover(ABC):
 
     def close(self) -> None:
         """Sees the copies under way to their end, and lets go of everything."""
-        self._finish()
+        for flight in (*self._outward, *self._homeward):
+            self._release(flight)
         self._outward.clear()
         self._homeward.clear()
 
@@ -105,14 +108,8 @@ class Mover(ABC):
     def _start(self, flight: Flight) -> None: ...
 
     @abstractmethod
-    def _is_over(self, flight: Flight) -> bool: ...
-
-    @abstractmethod
     def _wait(self, flight: Flight, stream: torch.cuda.Stream | None) -> None:
         """Has ``stream`` (None: the caller) go on only after the copy. Raises what the copy raised."""
-
-    @abstractmethod
-    def _finish(self) -> None: ...
 
 
 class StreamMover(Mover):
@@ -134,21 +131,13 @@ class StreamMover(Mover):
         if flight.stream != torch.cuda.default_stream(device):
             # It may be another stream's memory, which waiting on this one does not protect.
             flight.bytes.record_stream(self._side)
-        flight.over = self._side.record_event()
-
-    @override
-    def _is_over(self, flight: Flight) -> bool:
-        return bool(flight.over.query())
+        flight.end = self._side.record_event()
+        flight.is_over = flight.end.query
 
     @override
     def _wait(self, flight: Flight, stream: torch.cuda.Stream | None) -> None:
         assert stream is not None
-        stream.wait_event(flight.over)
-
-    @override
-    def _finish(self) -> None:
-        for flight in (*self._outward, *self._homeward):
-            self._release(flight)
+        stream.wait_event(flight.end)
 
 
 class ThreadMover(Mover):
@@ -170,22 +159,21 @@ class ThreadMover(Mover):
             ready = flight.stream.record_event()
         # Weakly: whoever asked for the copy holds it until it is over. So no memory is ever freed on that thread, where
         # a profiler of this one would not see it.
-        flight.over = self._thread.submit(_copy, weakref.ref(flight), ready, self._side)
-
-    @override
-    def _is_over(self, flight: Flight) -> bool:
-        return bool(flight.over.done())
+        flight.end = self._thread.submit(_copy, weakref.ref(flight), ready, self._side)
+        flight.is_over = flight.end.done
 
     @override
     def _wait(self, flight: Flight, stream: torch.cuda.Stream | None) -> None:
         # The copy has ended on the device, too, before its thread says so: no stream has anything left to wait for.
-        error = flight.over.result()
+        error = flight.end.result()
         if error is not None:
             raise error
 
     @override
-    def _finish(self) -> None:
-        self._thread.shutdown()
+    def close(self) -> None:
+        self._thread.shutdown()  # with nobody there to raise what a copy raised
+        self._outward.clear()
+        self._homeward.clear()
 
 
 def _copy(

@@ -181,7 +181,7 @@ class Offloader:
         entry = _Entry(self, self._packed, weakref.ref(storage), storage.device, start, nbytes, region)
         self._live[self._packed] = entry
         self._packed += 1
-        # On their way out may be enough to keep the copies going, where there is room for any.
+        # Enough of them to keep the copies going, where there is room for any.
         in_flight = 1 if self.prefetch_depth == 0 else min(max(self.prefetch_depth, 2), 4)
         mover.out(_as_bytes(storage)[start : start + nbytes], region, in_flight=in_flight)
         self._done.bytes_out += nbytes

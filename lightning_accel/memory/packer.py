@@ -84,7 +84,7 @@ class Packer:
                 place.head.reason = ALIVE
 
     def abandon_step(self) -> None:
-        """Called in the stead of :meth:`end_step` after an error, whose traceback holds on to local variables."""
+        """Called instead of :meth:`end_step` after an error, whose traceback holds on to local variables."""
         self._entered = None
         self._unsettled.clear()
 
@@ -103,7 +103,7 @@ class Packer:
     # -- the life of a tensor ------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Packed | None:
-        """What to keep in the stead of a saved tensor; None to leave it alone."""
+        """What to keep in place of a saved tensor; None to leave it alone."""
         self._turn += 1
         if tensor.nbytes < self._min_bytes or tensor.device.type not in _DEVICES or tensor.numel() == 0:
             return None

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_accel.core.byte_size import format_bytes
+
 MAX_TIME_SHARE = 0.1
 """Packing and unpacking may add this share to the time that a step takes without them."""
 
@@ -83,7 +85,7 @@ class PackingReport:
     """What packing does to one training step, as last seen."""
 
     before_bytes: int  # of the storages that are packed and freed
-    after_bytes: int  # of what is kept in their stead
+    after_bytes: int  # of what is kept instead
     packed: int  # how many storages that is
     left_alone: Mapping[str, int]  # why others are not packed → how many
 
@@ -93,7 +95,7 @@ class PackingReport:
         rest = f"{count} left alone ({reasons})" if count else "none left alone"
         if not self.packed:
             return f"nothing to pack: {rest}" if count else "nothing to pack: no large tensor is saved"
-        before, after = (f"{size / 2**20:.1f} MiB" for size in (self.before_bytes, self.after_bytes))
+        before, after = format_bytes(self.before_bytes), format_bytes(self.after_bytes)
         tensors = "1 tensor" if self.packed == 1 else f"{self.packed} tensors"
         return f"{before} of saved tensors kept in {after}: {tensors} packed, {rest}"
 
@@ -104,21 +106,17 @@ def choose(places: Iterable[Place], step_seconds: float, max_time_share: float) 
     That is ``max_time_share`` of what a step takes without packing. Places that have not had their trials take their
     time and stay undecided.
     """
-    groups: dict[int, list[Place]] = {}
+    groups: dict[Place, list[Place]] = {}
     for place in places:
-        groups.setdefault(id(place.head), []).append(place)
-    seconds = {group: sum(place.seconds() for place in members) for group, members in groups.items()}
-    freed = {
-        group: members[0].head.before_bytes - sum(place.after_bytes for place in members)
-        for group, members in groups.items()
-    }
+        groups.setdefault(place.head, []).append(place)
+    seconds = {head: sum(place.seconds() for place in group) for head, group in groups.items()}
+    freed = {head: head.before_bytes - sum(place.after_bytes for place in group) for head, group in groups.items()}
     left = max_time_share * max(0.0, step_seconds - sum(seconds.values()))
-    for group in sorted(groups, key=lambda group: freed[group] / max(seconds[group], 1e-9), reverse=True):
-        head = groups[group][0].head
-        is_tried = all(place.is_decided or len(place.sightings) >= TRIALS for place in groups[group])
-        if is_tried and (freed[group] <= 0 or seconds[group] > left):
-            head.reason = SLOW if freed[group] > 0 else DENSE
+    for head in sorted(groups, key=lambda head: freed[head] / max(seconds[head], 1e-9), reverse=True):
+        is_tried = all(place.is_decided or len(place.sightings) >= TRIALS for place in groups[head])
+        if is_tried and (freed[head] <= 0 or seconds[head] > left):
+            head.reason = SLOW if freed[head] > 0 else DENSE
         else:
-            left -= seconds[group]
-        for place in groups[group] if is_tried else ():
-            place.is_decided = True
+            left -= seconds[head]
+        for place in groups[head]:
+            place.is_decided |= is_tried

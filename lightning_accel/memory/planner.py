@@ -1,8 +1,8 @@
 """The planner at work: it meters a few training steps, plans, meters the plan, mends it, and then stands aside.
 
 The first step runs with every block recomputed, as lean as can be without a plan, while each kind of block is measured
-in each way (:mod:`~lightning_accel.memory.costs`). The next steps are metered: the peaks that the allocator shows make
-the problem (:mod:`~lightning_accel.memory.solve`), its answer runs, and is mended by what it shows in turn.
+by every policy (:mod:`~lightning_accel.memory.costs`). The next steps are metered: the peaks that the allocator shows
+make the problem (:mod:`~lightning_accel.memory.solve`), its answer runs, and is mended by what it shows in turn.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.costs import BlockCosts, Cost, Policy, kind_of, measure_block, run_block
 from lightning_accel.memory.meter import Interval, MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader, Offloading
+from lightning_accel.memory.recorder import Call, OptimizerWatch, SharedArguments, StepRecorder
 from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Policies, Rounds, by_call, leanest, solve
 from lightning_accel.memory.schedule import BlockSchedule, FixedMemory, MemorySchedule, state_of
 from lightning_accel.memory.solve import Choice, Problem
-from lightning_accel.memory.timeline import Call, OptimizerWatch, SharedArguments, StepRecorder
 
 CONFIRMING_STEPS = 3
 # A step without an optimizer step is the middle of an accumulation; the one that ends it holds all gradients.

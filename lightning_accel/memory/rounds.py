@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_accel.memory.costs import POLICIES, BlockCosts, Policy
+from lightning_accel.memory.recorder import Call
 from lightning_accel.memory.solve import Problem
-from lightning_accel.memory.timeline import Call
 
 SLACK = 0.01  # left free: no two steps allocate quite the same
 MAX_ROUNDS = 6

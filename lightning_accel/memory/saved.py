@@ -1,7 +1,7 @@
 """The tensors that autograd saves for its backward pass, and how several savers share the one place to catch them.
 
 Autograd takes one pair of hooks at a time (:class:`torch.autograd.graph.saved_tensors_hooks`), the innermost. A
-:class:`Saver` says what it would keep in a tensor's stead; :func:`saving` asks the savers around, outermost first, and
+:class:`Saver` says what it would keep in place of a tensor; :func:`saving` asks the savers around, outermost first, and
 whatever none of them wants is kept as it is.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from lightning_accel.core.tree import storage_of, storages_of
 
 
 class Packed(Protocol):
-    """What a saver keeps in a tensor's stead. It dies with the graph that holds it."""
+    """What a saver keeps in place of a tensor. It dies with the graph that holds it."""
 
     def unpack(self) -> Tensor:
         """A tensor with the original's values, dtype, shape, strides and device. May be called more than once."""
@@ -35,17 +35,16 @@ class Saver(Protocol):
     """Something that keeps saved tensors in another form, or elsewhere."""
 
     def pack(self, tensor: Tensor) -> Packed | None:
-        """What to keep in the stead of ``tensor``; None to leave it to others.
+        """What to keep in place of ``tensor``; None to leave it to others.
 
-        Args:
-            tensor: Strided, of no subclass, neither a parameter nor a buffer nor a copy of one. It may have a
-                ``grad_fn``: keep ``tensor.detach()``, or graph and tensor keep each other alive.
+        It is strided, of no subclass, neither a parameter nor a buffer nor a copy of one. It may have a ``grad_fn``:
+        keep ``tensor.detach()``, or graph and tensor keep each other alive.
         """
         ...
 
 
-_savers: ContextVar[tuple[Saver, ...]] = ContextVar("_savers", default=())
-_own: ContextVar[OwnTensors | None] = ContextVar("_own", default=None)
+# Who is asked here, and what nobody is asked for.
+_asked: ContextVar[tuple[tuple[Saver, ...], OwnTensors] | None] = ContextVar("_asked", default=None)
 
 
 @contextmanager
@@ -56,18 +55,19 @@ def saving(saver: Saver, model: nn.Module) -> Iterator[None]:
         saver: Asked for every saved tensor that is not the model's own.
         model: Its parameters and buffers, views of them and their autocast copies stay where they are.
     """
-    with _asking((*_savers.get(), saver), _own.get() or OwnTensors(model)):
+    savers, own = _asked.get() or ((), OwnTensors(model))
+    with _asking((*savers, saver), own):
         yield
 
 
 @contextmanager
 def sparing(saver: Saver) -> Iterator[None]:
     """Inside, ``saver`` is not asked, whoever is asking it around."""
-    own = _own.get()
-    if saver not in _savers.get() or own is None:
+    asked = _asked.get()
+    if asked is None or saver not in asked[0]:
         yield
         return
-    with _asking(tuple(s for s in _savers.get() if s is not saver), own):
+    with _asking(tuple(s for s in asked[0] if s is not saver), asked[1]):
         yield
 
 
@@ -84,18 +84,17 @@ def _asking(savers: tuple[Saver, ...], own: OwnTensors) -> Iterator[None]:
         # Where compiled code falls back to eager, Dynamo looks at every function that is called, hooks included.
         hooks = tuple(map(torch.compiler.disable, hooks))
     hooks[0].gives_way = True
-    tokens = _savers.set(savers), _own.set(own)
+    token = _asked.set((savers, own))
     try:
         with _giving_way_to_functorch(), torch.autograd.graph.saved_tensors_hooks(*hooks):
             yield
     finally:
-        _savers.reset(tokens[0])
-        _own.reset(tokens[1])
+        _asked.reset(token)
 
 
 @contextmanager
 def _giving_way_to_functorch() -> Iterator[None]:
-    """Inside, ``torch.func.grad`` and its kin work though there are hooks, if these have ``gives_way`` on them.
+    """Inside, ``torch.func.grad`` and the like work though there are hooks, if these have ``gives_way`` on them.
 
     They refuse to run where saved tensors are caught, and switch the catching off within. Hooks of ours, on top, are
     taken off for that long: what such a transform saves for itself stays where it is.
@@ -108,17 +107,13 @@ def _giving_way_to_functorch() -> Iterator[None]:
 
     @contextmanager
     def disable_saved_tensors_hooks(message: str) -> Iterator[None]:
-        taken_off = []
-        while (top := torch_private.saved_tensors_hooks()) is not None and hasattr(top[0], "gives_way"):
-            hooks = graph.saved_tensors_hooks(*top)
-            hooks.__exit__()
-            taken_off.append(hooks)
-        try:
-            with refusing(message):
-                yield
-        finally:
-            for hooks in reversed(taken_off):
-                hooks.__enter__()
+        with ExitStack() as stack:
+            while (top := torch_private.saved_tensors_hooks()) is not None and hasattr(top[0], "gives_way"):
+                hooks = graph.saved_tensors_hooks(*top)
+                hooks.__exit__()
+                stack.callback(hooks.__enter__)
+            stack.enter_context(refusing(message))
+            yield
 
     disable_saved_tensors_hooks.gives_way = True  # type: ignore[attr-defined]
     graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from lightning_accel.memory.costs import Cost, Policy
 from lightning_accel.memory.meter import Interval
-from lightning_accel.memory.timeline import Call, Mark
+from lightning_accel.memory.recorder import Call, Mark
 
 GRAINS = 4096  # into which a budget is divided: what blocks keep is told apart to a grain
 BISECTIONS = 24

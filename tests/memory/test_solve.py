@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from lightning_accel.memory.costs import Cost, Policy
 from lightning_accel.memory.meter import Interval
+from lightning_accel.memory.recorder import Call, Mark
 from lightning_accel.memory.solve import Problem, Stage
-from lightning_accel.memory.timeline import Call, Mark
 
 A, B, C = (Call(site) for site in "abc")
 

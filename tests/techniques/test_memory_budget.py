@@ -59,8 +59,8 @@ def test_a_roomy_budget_changes_nothing() -> None:
     loop = Loop(Stack(), "1GiB")
     loop.run(SETTLED)
     assert set(loop.plan.policies.values()) == {"keep"}
-    assert loop.handle.report.applied("gradient_checkpointing") == []
-    assert "6 keep" in loop.handle.report.of("gradient_checkpointing").status
+    assert loop.handle.report.applied("memory_budget") == []
+    assert "6 keep" in loop.handle.report.of("memory_budget").status
 
 
 def test_an_impossible_budget_is_an_error_that_names_it_and_the_least(plain: tuple[int, int]) -> None:

@@ -153,7 +153,7 @@ def test_models_with_dropout_and_running_statistics_train_the_same(name: str) ->
     plain = TaskLoop(task.model(), task)
     loop = TaskLoop(task.model(), task, memory_budget=asked)
     assert [loop.step(i) for i in range(SETTLED)] == [plain.step(i) for i in range(SETTLED)]
-    assert loop.handle.report.applied("gradient_checkpointing")
+    assert loop.handle.report.applied("memory_budget")
     state = plain.model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in loop.model.state_dict().items())
 
@@ -181,7 +181,7 @@ def test_beside_another_profiler_every_block_recomputes_and_a_warning_says_why()
     with profile(), pytest.warns(AccelWarning, match="another profiler is at work"):
         loop.run(MAX_WAITING_STEPS + 2)
     assert loop.handle.memory_schedule is None
-    assert "every block recomputes" in loop.handle.report.of("gradient_checkpointing").status
+    assert "every block recomputes" in loop.handle.report.of("memory_budget").status
 
 
 def test_a_profiler_that_begins_in_the_midst_of_planning_gets_its_way() -> None:
@@ -216,7 +216,7 @@ def test_a_budget_that_no_block_can_help_is_said() -> None:
     loop = Loop(Model(), "1GiB")
     with pytest.warns(AccelWarning, match="no block can be recomputed: its forward changes 'calls'"):
         loop.run(2 * SETTLED)
-    assert "its forward changes" in loop.handle.report.of("gradient_checkpointing").status
+    assert "its forward changes" in loop.handle.report.of("memory_budget").status
 
 
 def test_sparse_arguments_do_no_harm() -> None:

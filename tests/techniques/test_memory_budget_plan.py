@@ -43,7 +43,7 @@ def test_the_report_has_a_table_by_block(plain: tuple[int, int]) -> None:
     assert "peak of a step: budget" in text
     assert all(f"blocks.{index}" in text for index in (0, 5))
     assert "gelu" in text  # what made the saved bytes
-    record = loop.handle.report.of("gradient_checkpointing")
+    record = loop.handle.report.of("memory_budget")
     assert set(record.changes) == {site for site, way in loop.plan.policies.items() if way != "keep"}
     assert set(record.refusals) == {site for site, way in loop.plan.policies.items() if way == "keep"}
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_accel.core.spread import relative_error
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from support.attention_inductor import PATTERNS, WITH_DROPOUT, WITH_EMPTY_ROWS_AS_ZEROS
+from support.errors import relative_error
 from support.techniques.flash_attention.hand_written_runs import ROUNDING, SDPA, assert_same, batch, make, results, run
 from support.techniques.flash_attention.recorder import Recorder
 

@@ -20,7 +20,7 @@ LAYERS = (
     ("memory",),
     ("data",),
     ("techniques",),
-    ("settings.py",),
+    ("arguments.py", "settings.py"),
     ("engine.py", "assembly.py", "planning.py"),
     ("lightning/private.py",),
     ("resilience",),
@@ -28,6 +28,7 @@ LAYERS = (
     ("lightning",),
     ("strategies",),
     ("cli",),
+    ("registration.py",),
     ("__main__.py", "__init__.py"),
 )
 """From the bottom up. A part imports those below it; the files of one part import each other, in no circle."""

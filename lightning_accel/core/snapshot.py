@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ class Snapshot:
         for site, attributes in self._attributes.items():
             tensors |= {_path(site, name): value for name, (value, _) in attributes.items()}
         self._tensors = {path: (t, t.detach().clone()) for path, t in tensors.items() if can_be_put_back(t)}
-        self._random = _random_states()
+        self._streams = [(name, read, write, read()) for name, (read, write) in _random_streams().items()]
 
     def restore(self) -> list[str]:
         """Puts everything back, and names what had changed."""
@@ -44,10 +45,9 @@ class Snapshot:
         for site, part in self._parts.items():
             changed += [_path(site, name) for name in _restore_attributes(part, self._attributes[site])]
             changed += [_path(site, name) for name in _restore_slots(part, self._slots[site])]
-        now = _random_states()
-        for name, (state, restore) in self._random.items():
-            if now[name][0] != state:
-                restore()
+        for name, read, write, state in self._streams:
+            if pickle.dumps(read()) != pickle.dumps(state):  # NumPy's holds an array, which == does not compare
+                write(state)
                 changed.append(name)
         return changed
 
@@ -109,12 +109,8 @@ def _same_items(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
-def _random_states() -> dict[str, tuple[object, Callable[[], None]]]:
-    """The random streams beside torch's, in comparable form, each with the function that brings it back here."""
-    python = random.getstate()
-    states: dict[str, tuple[object, Callable[[], None]]] = {"random": (python, lambda: random.setstate(python))}
+def _random_streams() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """The random streams beside torch's: how each is read, and how it is set."""
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state = numpy.random.get_state()
-        states["numpy.random"] = (repr(state[2:]) + state[1].tobytes().hex(), lambda: numpy.random.set_state(state))
-    return states
+    streams: dict[str, Any] = {"random": (random.getstate, random.setstate)}
+    return streams if numpy is None else streams | {"numpy.random": (numpy.random.get_state, numpy.random.set_state)}

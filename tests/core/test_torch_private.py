@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel.core import torch_private
 
@@ -20,6 +19,16 @@ def test_a_tensor_tells_how_often_it_was_written_to() -> None:
     x.add_(1)
     assert torch_private.version_of(x) == 1
     assert torch_private.version_of(x[:1]) == 1
+
+
+def test_a_backward_pass_is_known_from_within() -> None:
+    """Else the forward passes that checkpointing repeats would count as work of the model."""
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(torch_private.is_in_backward()))
+    x.sum().backward()
+    assert seen == [True]
+    assert not torch_private.is_in_backward()
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------
@@ -60,10 +69,10 @@ def test_a_module_shows_the_modules_inside() -> None:
 # -- modes -----------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_sees_operations_without_dispatch_modes() -> None:
-    """Else whoever counts FLOPs in a run would count those of its trials."""
+def test_a_dispatch_mode_sees_operations_and_nobody_does_without_modes() -> None:
+    """Else no FLOPs could be counted; and whoever counts them in a run would count those of its trials."""
 
-    class Seeing(TorchDispatchMode):
+    class Seeing(torch_private.DispatchMode):
         operations = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Tensor:
@@ -77,6 +86,22 @@ def test_nobody_sees_operations_without_dispatch_modes() -> None:
         assert seeing.operations == 0
         x + 1
         assert seeing.operations == 1
+
+
+def test_tensors_that_only_have_a_shape_are_told_from_others() -> None:
+    """Else what DTensor asks about shapes would count as FLOPs."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert torch_private.is_fake(type(torch.empty(2)))
+    assert not torch_private.is_fake(Tensor)
+    assert not torch_private.is_fake(nn.Parameter)
+
+
+def test_what_compiles_is_known_once_something_was() -> None:
+    """Else the step whose FLOPs are counted would turn compilation off for the rest of the run."""
+    torch.compile(lambda x: x, backend="eager")
+    assert torch_private.dynamo_is_loaded()
 
 
 # -- layouts ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -135,13 +135,7 @@ class HostClock(StepClock):
     _complete = StepClock._add
 
 
-class Event(Protocol):
-    """The part of :class:`torch.cuda.Event` that :class:`EventClock` needs."""
-
-    def record(self, stream: Any = None) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Any) -> float: ...
+_ENDED = 3  # the place of that mark in a cycle
 
 
 class EventClock(StepClock):
@@ -151,15 +145,15 @@ class EventClock(StepClock):
     nothing. Events return to a pool as soon as they are read, so memory does not grow with the epoch.
 
     Args:
-        new_event: Makes an event that keeps its time.
+        new_event: Makes an event that keeps its time, such as a :class:`torch.cuda.Event`.
         current_stream: The stream that training runs on; asked at the start of an epoch.
     """
 
-    def __init__(self, new_event: Callable[[], Event], current_stream: Callable[[], Any] = lambda: None) -> None:
+    def __init__(self, new_event: Callable[[], Any], current_stream: Callable[[], Any] = lambda: None) -> None:
         self._new_event = new_event
         self._current_stream = current_stream
         self._pending: deque[tuple[Any, ...]] = deque()
-        self._pool: list[Event] = []
+        self._pool: list[Any] = []
         super().__init__(self._record, lambda event, earlier: earlier.elapsed_time(event), unit_ms=1.0)
 
     @classmethod
@@ -178,28 +172,24 @@ class EventClock(StepClock):
     @override
     def settle(self) -> None:
         if self._pending:
-            self._end_of(self._pending[-1]).synchronize()
+            self._pending[-1][_ENDED].synchronize()
         while self._pending:
-            self._read(self._pending.popleft())
+            self._read_next()
 
     @override
     def _complete(self, *cycle: Any) -> None:
         self._pending.append(cycle)
         # query() only asks; all marks are in one stream, so what came before a finished event has finished too.
-        while self._pending and self._end_of(self._pending[0]).query():
-            self._read(self._pending.popleft())
+        while self._pending and self._pending[0][_ENDED].query():
+            self._read_next()
 
-    def _record(self) -> Event:
+    def _record(self) -> Any:
         event = self._pool.pop() if self._pool else self._new_event()
         event.record(self._stream)
         return event
 
-    @staticmethod
-    def _end_of(cycle: tuple[Any, ...]) -> Event:
-        return cycle[3]  # type: ignore[no-any-return]
-
-    def _read(self, cycle: tuple[Any, ...]) -> None:
-        self._add(*cycle)
+    def _read_next(self) -> None:
+        self._add(*(cycle := self._pending.popleft()))
         began, fetches, backward, *_ = cycle
         # A cycle's end stays: it is the next one's begin. A step without a fetch has one mark twice.
         self._pool += {id(mark): mark for mark in (*fetches, backward, began) if mark is not None}.values()

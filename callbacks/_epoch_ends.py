@@ -103,7 +103,7 @@ class EpochEnds:
             self._store.delete_key(self._key("decided"))
 
     def explain(self, exception: BaseException) -> None:
-        """Adds to the error of a collective call that was broken off who had no more data for it, if that is so."""
+        """Adds to the error of a broken collective call which ranks had no more data for it, where some had not."""
         if self._announced == self._steps:  # this rank ended its epoch too
             return
         others = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -137,8 +137,8 @@ class EpochEnds:
         self._has_warned = True
         message = (
             f"Rank {self._rank} ended epoch {self._trainer.current_epoch} after training batch {self._steps} of this"
-            " fit, and not all ranks did: they have different numbers of batches. What SpeedMemoryLogger says of such"
-            f" an epoch is each rank's own. {_MEND}"
+            " fit, and not all ranks did: they have different numbers of batches. SpeedMemoryLogger then measures each"
+            f" rank by itself. {_MEND}"
         )
         report = getattr(self._trainer.precision_plugin, "report", None)
         if isinstance(report, Report):
@@ -147,6 +147,6 @@ class EpochEnds:
 
 
 _MEND = (
-    "Ranks that average gradients need as many batches each, or the one with most waits for the others in vain: split"
-    " the data evenly, or give Trainer(limit_train_batches=...) the number that the smallest has."
+    "Ranks that average gradients need the same number of batches, or the rank with the most waits for the others in"
+    " vain: split the data evenly, or set Trainer(limit_train_batches=...) to the smallest number of batches of a rank."
 )

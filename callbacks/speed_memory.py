@@ -34,14 +34,13 @@ class SpeedMemoryLogger(Callback):
     **A step** is one batch of the train dataloader: one ``training_step`` with its backward pass and, when the
     accumulation of gradients is complete, the optimizer's step.
 
-    **Training time** runs from the epoch's first request for a batch to the end of its last step (the building of the
-    loader's iterator is Lightning's, before that). Left out is what passes between two steps if validation ran or a
-    checkpoint was saved in it. Loggers and progress bar between two steps count; so do other callbacks.
+    **Training time** runs from the epoch's first request for a batch to the end of its last step. Loggers, progress
+    bar and other callbacks between two steps count; a gap in which validation ran or a checkpoint was saved does not.
     ``data_wait_frac`` is the part of it spent inside the train dataloader's ``next``, ``step_ms`` a batch's time from
     there to the end of the step, the transfer to the device included. On CUDA all of it is measured on the device's
     own timeline by events that are read when they have passed: data that arrives while the device is still busy
     costs no wait, and nothing is synchronised before the epoch's end. Other asynchronous devices are timed from the
-    host. Where an epoch waits for more than a tenth of its time, what to change is said once, and noted in
+    host. Where an epoch waits for more than a tenth of its time, the logger says once what to change, and notes it in
     AccelPlugin's report.
 
     **FLOPs** are counted once in a fit, in the third step (AccelPlugin tries its changes in the first two) or the last
@@ -174,10 +173,9 @@ class SpeedMemoryLogger(Callback):
         self._close()
 
     def _pass_over(self, idle: dict[str, Any]) -> None:
-        """Has Lightning leave out hooks of a step, where they are these: in which there is nothing to do.
+        """Has Lightning leave out those of these hooks that are not overridden: there is nothing to do in them.
 
-        Lightning passes over a hook that is None. Calling an empty one, inside the profiler's context, takes it longer
-        than everything that is measured here takes.
+        It passes over a hook that is None. To call an empty one takes longer than all that is measured here.
         """
         for name, hook in idle.items():
             if name not in vars(self) and getattr(type(self), name) is hook:

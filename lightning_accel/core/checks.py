@@ -8,7 +8,7 @@ from typing import Any
 
 
 class SettingError(ValueError):
-    """What a setting asks for cannot be had: a message to the user, not a failure of a step."""
+    """A setting asks for what this model or machine cannot give: a message to the user, not a failure of a step."""
 
 
 def check_names(given: Mapping[str, Any], *, allowed: Sequence[str], owner: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
-from collections.abc import Callable
-from typing import Any
 
 
 def release_free_memory() -> None:
@@ -14,14 +12,5 @@ def release_free_memory() -> None:
     A trial frees what it made, but glibc keeps the pieces for later: a run would hold memory that no step of it needs.
     See malloc_trim(3).
     """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[..., Any] | None:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # musl, macOS; Windows takes no None
-        return None
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # musl, macOS; Windows takes no None
+        ctypes.CDLL(None).malloc_trim(0)

@@ -72,7 +72,7 @@ class Spread:
         """
         for what, off, allowed in (
             ("relative error", found.noise, times * self.allowed.noise),
-            ("all of them together off by", found.bias, times * self.allowed.bias),
+            ("systematic error", found.bias, times * self.allowed.bias),
         ):
             if not off <= allowed:  # NaN is too far
                 return f"other numbers than the original: {what} {off:.1e}, allowed {allowed:.1e}"
@@ -144,11 +144,19 @@ def other_orders(
         return map_tensors(lambda tensor: change(tensor) if is_batched(tensor, batch_size) else tensor, data)
 
     def in_halves(*args: Any, **kwargs: Any) -> Any:
+        def part(rows: slice) -> Any:
+            some_args, some_kwargs = of_samples(lambda t: t[rows], (args, kwargs))
+            return call(*some_args, **some_kwargs)
+
         half = batch_size // 2
+<<<<<<< HEAD
         first, second = (
             call(*part[0], **part[1])
             for part in (of_samples(lambda t: t[:half], (args, kwargs)), of_samples(lambda t: t[half:], (args, kwargs)))
         )
+=======
+        first, second = part(slice(half)), part(slice(half, None))
+>>>>>>> core
         rest = iter(tensors_in(second))
         # A result without samples (an average over them) cannot be put together: its shape tells.
         return map_tensors(lambda t: torch.cat([t, next(rest)]) if t.dim() and t.shape[0] == half else t, first)

@@ -274,8 +274,8 @@ class Trial:
             error = ((statistics.variance(expected) + statistics.variance(actual)) / DRAWS) ** 0.5
             if abs(means[0] - means[1]) > MAX_STANDARD_ERRORS * error + 1e-2 * abs(means[0]):
                 return (
-                    "its dropout is another one: over several draws the mean square of its result is"
-                    f" {means[1]:.3g}, the original's {means[0]:.3g}"
+                    f"its dropout differs: the mean square of its result, over {DRAWS} draws, is {means[1]:.3g}, the"
+                    f" original's {means[0]:.3g}"
                 )
         return ""
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
-
 from lightning_accel.core import torch_private
 from lightning_accel.core.torch_private import coo_parts
 
@@ -472,25 +470,6 @@ def test_a_module_shows_the_modules_inside() -> None:
     assert torch_private.module_slots(module) == {"inner": module.inner, "empty": None}
 
 
-def test_nobody_sees_operations_without_dispatch_modes() -> None:
-    """Else whoever counts FLOPs in a run would count those of its trials."""
-
-    class Seeing(TorchDispatchMode):
-        operations = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Tensor:
-            self.operations += 1
-            return func(*args, **(kwargs or {}))
-
-    x = torch.zeros(2)
-    with Seeing() as seeing:
-        with torch_private.without_dispatch_modes():
-            x + 1
-        assert seeing.operations == 0
-        x + 1
-        assert seeing.operations == 1
-
-
 @pytest.mark.parametrize(("convolution", "num_dims"), [(nn.Conv2d(1, 1, 1), 4), (nn.Conv3d(1, 1, 1), 5)])
 def test_a_convolution_computes_with_the_weight_that_one_method_is_given(convolution: nn.Module, num_dims: int) -> None:
     """Else a layout could not be given up in mid-run where DistributedDataParallel is at work."""
@@ -518,3 +497,48 @@ def test_what_lightning_asks_of_tpus_is_what_is_asked_here() -> None:
     assert f"from {module} import {name}" in inspect.getsource(xla)
     with pytest.raises(ImportError):
         torch_private.tpu_library()
+
+
+def test_a_backward_pass_is_known_from_within() -> None:
+    """Else the forward passes that checkpointing repeats would count as work of the model."""
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(torch_private.is_in_backward()))
+    x.sum().backward()
+    assert seen == [True]
+    assert not torch_private.is_in_backward()
+
+
+def test_a_dispatch_mode_sees_operations_and_nobody_does_without_modes() -> None:
+    """Else no FLOPs could be counted; and whoever counts them in a run would count those of its trials."""
+
+    class Seeing(torch_private.DispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Tensor:
+            self.operations += 1
+            return func(*args, **(kwargs or {}))
+
+    x = torch.zeros(2)
+    with Seeing() as seeing:
+        with torch_private.without_dispatch_modes():
+            x + 1
+        assert seeing.operations == 0
+        x + 1
+        assert seeing.operations == 1
+
+
+def test_tensors_that_only_have_a_shape_are_told_from_others() -> None:
+    """Else what DTensor asks about shapes would count as FLOPs."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert torch_private.is_fake(type(torch.empty(2)))
+    assert not torch_private.is_fake(Tensor)
+    assert not torch_private.is_fake(nn.Parameter)
+
+
+def test_what_compiles_is_known_once_something_was() -> None:
+    """Else the step whose FLOPs are counted would turn compilation off for the rest of the run."""
+    torch.compile(lambda x: x, backend="eager")
+    assert torch_private.dynamo_is_loaded()

@@ -213,6 +213,14 @@ def test_dropout_draws_another_mask_every_time_and_none_in_evaluation() -> None:
     assert torch.equal(run(site, x), run(site, x))
 
 
+def test_layers_that_share_their_code_keep_their_own_dropout_rates() -> None:
+    shared: dict[Any, Any] = {}
+    recorder, x = Recorder(), torch.randn(2, 16, 8)
+    for p in (0.1, 0.3, 0.2):
+        run(HandWrittenSite("attention", DropsWeights(p), shared), x, recorder)
+    assert [call.dropout_p for call in recorder.calls] == pytest.approx([0.1, 0.3, 0.2])
+
+
 # -- what runs around it -------------------------------------------------------------------------------------------
 
 

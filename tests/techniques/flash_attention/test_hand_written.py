@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel.core.spread import relative_error
+from lightning_accel.techniques.flash_attention.hand_finder import find_hand_written
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
+from support.attention_inductor import PATTERNS
 from support.attention_lookalikes import LEFT_ALONE
 from support.attention_module import MAX_LEN, Attention
 from support.attention_zoo import FOUND
@@ -54,6 +56,11 @@ def test_every_spelling_reaches_the_backend_and_computes_what_it_did_at_every_le
     assert site.nothing_found() is None
     assert {call.query.dim() for call in recorder.calls} <= {4}
     assert recorder.calls  # where samples hide every key it is called for the others
+
+
+def test_every_spelling_is_seen_in_the_code_of_its_module() -> None:
+    for kind in (*FOUND.values(), *PATTERNS.values()):
+        assert [found.site for found in find_hand_written(nn.ModuleDict({"layer": kind()}))] == ["layer"]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-<<<<<<< HEAD
 import functools
-=======
->>>>>>> core
 import pickle
 import random
 import sys
@@ -36,11 +33,7 @@ class Snapshot:
         for site, attributes in self._attributes.items():
             tensors |= {_path(site, name): value for name, (value, _) in attributes.items()}
         self._tensors = {path: (t, t.detach().clone()) for path, t in tensors.items() if can_be_put_back(t)}
-<<<<<<< HEAD
-        self._random = {name: get_state() for name, (get_state, _) in random_streams().items()}
-=======
-        self._streams = [(name, read, write, read()) for name, (read, write) in _random_streams().items()]
->>>>>>> core
+        self._streams = [(name, read, write, read()) for name, (read, write) in random_streams().items()]
 
     def restore(self) -> list[str]:
         """Puts everything back, and names what had changed."""
@@ -53,16 +46,9 @@ class Snapshot:
         for site, part in self._parts.items():
             changed += [_path(site, name) for name in _restore_attributes(part, self._attributes[site])]
             changed += [_path(site, name) for name in _restore_slots(part, self._slots[site])]
-<<<<<<< HEAD
-        for name, (get_state, set_state) in random_streams().items():
-            before = self._random.get(name)
-            if before is not None and pickle.dumps(get_state()) != pickle.dumps(before):  # `==` would ask arrays
-                set_state(before)
-=======
         for name, read, write, state in self._streams:
             if pickle.dumps(read()) != pickle.dumps(state):  # NumPy's holds an array, which == does not compare
                 write(state)
->>>>>>> core
                 changed.append(name)
         return changed
 
@@ -124,7 +110,6 @@ def _same_items(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
-<<<<<<< HEAD
 def random_streams(device: torch.device | None = None) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """The random streams that a step may draw from, each as the functions that get and set its state.
 
@@ -140,10 +125,3 @@ def random_streams(device: torch.device | None = None) -> dict[str, tuple[Callab
             get_state = functools.partial(torch.cuda.get_rng_state, device)
             streams["torch.cuda"] = (get_state, functools.partial(torch.cuda.set_rng_state, device=device))
     return streams
-=======
-def _random_streams() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """The random streams beside torch's: how each is read, and how it is set."""
-    numpy = sys.modules.get("numpy")
-    streams: dict[str, Any] = {"random": (random.getstate, random.setstate)}
-    return streams if numpy is None else streams | {"numpy.random": (numpy.random.get_state, numpy.random.set_state)}
->>>>>>> core

@@ -149,14 +149,7 @@ def other_orders(
             return call(*some_args, **some_kwargs)
 
         half = batch_size // 2
-<<<<<<< HEAD
-        first, second = (
-            call(*part[0], **part[1])
-            for part in (of_samples(lambda t: t[:half], (args, kwargs)), of_samples(lambda t: t[half:], (args, kwargs)))
-        )
-=======
         first, second = part(slice(half)), part(slice(half, None))
->>>>>>> core
         rest = iter(tensors_in(second))
         # A result without samples (an average over them) cannot be put together: its shape tells.
         return map_tensors(lambda t: torch.cat([t, next(rest)]) if t.dim() and t.shape[0] == half else t, first)

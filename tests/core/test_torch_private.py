@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
+
 from lightning_accel.core import torch_private
 from lightning_accel.core.torch_private import coo_parts
 

@@ -165,8 +165,9 @@ def read_softmax(node: Node) -> Softmax | None:
     inner = argument(node, 0, "input")
     if not (is_tensor(node) and is_tensor(inner)):
         return None
-    if name in ("softmax", "_safe_softmax"):
-        return Softmax(inner, argument(node, 1, "dim"), (node,), is_safe=name == "_safe_softmax")
+    is_safe = name.endswith("safe_softmax")
+    if name == "softmax" or is_safe:
+        return Softmax(inner, argument(node, 1, "dim"), (node,), is_safe)
     if name == "exp" and op_name(inner) == "log_softmax":
         return Softmax(argument(inner, 0, "input"), argument(inner, 1, "dim"), (inner, node))
     if name == "exp" and op_name(inner) == "sub":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +20,8 @@ from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.hand_written import Capture, HandWrittenSite
 from lightning_accel.techniques.flash_attention.sites import Forward
 
-_PRODUCTS = frozenset(("matmul", "bmm", "mm", "baddbmm", "addmm", "einsum", "__matmul__", "contract"))
-_SOFTMAXES = frozenset(("softmax", "Softmax", "_softmax", "_safe_softmax"))
+_PRODUCTS = frozenset(("@", "matmul", "bmm", "mm", "baddbmm", "addmm", "einsum", "__matmul__", "contract"))
+_SOFTMAXES = frozenset(("softmax", "Softmax", "safe_softmax"))
 _DEPTH = 6  # functions calling functions
 
 
@@ -94,17 +93,17 @@ def _read(function: Any, module: nn.Module, depth: int, parts: set[str], seen: s
     if function.__code__ in seen or depth == 0:
         return
     seen.add(function.__code__)
-    names, has_product = _names_in(function.__code__)
-    if has_product or names & _PRODUCTS:
+    names = _names_in(function.__code__)
+    if names & _PRODUCTS:
         parts.add("product")
     is_by_exp = "exp" in names and names & {"sum", "logsumexp", "log_softmax"}
     is_by_module = any(name in names and isinstance(child, nn.Softmax) for name, child in module.named_children())
-    if names & _SOFTMAXES or is_by_exp or is_by_module:
+    if is_by_exp or is_by_module or any(name.lstrip("_") in _SOFTMAXES for name in names):
         parts.add("softmax")
     called = [_content(cell) for cell in function.__closure__ or ()]
     for name in names:
         found = function.__globals__.get(name)
-        called += [found, inspect.getattr_static(module, name, None) if name != "forward" else None]
+        called += [found, vars(module).get(name), getattr(type(module), name, None) if name != "forward" else None]
         if isinstance(found, types.ModuleType) and not found.__name__.startswith(("torch", "numpy")):
             called += [vars(found).get(attribute) for attribute in names]
     for value in called:
@@ -113,20 +112,14 @@ def _read(function: Any, module: nn.Module, depth: int, parts: set[str], seen: s
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
-    """The names in a function and those inside it, and whether it has an ``@``."""
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """The names in a function and those inside it, ``"@"`` among them where it multiplies matrices."""
     names = set(code.co_names)
-    has_product = any(
-        instruction.opname == "BINARY_MATRIX_MULTIPLY"  # until Python 3.10
-        or (instruction.opname == "BINARY_OP" and instruction.argrepr in ("@", "@="))
-        for instruction in dis.get_instructions(code)
-    )
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner, inner_has = _names_in(constant)
-            names |= inner
-            has_product |= inner_has
-    return frozenset(names), has_product
+    for instruction in dis.get_instructions(code):
+        # An operation of its own until Python 3.10.
+        if instruction.opname == "BINARY_MATRIX_MULTIPLY" or instruction.argrepr in ("@", "@="):
+            names.add("@")
+    return frozenset(names).union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
 
 
 def _content(cell: Any) -> Any:

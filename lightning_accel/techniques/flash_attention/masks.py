@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_accel.core.torch_private import version_of
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.form import Band, Edit
 
@@ -88,7 +89,7 @@ class MaskMemory:
         tensors = [source for source in sources if isinstance(source, Tensor)]
         if any(tensor.is_inference() for tensor in tensors):  # which keep no count of what is written to them
             return find()
-        key = tuple((id(s), s._version, s.data_ptr()) if isinstance(s, Tensor) else s for s in sources)
+        key = tuple((id(s), version_of(s), s.data_ptr()) if isinstance(s, Tensor) else s for s in sources)
         known = self._known.get(key)
         if known is not None and all(ref() is tensor for ref, tensor in zip(known[0], tensors, strict=True)):
             return known[1]

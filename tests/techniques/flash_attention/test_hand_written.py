@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_accel.techniques.flash_attention.hand_finder import find_hand_written
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
+from support.attention_inductor import PATTERNS
 from support.attention_lookalikes import LEFT_ALONE
 from support.attention_module import MAX_LEN, Attention
 from support.attention_zoo import FOUND
@@ -54,6 +56,11 @@ def test_every_spelling_reaches_the_backend_and_computes_what_it_did_at_every_le
     assert site.nothing_found() is None
     assert {call.query.dim() for call in recorder.calls} <= {4}
     assert recorder.calls  # where samples hide every key it is called for the others
+
+
+def test_every_spelling_is_seen_in_the_code_of_its_module() -> None:
+    for kind in (*FOUND.values(), *PATTERNS.values()):
+        assert [found.site for found in find_hand_written(nn.ModuleDict({"layer": kind()}))] == ["layer"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -211,6 +218,14 @@ def test_dropout_draws_another_mask_every_time_and_none_in_evaluation() -> None:
     assert not torch.equal(run(site, x), run(site, x))
     module.eval()
     assert torch.equal(run(site, x), run(site, x))
+
+
+def test_layers_that_share_their_code_keep_their_own_dropout_rates() -> None:
+    shared: dict[Any, Any] = {}
+    recorder, x = Recorder(), torch.randn(2, 16, 8)
+    for p in (0.1, 0.3, 0.2):
+        run(HandWrittenSite("attention", DropsWeights(p), shared), x, recorder)
+    assert [call.dropout_p for call in recorder.calls] == pytest.approx([0.1, 0.3, 0.2])
 
 
 # -- what runs around it -------------------------------------------------------------------------------------------

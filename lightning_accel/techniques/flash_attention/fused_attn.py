@@ -25,8 +25,7 @@ def find_fused_attn(model: nn.Module) -> Iterator[FusedAttnSite | Refusal]:
     """
     for site, module in model.named_modules():
         switch = vars(module).get("fused_attn")
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        if isinstance(switch, bool) and code is not None and "fused_attn" in code.co_names:
+        if isinstance(switch, bool) and _reads_switch(type(module)):
             yield Refusal(site, "fused already: its fused_attn is True") if switch else FusedAttnSite(site, module)
 
 
@@ -73,3 +72,8 @@ def _preferring(backend: Backend) -> AbstractContextManager[Any]:
     first = TORCH_KERNELS[backend.name][0]
     others = [kernel for kernel, _ in TORCH_KERNELS.values() if kernel is not first]
     return sdpa_kernel([first, *others, SDPBackend.MATH], set_priority=True)
+
+
+def _reads_switch(kind: type[nn.Module]) -> bool:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and "fused_attn" in code.co_names

@@ -18,21 +18,13 @@ _SHUFFLES = ("COPY", "SWAP", "DUP", "ROT", "JUMP", "POP_JUMP", "FOR_ITER", "SEND
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of one thing with one positional argument.
+    """A call of one thing with one positional argument."""
 
-    Attributes:
-        callee: The attribute that is called, by its name (``"relu"`` of ``self.relu(x)``); empty: a variable, say.
-        argument: The local variable that is the argument; None: a temporary result.
-        is_spent: Whether that variable is bound anew, deleted or returned from before anything else is run.
-        is_parameter: Whether that variable is a parameter of the function.
-        reader: The attribute of ``self`` that is called next, with a result of which nothing stays; None: not so.
-    """
-
-    callee: str
-    argument: str | None
-    is_spent: bool
-    is_parameter: bool
-    reader: str | None
+    callee: str  # the attribute that is called, "relu" of self.relu(x); empty: something else
+    argument: str | None  # the local variable that is the argument; None: a temporary result
+    is_spent: bool  # that variable is bound anew, deleted or returned from before anything else is run
+    is_parameter: bool  # that variable is a parameter of the function
+    reader: str | None  # the attribute of self that is called next, with the result, of which nothing else stays
 
 
 def read_call(code: CodeType, offset: int) -> Call | None:

@@ -20,20 +20,13 @@ _ROUNDS = "in place its gradient is computed from its rounded result: other numb
 
 @dataclass(frozen=True)
 class Kind:
-    """How one ``forward`` of torch's is done in place.
+    """How one ``forward`` of torch's is done in place."""
 
-    Attributes:
-        run: That forward in place, as a function of the module and its input. (The module's own ``inplace`` is not
-            touched: another thread may be reading it.)
-        not_in_training: Why it stays as it is where a gradient is due; empty: it does not.
-        saves_result: Whether the backward pass then needs the result, where that of the original needs the input.
-        is_dropout: Whether it hands out its very input in evaluation and with p=0.
-    """
-
+    # Of the module and its input. The module's own `inplace` is not touched: another thread may be reading it.
     run: Callable[[Any, Tensor], Tensor]
-    not_in_training: str = ""
-    saves_result: bool = False
-    is_dropout: bool = False
+    not_in_training: str = ""  # why it stays as it is where a gradient is due; empty: it does not
+    saves_result: bool = False  # for its backward pass, where that of the original needs the input
+    is_dropout: bool = False  # so that it hands out its very input in evaluation and with p=0
 
 
 _KINDS: dict[Any, Kind] = {

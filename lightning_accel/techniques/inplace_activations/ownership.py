@@ -53,22 +53,17 @@ _CALLER = "it is called in a way that does not show who holds its input"
 _MAX_LAYOUTS = 4096
 
 Numbers = tuple[int, int, int, int, int]
+"""References to the tensor, handles on it, references to its storage, handles on that, and references to the caller's
+frame: a traceback or a debugger that holds it can read its variables."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What is counted of a tensor that only the call itself holds.
-
-    Attributes:
-        temporary: References to the tensor, handles on it, references to its storage, handles on that, and references
-            to the caller's frame: a traceback or a debugger that holds it can read its variables.
-        spent: The same for a variable of the caller that nothing reads any more.
-        borrows: Whether the interpreter puts a variable on the stack without counting it (Python 3.14).
-    """
+    """What is counted of a tensor that only the call itself holds."""
 
     temporary: Numbers
-    spent: Numbers
-    borrows: bool
+    spent: Numbers  # of a variable of the caller that nothing reads any more
+    borrows: bool  # the interpreter puts a variable on the stack without counting it (Python 3.14)
 
 
 class Site:
@@ -134,15 +129,15 @@ class Site:
             return f"its references could not be counted: {type(error).__name__}: {error}"
 
     def _ask(self, module: nn.Module, x: Tensor, call_impl: FrameType) -> str | None:
-        in_training = x.requires_grad
-        if in_training and not torch.is_grad_enabled():
-            return "its input is part of a graph, its result is not to be"
-        if in_training and self.kind.not_in_training:
-            return self.kind.not_in_training
-        if not in_training and x.is_inference() and not torch.is_inference_mode_enabled():
+        if x.requires_grad:
+            if not torch.is_grad_enabled():
+                return "its input is part of a graph, its result is not to be"
+            if self.kind.not_in_training:
+                return self.kind.not_in_training
+            if x.is_leaf or has_gradient_hooks(x):
+                return "its input is a leaf of the graph, or has hooks of its own"
+        elif x.is_inference() and not torch.is_inference_mode_enabled():
             return "its input was made in inference mode, which has ended"
-        if in_training and (x.is_leaf or has_gradient_hooks(x)):
-            return "its input is a leaf of the graph, or has hooks of its own"
         called = call_impl.f_back
         if called is None or called.f_code is not _CALL or (caller := called.f_back) is None:
             return _CALLER

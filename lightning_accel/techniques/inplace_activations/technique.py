@@ -43,8 +43,8 @@ class InplacePlan:
 class InplaceActivations(Technique):
     """Lets activation and dropout modules overwrite their input where nobody else can ever read it.
 
-    Who holds the input is asked at every call (see ``ownership.py``): nothing is read ahead, and no step is on trial. A
-    site that cannot work in place at any of its first calls goes back to what it was, with the reason.
+    Who holds the input is counted at every call (see ``ownership.py``). A site that cannot work in place at any of its
+    first calls goes back to what it was, with the reason.
 
     Args:
         skip: Gives the prefixes of site names that are left alone, each with the reason.

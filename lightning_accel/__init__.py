@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from lightning_accel.assembly import Handle, accelerate
     from lightning_accel.cli.accel_cli import AccelCLI
     from lightning_accel.core.host import Host
-    from lightning_accel.core.report import Report
-    from lightning_accel.engine import AccelError, AccelWarning
+    from lightning_accel.core.report import AccelError, AccelWarning, Report
     from lightning_accel.lightning.plugin import AccelPlugin
     from lightning_accel.memory.schedule import MemorySchedule
     from lightning_accel.planning import plan_memory
@@ -37,11 +36,11 @@ _RENAMED = {"MemoryPlan": "MemorySchedule"}
 _HOMES = {
     "AccelCLI": "cli.accel_cli",
     "AccelDDPStrategy": "strategies.ddp",
-    "AccelError": "engine",
+    "AccelError": "core.report",
     "AccelFSDPStrategy": "strategies.fsdp",
     "AccelPlugin": "lightning.plugin",
     "AccelStrategy": "strategies.single_device",
-    "AccelWarning": "engine",
+    "AccelWarning": "core.report",
     "CheckpointingPlan": "techniques.gradient_checkpointing.settings",
     "FlashAttentionPlan": "techniques.flash_attention.settings",
     "FlashMultiheadAttention": "techniques.flash_attention.multihead",

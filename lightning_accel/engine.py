@@ -16,20 +16,12 @@ from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
 from lightning_accel.core.optimizers import living_optimizers
 from lightning_accel.core.patch import Patch, PatchSet
-from lightning_accel.core.report import Report, difference
+from lightning_accel.core.report import AccelError, AccelWarning, Report, difference
 from lightning_accel.techniques.base import Refusal, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts
 
 Decisions = dict[str, Verdicts]
 T = TypeVar("T", bound=Technique)
-
-
-class AccelWarning(UserWarning):
-    """Something that was asked for could not be done; the run goes on without it (``strict=True`` raises instead)."""
-
-
-class AccelError(RuntimeError):
-    """What would be an :class:`AccelWarning`, with ``strict=True``."""
 
 
 class Engine:

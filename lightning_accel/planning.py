@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lightning_accel.assembly import accelerate
 from lightning_accel.core.device import device_of, own_rng
 from lightning_accel.core.optimizers import living_optimizers
+from lightning_accel.core.report import AccelError
 from lightning_accel.core.snapshot import Snapshot
 from lightning_accel.core.tree import map_tensors
-from lightning_accel.engine import AccelError
 from lightning_accel.memory.planner import MAX_STEPS
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan

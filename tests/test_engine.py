@@ -15,7 +15,8 @@ from torch import nn
 from lightning_accel.assembly import accelerate
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
-from lightning_accel.engine import AccelError, AccelWarning, Engine
+from lightning_accel.core.report import AccelError, AccelWarning
+from lightning_accel.engine import Engine
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Refusal, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts

@@ -9,6 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class AccelWarning(UserWarning):
+    """Something that was asked for could not be done; the run goes on without it (``strict=True`` raises instead)."""
+
+
+class AccelError(RuntimeError):
+    """What would be an :class:`AccelWarning`, with ``strict=True``."""
+
+
 @dataclass
 class TechniqueReport:
     """The record of one technique.

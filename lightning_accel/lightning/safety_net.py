@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.core.checks import SettingError
 from lightning_accel.core.patch import AttributePatch, MethodPatch, Patch
+from lightning_accel.core.report import AccelError
 from lightning_accel.core.trial import one_line
-from lightning_accel.engine import AccelError, Engine
+from lightning_accel.engine import Engine
 from lightning_accel.lightning.attempt import Attempt, SmallState, Step
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")

@@ -22,8 +22,8 @@ from lightning_accel.assembly import Handle, accelerate
 from lightning_accel.cli.decisions import ExampleModel, when_asked
 from lightning_accel.core import trial
 from lightning_accel.core.host import Host
+from lightning_accel.core.report import AccelError, AccelWarning
 from lightning_accel.core.simulated_hosts import SIMULATED_HOSTS
-from lightning_accel.engine import AccelError, AccelWarning
 from lightning_accel.settings import Plan
 
 pytestmark = pytest.mark.numbers

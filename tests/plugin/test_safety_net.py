@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import SumMetric
 
 from lightning_accel import AccelPlugin
-from lightning_accel.engine import AccelWarning
+from lightning_accel.core.report import AccelWarning
 from support.plugin.safety_net_ranks import CANNOT_BE_KEPT_AGAIN, RUNS, WEIGHTS_ONLY
 from support.scripts import SUPPORT, run_script
 

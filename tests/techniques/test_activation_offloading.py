@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.host import Host, HostKind
-from lightning_accel.engine import AccelWarning, Engine
+from lightning_accel.core.report import AccelWarning
+from lightning_accel.engine import Engine
 from lightning_accel.memory.buffers import OffloadingError
 from lightning_accel.techniques.activation_offloading import DEPTHS, ActivationOffloading, DepthSearch, OffloadingPlan
 from lightning_accel.techniques.base import Technique

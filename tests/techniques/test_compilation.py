@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_accel.assembly import Handle, accelerate
 from lightning_accel.core import compiled
 from lightning_accel.core.host import Host
-from lightning_accel.engine import AccelError, AccelWarning
+from lightning_accel.core.report import AccelError, AccelWarning
 from lightning_accel.settings import Plan
 from lightning_accel.techniques import compilation
 from lightning_accel.techniques.compilation import CompileSetting

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accel.engine import AccelError, AccelWarning, Engine
+from lightning_accel.core.report import AccelError, AccelWarning
+from lightning_accel.engine import Engine
 from support.models import TASKS, ResidualBlock, Task, TinyCNN, TinyTransformer, TransformerBlock
 from support.techniques.gradient_checkpointing_cases import IN_FORCE_NOWHERE, MODES, Normed, checkpointed
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.host import Host
-from lightning_accel.engine import AccelWarning
+from lightning_accel.core.report import AccelWarning
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing, MemoryBudget
 from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
 from support.techniques.gradient_checkpointing_cases import (

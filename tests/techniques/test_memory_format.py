@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accel.engine import AccelError, AccelWarning
+from lightning_accel.core.report import AccelError, AccelWarning
 from support.models import TASKS, TinyCNN, images
 from support.techniques.memory_format_cases import (
     FORMATS,

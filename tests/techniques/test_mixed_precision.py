@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_accel.assembly import accelerate
 from lightning_accel.core.host import Host
-from lightning_accel.engine import AccelError, AccelWarning
+from lightning_accel.core.report import AccelError, AccelWarning
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.mixed_precision import (
     CountingGradScaler,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.core.host import Host
+from lightning_accel.core.report import AccelError, AccelWarning
 from lightning_accel.data import GaussianNoise, Map, Normalize, arrays
-from lightning_accel.engine import AccelError, AccelWarning
 from lightning_accel.techniques import preprocessing
 
 pytestmark = pytest.mark.numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -62,9 +63,10 @@ class Engine:
         for technique in techniques:
             technique.agree = agree
         self._patches: dict[str, PatchSet] = {}
+        self._on_optimizers: dict[str, PatchSet] = defaultdict(PatchSet)  # which no trial of modules decides on
         self._stage: str | None = None  # of the step under way
         self._optimizers: list[Optimizer] = []
-        # Before both trial steps: a loop may make its optimizer in the course of its first step.
+        # Before both trial steps: a loop may make its optimizer in its first step.
         self._searches_left = 2 * any(type(t).optimizers is not Technique.optimizers for t in techniques)
         for name in names or [technique.name for technique in techniques]:
             self.report.of(name).status = "off"
@@ -86,8 +88,6 @@ class Engine:
         self._stay_together({name: {patch.site for patch in patches} for name, patches in self._patches.items()})
         self._find_at_work()
         self.carry_out(self.decisions)
-
-    # -- the life of a run -------------------------------------------------------------------------------------
 
     def step(self, stage: str = "train", *, may_try: bool | None = None) -> AbstractContextManager[None]:
         """Enter it around forward and loss of every step.
@@ -140,7 +140,10 @@ class Engine:
         self._optimizers += new
         for technique in list(self._techniques):
             for claim in technique.optimizers(named):
-                self._enter(technique, claim)
+                verdict = self.decisions.get(technique.name, {}).get(claim.site)
+                if verdict is not None and not verdict.keep:
+                    claim = Refusal(claim.site, verdict.reason)
+                self._enter(technique, claim, self._on_optimizers[technique.name])
                 if isinstance(claim, Patch):
                     self._apply(technique, claim, claim.change)
                     self._settle(technique)
@@ -156,6 +159,7 @@ class Engine:
     def undo(self) -> None:
         """Takes every edit back: the model is again the one that was passed in. The report stays."""
         for technique in reversed(self._open):
+            self._on_optimizers[technique.name].undo()
             self._patches.get(technique.name, PatchSet()).undo()
             technique.close()
         self._techniques, self._at_work, self._open = [], [], []
@@ -174,7 +178,7 @@ class Engine:
     def stand_aside(self, reason: str) -> None:
         """Takes every edit back for the rest of the run, and remembers it for a resumed one."""
         for technique in reversed(self._techniques):
-            for patch in list(self._patches[technique.name]):
+            for patch in [*self._patches[technique.name], *self._on_optimizers[technique.name]]:
                 self._refuse(technique, patch.site, reason)
                 if technique.remembers:
                     refusal = Verdict(keep=False, reason=reason)
@@ -212,8 +216,6 @@ class Engine:
         """The technique of this class, if there is one in this run."""
         return next((technique for technique in self._available if isinstance(technique, kind)), None)
 
-    # -- its parts ---------------------------------------------------------------------------------------------
-
     def _is_available(self, technique: Technique) -> bool:
         reason = technique.unavailable(self.host)
         if reason is None and self._is_sharded and technique.why_not_sharded:
@@ -228,7 +230,7 @@ class Engine:
     def _claim(self, technique: Technique) -> None:
         patches = self._patches[technique.name] = PatchSet()
         for claim in technique.patches(self.model, self.host):
-            self._enter(technique, claim)
+            self._enter(technique, claim, patches)
         record = self.report.of(technique.name)
         record.is_on = technique.acts_without_sites or len(patches) > 0
         if not technique.edits_optimizers:
@@ -239,15 +241,18 @@ class Engine:
         self._hear(technique)
 
     def _miss_sites(self, technique: Technique) -> None:
-        if technique.explicit and not self._patches[technique.name] and not technique.acts_without_sites:
+        if technique.explicit and not self._has_sites(technique) and not technique.acts_without_sites:
             reason = "; ".join(self.report.refused(technique.name).values()) or "this model has nothing for it"
             self.degrade(f"{technique.name} was asked for and found no site: {reason}")
 
-    def _enter(self, technique: Technique, claim: Patch | Refusal) -> None:
+    def _has_sites(self, technique: Technique) -> bool:
+        return bool(self._patches[technique.name] or self._on_optimizers[technique.name])
+
+    def _enter(self, technique: Technique, claim: Patch | Refusal, patches: PatchSet) -> None:
         if isinstance(claim, Refusal):
             self.report.record_refused(technique.name, claim.site, claim.reason)
         else:
-            self._patches[technique.name].add(claim)
+            patches.add(claim)
 
     def _apply_early(self, technique: Technique) -> None:
         for patch in list(self._patches[technique.name]):
@@ -264,8 +269,9 @@ class Engine:
             self.report.record_applied(technique.name, patch.site, remark)
 
     def _refuse(self, technique: Technique, site: str, reason: str) -> None:
-        if site in self._patches[technique.name]:
-            self._patches[technique.name].drop(site)
+        for patches in (self._patches[technique.name], self._on_optimizers[technique.name]):
+            if site in patches:
+                patches.drop(site)
         self.report.record_refused(technique.name, site, reason)
 
     @contextmanager
@@ -329,8 +335,7 @@ class Engine:
         """
         records = self.report.techniques
         ranks = self._gather({n: (sites.get(n, set()), r.refusals, r.status) for n, r in records.items()})
-        differing = difference(ranks)
-        if differing is not None:
+        if (differing := difference(ranks)) is not None:
             raise AccelError(differing)
 
     def _carry_out(self, technique: Technique, verdicts: Verdicts) -> None:
@@ -365,7 +370,7 @@ class Engine:
             self.degrade(message)
 
     def _find_at_work(self) -> None:
-        self._at_work = [t for t in self._techniques if t.acts_without_sites or t.watches_on or self._patches[t.name]]
+        self._at_work = [t for t in self._techniques if t.acts_without_sites or t.watches_on or self._has_sites(t)]
 
     def _settle(self, technique: Technique) -> None:
         technique.settled()

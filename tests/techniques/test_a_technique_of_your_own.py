@@ -183,7 +183,7 @@ def test_a_resumed_lightning_run_decides_as_the_first_one_did(
     monkeypatch.setattr(Gentle, "trial", lambda self, patches: tried.append("trial"))
     again = make_trainer(plugins=[AccelPlugin(**vars(plugin.plan))], max_epochs=2, enable_checkpointing=False)
     again.fit(copy.deepcopy(module), vectors(), ckpt_path="run.ckpt")
-    assert again.precision_plugin.report.applied("gentle")
+    assert {*again.precision_plugin.report.applied("gentle")} >= {"net.1", "net.3", "optimizer 0"}
     assert tried == []
 
 

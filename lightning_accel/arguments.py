@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from lightning_accel.core.checks import nearest
 from lightning_accel.techniques.registry import declarations, documented, on_change
 
 
@@ -31,6 +32,11 @@ class Arguments:
     """Takes the settings as keyword arguments; a class on top of it says in ``_configure`` what becomes of them."""
 
     def __init__(self, **settings: Any) -> None:
+        known = list(arguments())
+        for name in settings:
+            if name not in known:  # as Python says it, and what may have been meant
+                message = f"{type(self).__name__}() got an unexpected keyword argument {name!r}"
+                raise TypeError(f"{message}{nearest(name, known) or '.'} Allowed: {', '.join(known)}.")
         self._configure(settings)
 
     def _configure(self, settings: dict[str, Any]) -> None:

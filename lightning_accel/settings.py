@@ -35,7 +35,6 @@ class Plan(Arguments, Values):
     """
 
     def _configure(self, settings: dict[str, Any]) -> None:
-        check_names(settings, allowed=list(arguments()), owner="a plan")
         declared = declarations()
         for name, declaration in declared.items():
             vars(self)[name] = declaration.read(settings.get(name, declaration.default))

@@ -305,6 +305,10 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         )
         self._hook(self._feeding.patches())
 
+    def piped(self, loader: Any) -> Any:
+        """A loader as this package's strategies iterate over it: in the device pipeline, where there is one."""
+        return loader if self._feeding is None else self._feeding.pipe(loader)
+
     def _hook(self, patches: Iterable[Patch]) -> None:
         for patch in patches:
             self._hooks.add(patch)

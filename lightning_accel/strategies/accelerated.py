@@ -94,8 +94,8 @@ class Accelerated(Strategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         _check_samples(dataloader)
-        feeding = getattr(self.precision_plugin, "feeding", None)
-        return dataloader if feeding is None else feeding.pipe(dataloader)
+        plugin = self.precision_plugin
+        return plugin.piped(dataloader) if isinstance(plugin, AccelPlugin) else dataloader
 
     @override
     def on_train_start(self) -> None:

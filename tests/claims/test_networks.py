@@ -7,7 +7,6 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -137,7 +136,7 @@ def test_a_layer_that_is_not_computed_in_half_precision_is_not_measured(
 ) -> None:
     make("bf16-mixed", 8, 8)()
     monkeypatch.setattr(
-        row_02_amp_linear, "accelerate", lambda model, plan: accelerate(model, replace(plan, precision="32-true"))
+        row_02_amp_linear, "accelerate", lambda model, plan: accelerate(model, plan.replace(precision="32-true"))
     )
     with pytest.raises(AssertionError):
         make("bf16-mixed", 8, 8)()
@@ -259,7 +258,7 @@ def test_a_layout_that_is_not_in_force_is_not_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         row_08_channels_last,
         "accelerate",
-        lambda model, plan: accelerate(model, replace(plan, memory_format="off")),
+        lambda model, plan: accelerate(model, plan.replace(memory_format="off")),
     )
     with pytest.raises(AssertionError):
         row_08_channels_last.training_step("channels_last", "32-true")

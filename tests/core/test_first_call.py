@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from lightning_accel.core.first_call import at_first_call
+
+pytestmark = pytest.mark.numbers
 
 
 def test_a_call_is_met_once_and_runs_as_ever() -> None:

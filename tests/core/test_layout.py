@@ -133,9 +133,10 @@ def train(module: nn.Conv2d, optimizer: torch.optim.Optimizer, steps: range) -> 
 
 
 @contextmanager
-def matched(module: nn.Module, seen: list[Any] | None = None) -> Iterator[OptimizerLayouts]:
-    seen = [] if seen is None else seen
-    layouts = OptimizerLayouts(module.parameters(), before_first_step=seen.append)
+def matched(module: nn.Module, *optimizers: Optimizer) -> Iterator[OptimizerLayouts]:
+    layouts = OptimizerLayouts(module.parameters())
+    for optimizer in optimizers:
+        layouts.watch(optimizer)
     try:
         yield layouts
     finally:
@@ -151,7 +152,7 @@ def test_a_run_that_changes_layouts_in_the_middle_equals_the_plain_one(make_opti
 
     optimizer = make_optimizer(module.parameters())
     patch = WeightLayout("conv", module, 4)
-    with matched(module) as layouts:
+    with matched(module, optimizer) as layouts:
         train(module, optimizer, range(2))
         patch.apply()
         layouts.match()
@@ -175,8 +176,9 @@ def test_a_contiguous_runs_optimizer_state_serves_a_channels_last_run(
 
     module = conv()
     second = make_optimizer(module.parameters())
-    with matched(module):
+    with matched(module, second) as layouts:
         WeightLayout("conv", module, 4).apply()
+        layouts.match()
         train(module, second, range(10, 10 + steps_before_loading))
         module.load_state_dict(weights)
         second.load_state_dict(state)
@@ -184,12 +186,12 @@ def test_a_contiguous_runs_optimizer_state_serves_a_channels_last_run(
     torch.testing.assert_close(module.weight, plain.weight, rtol=1e-5, atol=1e-6)
 
 
-def test_a_state_made_before_the_layouts_changed_is_matched_at_the_next_step() -> None:
+def test_a_state_made_before_the_layouts_changed_is_matched_when_its_optimizer_is_first_seen() -> None:
     module = conv()
     optimizer = OPTIMIZERS["adamw fused"](module.parameters())
     train(module, optimizer, range(1))
     WeightLayout("conv", module, 4).apply()
-    with matched(module):
+    with matched(module, optimizer):
         train(module, optimizer, range(1, 2))
         assert is_channels_last(optimizer.state[module.weight]["exp_avg"])
         assert optimizer.state[module.weight]["step"].shape == ()
@@ -201,31 +203,28 @@ def test_optimizers_of_other_parameters_are_not_touched() -> None:
     state_strides = (1, 4, 12, 36)
     train(other, optimizer, range(1))
     optimizer.state[other.weight]["exp_avg"] = with_strides(optimizer.state[other.weight]["exp_avg"], state_strides)
-    with matched(module):
+    with matched(module, optimizer):
         train(other, optimizer, range(1))
     assert optimizer.state[other.weight]["exp_avg"].stride() == state_strides
 
 
-def test_every_optimizer_of_these_parameters_is_announced_before_its_first_step() -> None:
+def test_it_says_which_optimizers_are_new_and_hold_some_of_the_parameters() -> None:
     module, other = conv(), conv()
     first, second, stranger = (OPTIMIZERS["adamw"](net.parameters()) for net in (module, module, other))
-    announced: list[Any] = []
-    with matched(module, announced):
-        for _ in range(2):
-            for net, optimizer in ((module, first), (module, second), (other, stranger)):
-                train(net, optimizer, range(1))
-    assert announced == [first, second]
+    with matched(module) as layouts:
+        assert [layouts.watch(optimizer) for optimizer in (first, second, stranger, first)] == [
+            True,
+            True,
+            False,
+            False,
+        ]
 
 
 def test_closed_it_leaves_no_hook_behind() -> None:
-    from torch.optim.optimizer import _global_optimizer_pre_hooks
-
-    before = dict(_global_optimizer_pre_hooks)
     module = conv()
     optimizer = OPTIMIZERS["adamw"](module.parameters())
-    with matched(module):
+    with matched(module, optimizer):
         train(module, optimizer, range(1))
-    assert dict(_global_optimizer_pre_hooks) == before
     assert not optimizer._optimizer_load_state_dict_post_hooks
 
 

@@ -25,7 +25,7 @@ def rows(*, only: str = "") -> Any:
 
 def accelerated(name: str, **settings: Any) -> Any:
     if name == "draws_random_numbers":  # for an image they fill it in the order of its memory: others in another layout
-        settings["memory_format"] = "preserve"
+        settings["memory_format"] = "off"
     return train(ROWS[name], plugins=[AccelPlugin(precision="32-true", **settings)])
 
 

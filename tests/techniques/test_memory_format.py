@@ -119,9 +119,9 @@ def test_a_named_format_is_for_its_dimensions_only(setting: str, is_2d: bool, is
     handle.undo()
 
 
-def test_preserve_leaves_every_layout_alone() -> None:
+def test_off_leaves_every_layout_alone() -> None:
     model = TinyCNN()
-    handle = laid_out(model, "preserve")
+    handle = laid_out(model, "off")
     image = images(0)[0]
     assert handle.batch(image) is image
     assert model.stem.weight.is_contiguous()

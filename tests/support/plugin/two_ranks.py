@@ -140,7 +140,7 @@ def train(run: str, batch_size: int, **options: Any) -> tuple[Supervised, Traine
     settings = dict(RUNS[run])
     net, kind = settings.pop("net", "cnn"), settings.pop("kind", Supervised)
     if run == "budget" and options["devices"] == 1:
-        del settings["gradient_checkpointing"]  # a batch of twice the size: the plan is another, the numbers are not
+        del settings["memory_budget"]  # a batch of twice the size: the plan is another, the numbers are not
     seed_everything(0, verbose=False)
     module = kind(NETS[net]())
     data = Shares((tokens if net in TEXT else images)(8).dataset, batch_size)

@@ -12,6 +12,8 @@ from lightning_accel.techniques.flash_attention import explain
 from support.attention_lookalikes import LEFT_ALONE
 from support.attention_zoo import FOUND
 
+pytestmark = pytest.mark.numbers
+
 
 class Model(nn.Module):
     """Three layers: attention of the same code twice, and something that only looks like it."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from lightning_accel.core.layout import OptimizerLayouts, WeightLayout, restore_layouts, to_channels_last, with_strides
 
@@ -212,12 +213,8 @@ def test_it_says_which_optimizers_are_new_and_hold_some_of_the_parameters() -> N
     module, other = conv(), conv()
     first, second, stranger = (OPTIMIZERS["adamw"](net.parameters()) for net in (module, module, other))
     with matched(module) as layouts:
-        assert [layouts.watch(optimizer) for optimizer in (first, second, stranger, first)] == [
-            True,
-            True,
-            False,
-            False,
-        ]
+        new = [layouts.watch(optimizer) for optimizer in (first, second, stranger, first)]
+    assert new == [True, True, False, False]
 
 
 def test_closed_it_leaves_no_hook_behind() -> None:

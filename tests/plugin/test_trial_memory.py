@@ -25,7 +25,7 @@ def measured(mode: str, folder: Path) -> dict[str, Any]:
 
 
 def test_after_the_trials_a_step_finds_the_memory_of_a_plain_run(tmp_path: Path) -> None:
-    """A torn heap was a third more; what is left is 5 to 7%, of which none is lost.
+    """What is in use is a plain run's to 5%. A torn heap was a third more; what the heap keeps free now is 5 to 8%.
 
     The trials free large pieces, after each of which glibc serves pieces of that size from its heap instead of mapping
     them anew (M_MMAP_THRESHOLD, mallopt(3)). 25 MiB that a plain run gives back and faults in again, 2,000 to 4,000
@@ -34,7 +34,9 @@ def test_after_the_trials_a_step_finds_the_memory_of_a_plain_run(tmp_path: Path)
     stops adapting it, and every large piece of every later step is mapped, which for a plain run is four times as many
     page faults. So the pieces stay.
     """
-    plain, accelerated = measured("plain", tmp_path), measured("accelerated", tmp_path)
-    assert accelerated["resident_mib"] <= 1.1 * plain["resident_mib"]
-    assert accelerated["free_mib"] <= plain["free_mib"] + 0.1 * plain["resident_mib"]
+    runs = {run: measured(run, tmp_path) for run in ("plain", "accelerated")}
+    plain, accelerated = runs["plain"], runs["accelerated"]
+    in_use = {run: found["resident_mib"] - found["free_mib"] for run, found in runs.items()}
+    assert in_use["accelerated"] <= 1.05 * in_use["plain"]
+    assert accelerated["free_mib"] <= plain["free_mib"] + 0.12 * plain["resident_mib"]
     assert accelerated["faults"] <= 1.05 * plain["faults"] + 100

@@ -177,7 +177,7 @@ def hooks_on_all_modules() -> list[Any]:
 
 def _hooks_kept_by(handle: RemovableHandle) -> dict[int, Any]:
     handle.remove()
-    hooks = handle.hooks_dict_ref()
+    hooks: dict[int, Any] | None = handle.hooks_dict_ref()
     assert hooks is not None  # torch holds it
     return hooks
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_accel.core.report import Report
-from lightning_accel.lightning.private import is_accumulating
+from lightning_accel.resilience.requeue import is_accumulating
 
 _PATIENCE_S = 1.0  # for a last step that did not keep the ranks together: one without a loss, say
 _PATIENCE_UNFORESEEN_S = 10.0  # for ranks that stopped together and take different times over what comes after

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -21,7 +21,8 @@ from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
-from lightning_accel.lightning.private import after_fetch, before_fetch
+
+_FETCH = ".train_dataloader_next"  # how Lightning's profilers name it, after the loop
 
 
 class FitInstruments:
@@ -169,30 +170,30 @@ class FitInstruments:
 def _time_fetches(trainer: Trainer, clock: StepClock) -> PatchSet:
     """Has ``clock`` told when the train dataloader is asked for a batch, and when it has given one.
 
-    Where the loop has no such methods nothing is patched: the wait is then part of the gaps between the steps, and only
-    ``data_wait_frac`` is lost.
+    Lightning has no hook there, and tells its profiler. Did it call that something else, the wait would be part of the
+    gaps between the steps, and only ``data_wait_frac`` lost.
     """
-    patches = PatchSet()
     fetch_began, fetch_ended = clock.fetch_began, clock.fetch_ended
 
     def began_before(original: Callable[..., Any]) -> Callable[..., Any]:
-        def on_before_fetch(loop: Any) -> None:
-            fetch_began()
-            original(loop)
+        def start(profiler: Any, action_name: str) -> None:
+            if action_name.endswith(_FETCH):
+                fetch_began()
+            original(profiler, action_name)
 
-        return on_before_fetch
+        return start
 
     def ended_after(original: Callable[..., Any]) -> Callable[..., Any]:
-        def on_after_fetch(loop: Any) -> None:
-            original(loop)
-            fetch_ended()
+        def stop(profiler: Any, action_name: str) -> None:
+            original(profiler, action_name)
+            if action_name.endswith(_FETCH):
+                fetch_ended()
 
-        return on_after_fetch
+        return stop
 
-    before, after = before_fetch(trainer), after_fetch(trainer)
-    if before is not None and after is not None:
-        for name, wrap in ((before, began_before), (after, ended_after)):
-            patches.add(MethodPatch(name, "timed", trainer.fit_loop.epoch_loop, name, wrap))
+    profiler = cast(Any, trainer).profiler  # which Lightning sets where mypy does not look
+    wraps = {"start": began_before, "stop": ended_after}
+    patches = PatchSet(MethodPatch(name, "timed", profiler, name, wrap) for name, wrap in wraps.items())
     patches.apply()
     return patches
 

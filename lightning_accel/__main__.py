@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subcommands.add_parser("doctor", help="what this machine has, what is missing and how to get it")
     plan = plan_command.add_parser(subcommands)
     claims = claims_command.add_parser(subcommands)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(plan_command.with_values(sys.argv[1:] if argv is None else argv))
     if arguments.subcommand == "plan":
         try:
             plan_command.show(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from lightning_accel.core.byte_size import parse_bytes
@@ -27,8 +28,6 @@ def add_parser(subcommands: Any) -> argparse.ArgumentParser:
         description="Memory per device by strategy, of a decoder that is trained with parameters in float32. What is"
         " not given of its shape is guessed from the models of the GPT-3 family. docs/planning.md has the formula.",
     )
-    # By itself argparse takes -7B and -7e9 for options, and reports that --params has no value.
-    parser._negative_number_matcher = re.compile(r"-[\d.]")
     add = parser.add_argument
     add("--params", type=count, required=True, help="parameters of the model: 7e9, 7B, 350M")
     add("--gpus", type=count, required=True, help="devices, over all machines")
@@ -47,6 +46,17 @@ def add_parser(subcommands: Any) -> argparse.ArgumentParser:
     )
     add("--heads", type=count, help=f"of plain attention (default: one for {_HEAD_DIM} of the width)")
     return parser
+
+
+def with_values(arguments: Sequence[str]) -> list[str]:
+    """``--params -7B`` as ``--params=-7B``: argparse takes -7B for an option, and says that --params has no value."""
+    found: list[str] = []
+    for text in arguments:
+        if re.match(r"-[\d.]", text) and found and found[-1].startswith("--"):
+            found[-1] += f"={text}"
+        else:
+            found.append(text)
+    return found
 
 
 def count(text: str) -> int:

@@ -23,11 +23,16 @@ _FORWARD_PATCH = "lightning_accel_compiled_forward"
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of this very module run compiled code, by ``module.compile()`` or ``torch.compile(module)``."""
     return (
-        torch_private.was_compiled_by_lightning(module)
+        _was_compiled_by_lightning(module)
         or _FORWARD_PATCH in vars(module)
         or torch_private.compiled_call(module) is not None
         or type(module).__name__ == "OptimizedModule"
     )
+
+
+def _was_compiled_by_lightning(module: nn.Module) -> bool:
+    """Whether Lightning got it as ``torch.compile(module)``: it has then put compiled methods on the original."""
+    return any(hasattr(vars(module).get(name), "get_compiler_config") for name in ("forward", "training_step"))
 
 
 def is_inside_compiled(model: nn.Module, site: str) -> bool:

@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from lightning_accel.core.device import device_of, own_rng
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.snapshot import Snapshot
-from lightning_accel.core.torch_private import (
-    buffer_slots,
-    module_slots,
-    parameter_slots,
-    version_of,
-    without_dispatch_modes,
-)
+from lightning_accel.core.torch_private import version_of, without_dispatch_modes
 
 _under_trial = ContextVar("_under_trial", default=False)
 
@@ -104,12 +98,16 @@ def _twin(module: nn.Module, dtype: torch.dtype | None, made: dict[int, Any]) ->
         is_wanted = dtype is not None and tensor.is_floating_point()
         return tensor.detach().to(dtype, copy=True) if is_wanted else tensor.detach().clone()
 
-    def parameter(original: nn.Parameter) -> nn.Parameter:
+    def part(original: nn.Module | Tensor | None) -> Any:
+        if isinstance(original, nn.Module):
+            return _twin(original, dtype, made)
+        if not isinstance(original, nn.Parameter):
+            return None if original is None else converted(original)
         if dtype is None or not original.is_floating_point():
             return original
         if id(original) not in made:  # it may be tied
             made[id(original)] = nn.Parameter(converted(original), original.requires_grad)
-        return made[id(original)]  # type: ignore[no-any-return]
+        return made[id(original)]
 
     twin = made[id(module)] = copy.copy(module)
     state = vars(twin)
@@ -119,10 +117,8 @@ def _twin(module: nn.Module, dtype: torch.dtype | None, made: dict[int, Any]) ->
             state[name] = type(value)()
         elif isinstance(value, Tensor):
             state[name] = converted(value)
-        elif isinstance(value, list | dict | set):  # the module's own dicts of parameters, buffers and modules, too
+        elif name in Snapshot.OWN and isinstance(value, dict):  # of parameters, of buffers or of modules
+            state[name] = type(value)((key, part(held)) for key, held in value.items())
+        elif isinstance(value, list | dict | set):
             state[name] = copy.copy(value)
-    parameters, buffers, parts = parameter_slots(twin), buffer_slots(twin), module_slots(twin)
-    parameters.update({name: parameter(value) for name, value in parameters.items() if value is not None})
-    buffers.update({name: converted(value) for name, value in buffers.items() if value is not None})
-    parts.update({name: _twin(part, dtype, made) for name, part in parts.items() if part is not None})
     return twin

@@ -1,4 +1,4 @@
-"""Every name of torch's own that the library uses, one function each; nothing else in it has a leading underscore.
+"""Every private name of torch that the library uses, one function each, and the few of others than Lightning.
 
 A function says why it is needed, since which torch the name is known, and what is done where it is missing. What a new
 torch has dropped then fails in one test of tests/core/test_torch_private.py, which says in plain words what broke.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,48 +18,11 @@ from torch.autograd import Variable, forward_ad
 from torch.fx import GraphModule
 from torch.nn.modules import module as all_modules
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
-
-def coo_parts(tensor: Tensor) -> list[Tensor]:
-    """The indices and the values of a sparse COO tensor: the memory that it has.
-
-    ``_indices`` and ``_values`` are as old as sparse tensors (torch 0.2), and the only way to the memory of one that is
-    not coalesced: ``indices()`` and ``values()`` refuse it, and ``coalesce()`` makes other memory. Where they are
-    missing, a batch with such a tensor fails with the AttributeError, and coalesced ones go on.
-    """
-    if tensor.is_coalesced():
-        return [tensor.indices(), tensor.values()]
-    return [tensor._indices(), tensor._values()]
-
-
-def eager_call(module: nn.Module | type[nn.Module]) -> Callable[..., Any]:
-    """A module's call, its hooks included, past whatever was compiled: ``_call_impl``, since torch 1.6.
-
-    Of the class: the function whose frame lies between a caller and a forward pass.
-    """
-    return module._call_impl
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """A module's own forward hooks, forward pre-hooks, backward hooks and backward pre-hooks, each by its handle.
-
-    Whoever hooks a module sees its inputs and outputs, and torch can only add hooks, not list them. Known since torch
-    2.0; where one is missing (a module may answer for its own attributes), as if it were empty.
-    """
-    return tuple(vars(module).get(name) or {} for name in _HOOKS)
-
-
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether somebody has registered a hook on its gradient: ``_backward_hooks``, ``_post_accumulate_grad_hooks``.
-
-    Tensors have methods to register such hooks, and none that lists them. Since torch 2.1. Without the second name,
-    hooks of that kind are not seen, and FSDP2, which makes another parameter, loses them.
-    """
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+# -- memory of tensors -----------------------------------------------------------------------------------------------
 
 
 handles_on_tensor: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
@@ -77,14 +40,6 @@ def handles_on_storage(storage: torch.UntypedStorage) -> int:
     return _C._storage_Use_Count(storage._cdata)
 
 
-def saved_tensors_are_packed() -> bool:
-    """Whether ``saved_tensors_hooks`` are in force (checkpointing, offloading), which torch does not say publicly.
-
-    ``_top_saved_tensors_default_hooks`` with its argument since torch 2.7.
-    """
-    return _C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 def version_of(tensor: Tensor) -> int:
     """How often ``tensor`` was changed in place: ``_version``, since torch 0.4.
 
@@ -93,46 +48,228 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def set_version(tensor: Tensor, version: int) -> None:
+    """Sets what :func:`version_of` counts: ``_unsafe_set_version_counter``, a tuple of tensors since torch 2.6.
+
+    Nothing else tells whether two tensors share a counter but to move one and put it back.
+    """
+    _C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """What ``tensor`` is a view of: ``_base``, since torch 0.4. It tells the views of parameters that FSDP gathers."""
+    return tensor._base
+
+
+# -- autograd --------------------------------------------------------------------------------------------------------
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether somebody has registered a hook on its gradient: ``_backward_hooks``, ``_post_accumulate_grad_hooks``.
+
+    Tensors have methods to register such hooks, and none that lists them. Since torch 2.1. Without the second name,
+    hooks of that kind are not seen, and FSDP2, which makes another parameter, loses them.
+    """
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The hooks on saved tensors that are in force: ``_top_saved_tensors_default_hooks``, with its argument torch 2.7.
+
+    Torch tells nobody. Checkpointing and offloading have such hooks, and ``torch.func`` refuses to run where there are
+    any. Without it ours cannot give way, and activations are never in place.
+    """
+    found: tuple[Callable[..., Any], Callable[..., Any]] | None
+    found = _C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
+def has_saved_result(node: Any) -> bool:
+    """Whether an operator that saves its own result has done so: ``_raw_saved_result``, ``_saved_result``, torch 1.9.
+
+    Documented: https://docs.pytorch.org/docs/stable/notes/autograd.html#saved-tensors
+    What it has saved must not be unpacked to find out: under checkpointing that computes a whole block again. So the
+    second is asked only where the first shows neither data nor a hook, as is also the case, with an error, once the
+    graph was freed. True where a torch has no such names: nothing is then taken for a result that is being saved.
+    """
+    try:
+        saved = node._raw_saved_result
+        return saved.data is not None or saved.unpack_hook is not None or node._saved_result is not None
+    except (AttributeError, RuntimeError):
+        return True
+
+
+def sequence_number(node: Any) -> int:
+    """The place of a node among all that were made: ``_sequence_nr``, since torch 1.11.
+
+    It tells the nodes that one call of a block made. Without it no memory budget can be planned.
+    """
+    return int(node._sequence_nr())
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is walking a graph on this thread: ``_current_graph_task_id``, since torch 2.0."""
+    return _C._current_graph_task_id() != -1
+
+
+def call_after_backward(callback: Callable[[], Any]) -> None:
+    """Has ``callback`` called when the backward pass under way is at its end; to be called from a hook within it.
+
+    DistributedDataParallel averages its last gradients there, so that code after ``loss.backward()`` sees the average.
+    Public hooks come before the last gradients are there. Since torch 1.0.
+    Without the name: nothing is called, and ``accel_ddp`` averages a little later, after the pass.
+    """
+    if (engine := getattr(Variable, "_execution_engine", None)) is not None:
+        engine.queue_callback(callback)
+
+
+def is_transformed() -> bool:
+    """Whether this is inside a transform of torch.func, or forward-mode differentiation, which count for themselves.
+
+    ``peek_interpreter_stack`` and ``_current_level``, both since torch 2.0; torch has no public question for either.
+    Without them the AttributeError goes to the caller, who then leaves things as they are.
+    """
+    return _C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+# -- modules ---------------------------------------------------------------------------------------------------------
+
+
+def eager_call(module: nn.Module | type[nn.Module]) -> Callable[..., Any]:
+    """A module's call, its hooks included, past whatever was compiled: ``_call_impl``, since torch 1.6.
+
+    Of the class: the function whose frame lies between a caller and a forward pass.
+    """
+    return module._call_impl
+
+
+def _attribute_of_hooks(register: Callable[..., RemovableHandle]) -> str:
+    """The attribute in which a module keeps the hooks that ``register`` takes: the handle refers to them."""
+    module = nn.Module()
+    hooks = register(module, lambda *args: None).hooks_dict_ref()
+    return next(name for name, value in vars(module).items() if value is hooks)
+
+
+_HOOKS = (
+    _attribute_of_hooks(nn.Module.register_forward_hook),
+    _attribute_of_hooks(nn.Module.register_forward_pre_hook),
+    _attribute_of_hooks(nn.Module.register_full_backward_hook),
+    _attribute_of_hooks(nn.Module.register_full_backward_pre_hook),
+)
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """A module's own forward hooks, forward pre-hooks, backward hooks and backward pre-hooks, each by its handle.
+
+    Whoever hooks a module sees its inputs and outputs. Torch can only add hooks, not list them; where it keeps them is
+    found by adding one. Where one kind is missing (a module may answer for its own attributes), as if it were empty.
+    """
+    return tuple(vars(module).get(name) or {} for name in _HOOKS)
+
+
+def hooks_on_all_modules() -> list[Any]:
+    """The forward hooks and pre-hooks on every module, which torch can only add, in the dicts that its handles show.
+
+    They are to see each part of an attention called, which no graph calls.
+    """
+    return [hook for hooks in _HOOKS_ON_ALL for hook in hooks.values()]
+
+
+def _hooks_kept_by(handle: RemovableHandle) -> dict[int, Any]:
+    handle.remove()
+    hooks: dict[int, Any] | None = handle.hooks_dict_ref()
+    assert hooks is not None  # torch holds it
+    return hooks
+
+
+_HOOKS_ON_ALL = tuple(
+    _hooks_kept_by(register(lambda *args: None))
+    for register in (all_modules.register_module_forward_hook, all_modules.register_module_forward_pre_hook)
+)
+
+
+def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dict behind ``register_buffer``: ``_buffers``, since torch 0.1, empty slots and ties among them.
+
+    The public iterators leave both out. Without it every trial fails, as no module can be put back after it.
+    """
+    return module._buffers
+
+
+def reset_method(module: nn.Module) -> Callable[[], Any] | None:
+    """What initialises a module's own parameters; None where it has no such method.
+
+    Torch's layers have ``reset_parameters()``, except nn.MultiheadAttention and nn.Transformer, which underline it.
+    Without the name: None, and such a layer on the meta device is refused as one without initial values.
+    """
+    method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return method if callable(method) else None
+
+
+def convolution_method() -> str:
+    """The method that a convolution's forward calls with its weight: ``_conv_forward``, since torch 1.8.
+
+    Patched, it computes on its weight in another layout, while the parameter keeps the one that DDP's buckets have.
+    Without the name an AttributeError takes all edits back, and the step runs as the user wrote it.
+    """
+    return "_conv_forward"
+
+
+# -- modes that see every operation ----------------------------------------------------------------------------------
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation under it: ``torch.utils._python_dispatch.TorchDispatchMode``, since torch 1.13.
+
+    There is no public base for that. Without it the library cannot be imported.
+    """
+
+
+def has_modes() -> bool:
+    """Whether dispatch or function modes see every operation: ``_len_torch_dispatch_stack``, since torch 2.0.
+
+    TorchDynamo captures nothing, or anew, under them. Without the name every captured attention runs as it was
+    written, for the reason that the AttributeError gives.
+    """
+    return bool(_C._len_torch_dispatch_stack()) or _has_function_modes()
+
+
+def _has_function_modes() -> bool:
+    return torch.overrides.has_torch_function((None,))  # which None itself cannot have
+
+
 def without_dispatch_modes() -> AbstractContextManager[Any]:
     """Has nobody who watches operations see those inside: ``_disable_current_modes``, since torch 2.0.
 
     Somebody may be counting FLOPs while a trial runs. Without it every trial fails, and says so.
     """
-    return _python_dispatch._disable_current_modes()
-
-
-def has_modes() -> bool:
-    """Whether dispatch or function modes see every operation: lengths of two stacks, since torch 2.0.
-
-    TorchDynamo captures nothing, or anew, under them. Without the names every captured attention runs as it was
-    written, for the reason that the AttributeError gives.
-    """
-    return bool(_C._len_torch_dispatch_stack() or _C._len_torch_function_stack())
+    return _disable_current_modes()
 
 
 @contextmanager
 def without_function_modes() -> Iterator[list[Any]]:
     """Takes the function modes away, yields them, outermost first, and puts them back.
 
-    ``_pop_mode`` and ``_push_mode`` of ``torch.overrides``, since torch 2.0; a mode's own exit may do more than that.
-    As for :func:`has_modes`.
+    ``_pop_mode`` of ``torch.overrides``, since torch 2.0; a mode's own exit may do more than that, and its own entry
+    more than that of the base class. As for :func:`has_modes`.
     """
     overrides: Any = torch.overrides
-    modes = [overrides._pop_mode() for _ in range(_C._len_torch_function_stack())][::-1]
+    modes: list[Any] = []
+    while _has_function_modes():
+        modes.insert(0, overrides._pop_mode())
     try:
         yield modes
     finally:
         for mode in modes:
-            overrides._push_mode(mode)
+            overrides.TorchFunctionMode.__enter__(mode)
 
 
-def hooks_on_all_modules() -> list[Any]:
-    """The forward hooks and pre-hooks on every module: ``_global_forward_hooks``, ``_global_forward_pre_hooks``.
+# -- compilation -----------------------------------------------------------------------------------------------------
 
-    Since torch 1.8; torch can only add them. They are to see each part of an attention called, which no graph calls.
-    Without the names captured attention runs as it was written.
-    """
-    return [*all_modules._global_forward_hooks.values(), *all_modules._global_forward_pre_hooks.values()]
+
+def dynamo_is_loaded() -> bool:
+    """Whether anything may have been compiled: ``torch._dynamo`` is imported with it, in a second, and only then."""
+    return "torch._dynamo" in sys.modules
 
 
 def dynamo_is_off() -> bool:
@@ -159,26 +296,60 @@ def outside_of_ddp() -> Iterator[None]:
         DistributedDataParallel._active_ddp_module = active
 
 
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What ``module.compile()`` made of its calls: ``_compiled_call_impl``, since torch 2.0. No public way tells."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """What :func:`compiled_call` reads; None: calls run eagerly. ``module.compile()`` does nothing for torch's own."""
+    if call is None:
+        vars(module).pop("_compiled_call_impl", None)
+    else:
+        module._compiled_call_impl = call
+
+
+def compile_with_inductor(graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Any:
+    """What ``torch.compile()`` does with a captured graph: ``torch._inductor.compile``, since torch 2.0.
+
+    For a graph that is edited between the two. Without it blocks fail to compile, and run eagerly.
+    """
+    return torch._inductor.compile(graph, [*inputs], options)
+
+
+def inductor_options(mode: str) -> dict[str, Any]:
+    """The options that a mode of ``torch.compile()`` stands for, by the function that its documentation names.
+
+    ``torch._inductor.list_mode_options``, since torch 2.0: https://docs.pytorch.org/docs/stable/generated/torch.compile
+    Without it nothing is compiled, and the run goes on.
+    """
+    return torch._inductor.list_mode_options(mode)
+
+
+def cpp_compilers() -> list[str]:
+    """The C++ compilers that TorchInductor looks for, in its order: ``torch._inductor.config.cpp.cxx``, torch 2.0.
+
+    Its own look-up raises, and imports the whole code generator. Without the name: none, and nothing is compiled.
+    """
+    try:
+        configured: Any = importlib.import_module("torch._inductor.config").cpp.cxx
+    except (ImportError, AttributeError):
+        return []
+    return [name for name in (configured if isinstance(configured, list | tuple) else (configured,)) if name]
+
+
 def register_constant(kind: type[Any]) -> None:
     """Has Dynamo take objects of a class for constants, as ``torch.utils._pytree.register_constant`` since torch 2.7.
 
     Dynamo of torch 2.11 takes no key of a dict that is a string by inheritance. Where it is missing, nothing is done:
     models of transformers are then captured with graph breaks.
     """
-    register = getattr(torch.utils._pytree, "register_constant", None)
+    register = getattr(_pytree, "register_constant", None)
     if register is not None:
         register(kind)
 
 
-def call_after_backward(callback: Callable[[], Any]) -> None:
-    """Has ``callback`` called when the backward pass under way is at its end; to be called from a hook within it.
-
-    DistributedDataParallel averages its last gradients there, so that code after ``loss.backward()`` sees the average.
-    Public hooks come before the last gradients are there. Since torch 1.0.
-    Without the name: nothing is called, and ``accel_ddp`` averages a little later, after the pass.
-    """
-    if (engine := getattr(Variable, "_execution_engine", None)) is not None:
-        engine.queue_callback(callback)
+# -- training --------------------------------------------------------------------------------------------------------
 
 
 def check_all_reduced(wrapped: DistributedDataParallel) -> None:
@@ -191,35 +362,14 @@ def check_all_reduced(wrapped: DistributedDataParallel) -> None:
         check()
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies many tensors at the cost of one call: every step keeps the running statistics of all norms.
+def optimizer_states(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+    """What a gradient scaler knows of each optimizer under way, by its id: ``_per_optimizer_states``, torch 1.6.
 
-    Since torch 2.1. Without the name: one copy after another.
+    There is found whether gradients overflowed, and what was unscaled and waits for its step has to be kept there over
+    an update. Without it an AttributeError ends float16 training: wrong scales would be silent.
     """
-    if (copy_together := getattr(torch, "_foreach_copy_", None)) is not None and targets:
-        copy_together(list(targets), list(sources))
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-
-
-def reset_method(module: nn.Module) -> Callable[[], Any] | None:
-    """What initialises a module's own parameters; None where it has no such method.
-
-    Torch's layers have ``reset_parameters()``, except nn.MultiheadAttention and nn.Transformer, which underline it.
-    Without the name: None, and such a layer on the meta device is refused as one without initial values.
-    """
-    method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return method if callable(method) else None
-
-
-def init_weights_method(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """What initialises the modules within a model: the convention of transformers, whose models write it themselves.
-
-    Without the name: None, and only :func:`reset_method` counts.
-    """
-    method = getattr(module, "_init_weights", None)
-    return method if callable(method) else None
+    states: dict[int, dict[str, Any]] = scaler._per_optimizer_states
+    return states
 
 
 def map_parts(function: Callable[[int, Any], Any], data: Any, structure: Any) -> Any:
@@ -233,54 +383,7 @@ def map_parts(function: Callable[[int, Any], Any], data: Any, structure: Any) ->
     return _pytree.tree_unflatten(parts, spec)
 
 
-def set_version(tensor: Tensor, version: int) -> None:
-    """Sets what :func:`version_of` counts: ``_unsafe_set_version_counter``, a tuple of tensors since torch 2.6.
-
-    Nothing else tells whether two tensors share a counter but to move one and put it back.
-    """
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-def base_of(tensor: Tensor) -> Tensor | None:
-    """What ``tensor`` is a view of: ``_base``, since torch 0.4. It tells the views of parameters that FSDP gathers."""
-    return tensor._base
-
-
-def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The hooks on saved tensors that are in force: ``_top_saved_tensors_default_hooks``, since torch 2.0.
-
-    Torch tells nobody, and ``torch.func`` refuses to run where there are any. Without it they cannot give way.
-    """
-    found: tuple[Callable[..., Any], Callable[..., Any]] | None
-    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
-
-
-def is_in_backward() -> bool:
-    """Whether autograd is walking a graph on this thread: ``_current_graph_task_id``, since torch 2.0."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def sequence_number(node: Any) -> int:
-    """The place of a node among all that were made: ``_sequence_nr``, since torch 1.11.
-
-    It tells the nodes that one call of a block made. Without it no memory budget can be planned.
-    """
-    return int(node._sequence_nr())
-
-
-def has_saved_result(node: Any) -> bool:
-    """Whether an operator that saves its own result has done so: ``_raw_saved_result``, ``_saved_result``, torch 1.9.
-
-    What it has saved must not be unpacked to find out: under checkpointing that computes a whole block again. So the
-    second is asked only where the first shows neither data nor a hook, as is also the case, with an error, once the
-    graph was freed. True where a torch has no such names: nothing is then taken for a result that is being saved.
-    """
-    try:
-        saved = node._raw_saved_result
-        return saved.data is not None or saved.unpack_hook is not None or node._saved_result is not None
-    except (AttributeError, RuntimeError):
-        return True
+# -- profilers -------------------------------------------------------------------------------------------------------
 
 
 def stop_legacy_profiler() -> list[list[Any]]:
@@ -289,7 +392,7 @@ def stop_legacy_profiler() -> list[list[Any]]:
     The public way out of it sorts events, and drops in which order allocations were made. Without it no memory budget
     can be planned on a CPU.
     """
-    return torch._C._autograd._disable_profiler_legacy()
+    return _C._autograd._disable_profiler_legacy()
 
 
 def before_profilers(tell: Callable[[], Any]) -> Callable[[], None]:
@@ -313,98 +416,16 @@ def before_profilers(tell: Callable[[], Any]) -> Callable[[], None]:
     return restore
 
 
-def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What ``module.compile()`` made of its calls: ``_compiled_call_impl``, since torch 2.0. No public way tells."""
-    return module._compiled_call_impl
+# -- other libraries -------------------------------------------------------------------------------------------------
 
 
-def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """What :func:`compiled_call` reads; None: calls run eagerly. ``module.compile()`` does nothing for torch's own."""
-    if call is None:
-        vars(module).pop("_compiled_call_impl", None)
-    else:
-        module._compiled_call_impl = call
+def init_weights_method(module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """What initialises the modules within a model: the convention of transformers, whose models write it themselves.
 
-
-def was_compiled_by_lightning(module: nn.Module) -> bool:
-    """Whether Lightning unwrapped it from ``torch.compile()``: its ``_compiler_ctx``, since Lightning 2.0.
-
-    The Trainer then has the original, whose methods Lightning has replaced by compiled ones. It stands here, as core
-    must know. Without it such a module is taken for one that runs eagerly.
+    Without the name: None, and only :func:`reset_method` counts.
     """
-    return getattr(module, "_compiler_ctx", None) is not None
-
-
-def compile_with_inductor(graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Any:
-    """What ``torch.compile()`` does with a captured graph: ``torch._inductor.compile_fx``, since torch 2.0.
-
-    For a graph that is edited between the two. Without it blocks fail to compile, and run eagerly.
-    """
-    from torch._inductor.compile_fx import compile_fx  # the whole code generator
-
-    return compile_fx(graph, inputs, config_patches=options)
-
-
-def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dict behind ``register_parameter``: ``_parameters``, since torch 0.1, empty slots and ties among them.
-
-    The public iterators leave both out. Without it, and the two below, no module can be copied for a trial, and every
-    trial fails.
-    """
-    return module._parameters
-
-
-def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """The dict behind ``register_buffer``: ``_buffers``, since torch 0.1, as for parameters."""
-    return module._buffers
-
-
-def module_slots(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dict behind ``add_module``: ``_modules``, since torch 0.1, as for parameters."""
-    return module._modules
-
-
-class DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation under it: ``torch.utils._python_dispatch.TorchDispatchMode``, since torch 1.13.
-
-    There is no public base for that. Without it the library cannot be imported.
-    """
-
-
-def is_fake(kind: type[Tensor]) -> bool:
-    """Whether tensors of a class have no numbers: ``torch._subclasses.fake_tensor.FakeTensor``, since torch 2.0.
-
-    DTensor asks such for the shapes of what it is about to compute: that is no work. Without it: False, and a mode that
-    counts operations may count those too.
-    """
-    fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
-    return issubclass(kind, getattr(fake, "FakeTensor", ()))
-
-
-def dynamo_is_loaded() -> bool:
-    """Whether anything may have been compiled: ``torch._dynamo`` is imported with it, in a second, and only then."""
-    return "torch._dynamo" in sys.modules
-
-
-def convolution_method() -> str:
-    """The method that a convolution's forward calls with its weight: ``_conv_forward``, since torch 1.8.
-
-    Patched, it computes on its weight in another layout, while the parameter keeps the one that DDP's buckets have.
-    Without the name an AttributeError takes all edits back, and the step runs as the user wrote it.
-    """
-    return "_conv_forward"
-
-
-def cpp_compilers() -> list[str]:
-    """The C++ compilers that TorchInductor looks for, in its order: ``torch._inductor.config.cpp.cxx``, torch 2.0.
-
-    Its own look-up raises, and imports the whole code generator. Without the name: none, and nothing is compiled.
-    """
-    try:
-        configured: Any = importlib.import_module("torch._inductor.config").cpp.cxx
-    except (ImportError, AttributeError):
-        return []
-    return [name for name in (configured if isinstance(configured, list | tuple) else (configured,)) if name]
+    method = getattr(module, "_init_weights", None)
+    return method if callable(method) else None
 
 
 def tpu_library() -> Any:
@@ -413,12 +434,3 @@ def tpu_library() -> Any:
     Without it (or without torch_xla): an ImportError, and the machine is taken for one without TPUs.
     """
     return importlib.import_module("torch_xla._internal.tpu")
-
-
-def is_transformed() -> bool:
-    """Whether this is inside a transform of torch.func, or forward-mode differentiation, which count for themselves.
-
-    ``peek_interpreter_stack`` and ``_current_level``, both since torch 2.0; torch has no public question for either.
-    Without them the AttributeError goes to the caller, who then leaves things as they are.
-    """
-    return _C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accel.core.torch_private import coo_parts
 from lightning_accel.core.tree import leaves, map_leaves, tensors_in
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region
 
@@ -178,8 +177,11 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _parts(getattr(tensor, name))]
+    if tensor.layout is torch.sparse_coo and not tensor.is_coalesced():
+        plain: Any = tensor.detach()
+        return tensors_in(plain.__reduce_ex__(2))  # what a pickle would hold: indices() and values() refuse
     if tensor.layout is torch.sparse_coo:
-        return coo_parts(tensor)
+        return [tensor.indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_accel.core.snapshot import Snapshot, can_be_put_back, random_streams
-from lightning_accel.core.torch_private import copy_all
+from lightning_accel.core.torch_private import buffer_slots, version_of
 from lightning_accel.core.tree import leaves, tensors_in
 from lightning_accel.lightning.private import logged_results
 
@@ -44,7 +44,7 @@ class Attempt:
         if state is None:
             self._restores += _whole_state(module, given)
         else:
-            self._given_versions = [(t, t._version) for t in tensors_in(given) if not t.is_inference()]
+            self._given_versions = [(t, version_of(t)) for t in tensors_in(given) if not t.is_inference()]
             self._restores.append(state.keep())
 
     def keep_again(self, state: SmallState | None) -> None:
@@ -58,7 +58,7 @@ class Attempt:
         reads_its_loader = any(hasattr(leaf, "__next__") for leaf in leaves(self.given))
         has_stepped = self._module.trainer.global_step != self._num_optimizer_steps
         has_trained = bool(self._trained) and self._trained != _training_versions(self._module)
-        has_written = any(tensor._version != version for tensor, version in self._given_versions)
+        has_written = any(version_of(tensor) != version for tensor, version in self._given_versions)
         return self._is_kept and not (reads_its_loader or has_stepped or has_trained or has_written)
 
     def take_back(self) -> None:
@@ -77,7 +77,7 @@ class SmallState:
         scripted = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
         parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._attributes = [vars(part) for part in parts]
-        self._buffers = [part._buffers for part in parts if part._buffers]
+        self._buffers = [slots for part in parts if (slots := buffer_slots(part))]
         metrics = [(vars(part), name) for part in parts if isinstance(part, Metric) for name in part.metric_state]
         self._lists = [(own, name) for own, name in metrics if isinstance(own.get(name), list)]
         tensors = [(slots, name) for slots in self._buffers for name in slots] + metrics
@@ -91,9 +91,7 @@ class SmallState:
         buffers = [(slots, dict(slots)) for slots in self._buffers]
         lists = [(own, name, copy.copy(own[name])) for own, name in self._lists]
         tensors = [slots[name] for slots, name in self._tensors] + self._scripted
-        values = [torch.empty_like(tensor) for tensor in tensors]
-        with torch.no_grad():
-            copy_all(values, tensors)
+        put_back = _kept(tensors)
 
         def restore() -> None:
             for own, before in attributes:
@@ -102,9 +100,25 @@ class SmallState:
                 _rebind(slots, before)
             for own, name, contents in lists:
                 own[name] = contents
-            copy_all(tensors, values)
+            put_back()
 
         return restore
+
+
+def _kept(tensors: list[Tensor]) -> Restore:
+    """Copies tensors at the cost of one copy of each kind: every step keeps the running statistics of all norms."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((type(tensor), tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        copies = [torch.cat([tensor.reshape(-1) for tensor in alike]) for alike in kinds.values()]
+
+    def put_back() -> None:
+        for alike, values in zip(kinds.values(), copies, strict=True):
+            for tensor, value in zip(alike, torch.split(values, [tensor.numel() for tensor in alike]), strict=True):
+                tensor.copy_(value.view_as(tensor))
+
+    return put_back
 
 
 def _is_small(value: Any) -> bool:
@@ -114,7 +128,7 @@ def _is_small(value: Any) -> bool:
 def _training_versions(module: nn.Module) -> list[tuple[int, ...]]:
     """What differs once a parameter was written to, or got another gradient."""
     return [
-        (p._version, id(p.grad), -1 if p.grad is None else p.grad._version)
+        (version_of(p), id(p.grad), -1 if p.grad is None else version_of(p.grad))
         for p in module.parameters()
         if not p.is_inference()
     ]
@@ -129,11 +143,11 @@ def _whole_state(module: LightningModule, given: Any) -> Iterator[Restore]:
     yield Snapshot(module).restore
     for tensor in tensors_in(given):
         if not tensor.is_inference() and can_be_put_back(tensor):  # no count is kept of what is written into the former
-            yield functools.partial(_put_back, tensor, tensor.clone(), tensor._version)
+            yield functools.partial(_put_back, tensor, tensor.clone(), version_of(tensor))
 
 
 def _put_back(tensor: Tensor, value: Tensor, version: int) -> None:
-    if tensor._version != version:
+    if version_of(tensor) != version:
         tensor.copy_(value)
 
 

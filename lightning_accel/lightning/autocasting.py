@@ -49,7 +49,7 @@ class AutocastingPrecision(Precision):
         self.__class__ = kind if precision == "32-true" else _autocasting(kind)
         if precision != "16-mixed":
             self.scaler = None
-        elif self.scaler is None or self.scaler._device != self.device:
+        elif self.scaler is None or self.scaler.device != self.device:
             self.scaler = CountingGradScaler(self.device)
 
     @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -20,11 +20,12 @@ from lightning_accel.core.torch_private import map_parts
 from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.hooks import followed_by
-from lightning_accel.lightning.private import batch_hook_caller, combined_loader, is_sequential
+from lightning_accel.lightning.private import combined_loader, is_sequential
 
 _DEPTH = 2  # batches prepared ahead
 # What Lightning runs between a loader and the device: a batch that is prepared ahead would pass them too late.
-_HOOKS_BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")
+_TRANSFER = "transfer_batch_to_device"
+_HOOKS_BEFORE = ("on_before_batch_transfer", _TRANSFER)
 
 
 class Feeding:
@@ -99,10 +100,13 @@ class Feeding:
 
     def _transferring(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def batch_to_device(strategy: Strategy, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            around, module = PatchSet(), strategy.lightning_module
-            if (name := batch_hook_caller(module)) is not None:
-                # Lightning's own seam between the two hooks. Only here: it moves example inputs through the same.
-                around.add(MethodPatch("preprocess", "between hooks", module, name, self._hooking))
+            around, owner = PatchSet(), strategy.lightning_module
+            if owner is not None:
+                datamodule = getattr(self._trainer, "datamodule", None)
+                if datamodule is not None and is_overridden(_TRANSFER, datamodule):  # by which Lightning chooses, too
+                    owner = datamodule
+                # Between the user's two other hooks. Only here: Lightning moves example inputs through the same.
+                around.add(MethodPatch("preprocess", "between hooks", owner, _TRANSFER, self._hooking))
             around.apply()
             try:
                 return original(strategy, batch, *args, **kwargs)
@@ -112,14 +116,14 @@ class Feeding:
         return batch_to_device
 
     def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call_batch_hook(module: LightningModule, hook_name: str, *args: Any) -> Any:
-            if self.preprocess is None or hook_name != "transfer_batch_to_device":
-                return original(module, hook_name, *args)
+        def transfer_batch_to_device(owner: Any, batch: Any, *args: Any) -> Any:
+            if self.preprocess is None:
+                return original(owner, batch, *args)
             if self.preprocess.on_host:
-                return original(module, hook_name, self._each_loaders(args[0]), *args[1:])
-            return self._each_loaders(original(module, hook_name, *args))
+                return original(owner, self._each_loaders(batch), *args)
+            return self._each_loaders(original(owner, batch, *args))
 
-        return call_batch_hook
+        return transfer_batch_to_device
 
     def _each_loaders(self, batch: Any) -> Any:
         """Preprocesses a batch; of one put together from several loaders, the part of each, as pipelines would."""

@@ -18,33 +18,6 @@ from torch.optim import Optimizer
 # -- loops ---------------------------------------------------------------------------------------------------------
 
 
-def is_accumulating(trainer: Trainer) -> bool:
-    """Whether no optimizer steps after the training batch under way: its gradients are added to the next one's.
-
-    Only the loop knows: it depends on the batch's number, on whether it is the last, and on the strategy.
-    Without the name: the same for the first two, which all but DeepSpeed go by.
-    """
-    if (should_accumulate := getattr(trainer.fit_loop, "_should_accumulate", None)) is not None:
-        return bool(should_accumulate())
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    is_last = progress.is_last_batch or progress.current.ready == trainer.num_training_batches
-    return not is_last and progress.current.ready % trainer.accumulate_grad_batches != 0
-
-
-def before_fetch(trainer: Trainer) -> str | None:
-    """The method that ``trainer.fit_loop.epoch_loop`` calls before it asks its loader for a batch.
-
-    It is there for the profiler; Lightning has no hook for users around a fetch.
-    Without the name: None, and the time that a run waits for its data is not measured.
-    """
-    return _if_there(trainer.fit_loop.epoch_loop, "_on_before_fetch")
-
-
-def after_fetch(trainer: Trainer) -> str | None:
-    """The same for the method that is called when the loader has given a batch."""
-    return _if_there(trainer.fit_loop.epoch_loop, "_on_after_fetch")
-
-
 def combined_loader(loop: Any) -> CombinedLoader | None:
     """What one of the Trainer's loops iterates over, and through which its loaders can be exchanged.
 
@@ -70,14 +43,6 @@ def logged_results(trainer: Trainer) -> dict[str, Any] | None:
     Without the name: None, and what a failed step has logged is counted with its repetition.
     """
     return getattr(trainer, "_results", None)
-
-
-def batch_hook_caller(module: LightningModule | None) -> str | None:
-    """The method that calls all hooks of a batch's transfer, the module's own or the datamodule's.
-
-    Without the name: None, and batches whose transfer the user has taken in hand are not preprocessed.
-    """
-    return _if_there(module, "_call_batch_hook")
 
 
 # -- precision and strategies --------------------------------------------------------------------------------------
@@ -139,7 +104,3 @@ def parser_actions(parser: Any) -> list[Any]:
     Without the name: none, and the error for a misspelt key names no nearest one.
     """
     return list(getattr(parser, "_actions", ()))
-
-
-def _if_there(owner: Any, name: str) -> str | None:
-    return name if callable(getattr(owner, name, None)) else None

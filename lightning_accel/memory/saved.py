@@ -7,7 +7,6 @@ whatever none of them wants is kept as it is.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -80,7 +79,7 @@ def _asking(savers: tuple[Saver, ...], own: OwnTensors) -> Iterator[None]:
         return _Guarded(packed, tensor.detach() if packed is None else counter_of(tensor), version_of(tensor))
 
     hooks: tuple[Any, Any] = pack, _Guarded.unpack
-    if "torch._dynamo" in sys.modules:
+    if torch_private.dynamo_is_loaded():
         # Where compiled code falls back to eager, Dynamo looks at every function that is called, hooks included.
         hooks = tuple(map(torch.compiler.disable, hooks))
     hooks[0].gives_way = True

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_accel.lightning.private import cluster_environment, is_accumulating
+from lightning_accel.lightning.private import cluster_environment
 
 
 def defer_signals(trainer: Trainer, timeout: timedelta | None = None) -> DeferredSignals | None:
@@ -92,3 +92,12 @@ class DeferredSignals(Callback):
         due = [n for n, flag in zip(self._handlers, flags.tolist(), strict=True) if flag and n not in self._handled]
         self._handled.update(due)
         return due
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether no optimizer steps after the training batch under way: its gradients are added to the next one's."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    if progress.current.ready % trainer.accumulate_grad_batches == 0:
+        return False
+    is_last = progress.is_last_batch or progress.current.ready == trainer.num_training_batches
+    return trainer.strategy.handles_gradient_accumulation or not is_last

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch._dynamo.config
-import torch._inductor
+import torch.compiler.config
 from torch import nn
 from torch.fx import GraphModule
 from typing_extensions import Self, override
@@ -19,6 +18,7 @@ from lightning_accel.core.compiled import compile_call, eager_call, is_compiled,
 from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.torch_private import inductor_options
 from lightning_accel.core.tree import changeable_argument
 from lightning_accel.core.trial import NOT_SLOWER, Contender, Trial
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
@@ -52,7 +52,7 @@ class CompilePatch(Patch):
         self.block = block
         self.eager_random = eager_random
         self._prepare = prepare
-        self._options = torch._inductor.list_mode_options(mode)
+        self._options = inductor_options(mode)
         if eager_random:
             # Dropout draws what it would draw eagerly, so that a compiled run has the numbers of a plain one. On a
             # GPU the compiler's own generator is most of what compiling a dropout gains.
@@ -95,7 +95,7 @@ class Compilation(Technique):
         self._must_be_faster = setting == "auto"
         self._mode = "default" if setting in ("on", "auto") else str(setting)
         self._verify = verify
-        self._recompile_limit: int | None = None
+        self._settings = ExitStack()  # torch's own, as they were before
 
     @classmethod
     @override
@@ -146,8 +146,8 @@ class Compilation(Technique):
                 yield CompilePatch(site, block, self._mode, self._prepare, eager_random=host.kind == "cpu")
         # After a graph break the compiler begins anew in the block's own code, which blocks of a class share, and with
         # it one allowance of compiled versions. Past it torch runs a block eagerly and only logs it.
-        self._recompile_limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(self._recompile_limit, 8 + 4 * len(blocks))
+        limit = max(torch.compiler.config.recompile_limit, 8 + 4 * len(blocks))
+        self._settings.enter_context(torch.compiler.config.patch(recompile_limit=limit))  # type: ignore[attr-defined]
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
@@ -176,9 +176,7 @@ class Compilation(Technique):
 
     @override
     def close(self) -> None:
-        if self._recompile_limit is not None:
-            torch._dynamo.config.recompile_limit = self._recompile_limit
-            self._recompile_limit = None
+        self._settings.close()
 
     def _try(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
         block = patch.block

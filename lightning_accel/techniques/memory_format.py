@@ -67,7 +67,7 @@ def convert_weights(
 
 
 def _why_not(convolution: nn.Module) -> str | None:
-    if is_parametrized(convolution) or "weight" not in convolution._parameters:
+    if is_parametrized(convolution) or "weight" not in dict(convolution.named_parameters(recurse=False)):
         return "its weight is computed by a parametrization, which may count on the layout of what it computes from"
     for parameter in convolution.parameters():
         kind = type(parameter.data).__name__

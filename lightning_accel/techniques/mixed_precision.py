@@ -19,6 +19,7 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
+from lightning_accel.core.torch_private import optimizer_states
 from lightning_accel.techniques.base import Forecast, Surroundings, Technique
 from lightning_accel.techniques.registry import register
 
@@ -98,6 +99,7 @@ class CountingGradScaler(torch.amp.GradScaler):
 
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
+        self.device = device
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
@@ -116,9 +118,10 @@ class CountingGradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         if self._stepped:
             # Those that are unscaled and wait for their step stay so, and answer for their overflow then.
-            waiting = {key: self._per_optimizer_states.pop(key) for key in self._unscaled - self._stepped}
+            states = optimizer_states(self)
+            waiting = {key: states.pop(key) for key in self._unscaled - self._stepped}
             self.update()
-            self._per_optimizer_states.update(waiting)
+            optimizer_states(self).update(waiting)
             self._unscaled.update(waiting)
         return super().scale(outputs)
 
@@ -164,7 +167,7 @@ class CountingGradScaler(torch.amp.GradScaler):
     def forget(self) -> None:
         """Drops what a step that did not come to its end has left behind."""
         if self._unscaled:
-            self._per_optimizer_states.clear()
+            optimizer_states(self).clear()
         self._unscaled.clear()
         self._stepped.clear()
 
@@ -180,7 +183,7 @@ class CountingGradScaler(torch.amp.GradScaler):
         self._optimizers = weakref.WeakSet()
 
     def _found_infs(self) -> Iterator[dict[Any, Tensor]]:
-        return (state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+        return (state["found_inf_per_device"] for state in optimizer_states(self).values())
 
     def _parameters_under_scale(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -83,6 +84,15 @@ def test_a_frozen_part_counts(linear: nn.Linear, region: Callable[[], Any]) -> N
 def test_jagged_tensors_count_what_they_hold(linear: nn.Linear) -> None:
     jagged = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=torch.jagged)
     assert count(lambda: linear(jagged).values().sum().backward()) == 2 * LINEAR_FLOPS
+
+
+def test_tensors_that_only_have_a_shape_do_not_count() -> None:
+    """DTensor asks such for the shapes of what it is about to compute."""
+    with FakeTensorMode():
+        x = torch.empty(2, 3)
+    with FlopMode() as mode:
+        assert (x @ x.T).shape == (2, 2)
+    assert mode.flops == 0
 
 
 def test_a_failing_formula_does_not_fail_the_step(

@@ -64,3 +64,15 @@ def test_blocks_with_a_graph_break_all_stay_compiled(captured: list[Any]) -> Non
                 block(torch.randn(3, width))
     handle.undo()
     assert len(captured) >= 2 * len(blocks)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's, when the compiler is imported
+def test_a_module_that_lightning_unwrapped_is_compiled() -> None:
+    """It is the original, whose methods Lightning has replaced by compiled ones."""
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
+
+    module = LightningModule()
+    assert not compiled.is_compiled(module)
+    assert compiled.is_compiled(from_compiled(torch.compile(module)))
+    assert not compiled.is_compiled(to_uncompiled(module))

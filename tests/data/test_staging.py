@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_accel.data.staging import Stager, move_plainly, tensors_within
@@ -145,6 +145,16 @@ def test_a_sparse_tensor_goes_by_its_own_method() -> None:
     moved, arrived = Stager(META, pool=HostPool(pinned=False), mark=SimulatedMark).move(torch.eye(3).to_sparse())
     assert moved.is_sparse
     assert [part.dim() for part in arrived] == [2, 1]  # indices and values
+
+
+def test_the_memory_of_a_sparse_tensor_that_is_not_coalesced_is_found() -> None:
+    """Its methods do not show it, and the consumer's stream has to be told of it."""
+    indices, values = torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0])
+    twice = torch.sparse_coo_tensor(indices, values, (3,), check_invariants=True)
+    assert [part.tolist() for part in tensors_within(twice)] == [[[1, 1]], [2.0, 3.0]]
+    assert tensors_within(twice)[1].data_ptr() == values.data_ptr()
+    assert [part.tolist() for part in tensors_within(nn.Parameter(twice))] == [[[1, 1]], [2.0, 3.0]]
+    assert [part.tolist() for part in tensors_within(twice.coalesce())] == [[[1]], [5.0]]
 
 
 @pytest.mark.parametrize("returns", [True, False])

@@ -238,6 +238,24 @@ def test_a_data_modules_hooks_run_in_the_documented_order(make_trainer: MakeTrai
     assert "Data.on_before_batch_transfer comes before" in given.report.summary()
 
 
+def test_a_data_modules_own_transfer_is_followed_by_preprocessing(make_trainer: MakeTrainer) -> None:
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            seen.append(batch[0].dtype)
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            seen.append(batch[0].dtype)
+            return batch
+
+    seen: list[Any] = []
+    make_trainer(plugins=[plugin()]).fit(Sees(), datamodule=Data())
+    assert seen == [torch.uint8, torch.float32] * 4
+
+
 def test_an_example_input_is_left_alone(make_trainer: MakeTrainer) -> None:
     module = TakesTheTransfer()
     module.example_input_array = torch.zeros(1, 3, 8, 8)

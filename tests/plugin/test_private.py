@@ -28,25 +28,6 @@ def seen_at(hook: str, look: Callable[..., Any], make_trainer: MakeTrainer, **op
     return seen
 
 
-def test_should_accumulate_tells_whole_steps_from_parts_of_one(make_trainer: MakeTrainer) -> None:
-    """Without it a job that SLURM requeues may resume without the gradients of a part of a step."""
-    look = private.is_accumulating
-    seen = seen_at("on_train_batch_end", look, make_trainer, accumulate_grad_batches=3, limit_train_batches=4)
-    assert seen == [True, True, False, False]
-
-
-def test_on_before_fetch_is_where_waiting_for_data_begins(make_trainer: MakeTrainer) -> None:
-    """Without it SpeedMemoryLogger logs no ``data_wait_frac``, and no advice is given on loaders."""
-    trainer = make_trainer()
-    assert hasattr(trainer.fit_loop.epoch_loop, private.before_fetch(trainer) or "missing")
-
-
-def test_on_after_fetch_is_where_waiting_for_data_ends(make_trainer: MakeTrainer) -> None:
-    """Without it SpeedMemoryLogger logs no ``data_wait_frac``, and no advice is given on loaders."""
-    trainer = make_trainer()
-    assert hasattr(trainer.fit_loop.epoch_loop, private.after_fetch(trainer) or "missing")
-
-
 def test_combined_loader_has_the_loaders_of_a_loop(make_trainer: MakeTrainer) -> None:
     """Without it a loop keeps the pipeline in place of the user's loader, and preprocessing does not know its epoch."""
     (combined,) = seen_at("on_train_start", lambda t: private.combined_loader(t.fit_loop), make_trainer)
@@ -66,12 +47,6 @@ def test_results_are_what_a_repeated_step_must_not_log_twice(make_trainer: MakeT
     assert private.logged_results(trainer) is None
     (results,) = seen_at("on_train_end", private.logged_results, make_trainer)
     assert isinstance(results, dict)
-
-
-def test_call_batch_hook_is_between_the_users_hooks_and_the_device() -> None:
-    """Without it ``preprocess`` does nothing where the user has a hook of the transfer."""
-    module = Supervised(cnn())
-    assert callable(getattr(module, private.batch_hook_caller(module) or "missing"))
 
 
 def test_after_closure_clips_gradients(make_trainer: MakeTrainer) -> None:

@@ -14,8 +14,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 
 from lightning_accel import AccelPlugin
-from lightning_accel.resilience.requeue import DeferredSignals
-from support.lightning_models import Call
+from lightning_accel.resilience.requeue import DeferredSignals, is_accumulating
+from support.lightning_models import Call, Supervised, cnn, images
 from support.strategies.zoo import make
 
 
@@ -111,3 +111,12 @@ def test_callbacks_and_handlers_are_given_back(fit: Callable[..., Trainer]) -> N
     trainer = fit()
     assert not any(isinstance(callback, DeferredSignals) for callback in trainer.callbacks)
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_whole_steps_are_told_from_parts_of_one(make_trainer: Callable[..., Trainer]) -> None:
+    """A job that SLURM requeues would else resume without the gradients of a part of a step."""
+    seen: list[bool] = []
+    watch = Call(on_train_batch_end=lambda trainer, *_: seen.append(is_accumulating(trainer)))
+    trainer = make_trainer(callbacks=[watch], accumulate_grad_batches=3, limit_train_batches=4)
+    trainer.fit(Supervised(cnn()), images())
+    assert seen == [True, True, False, False]

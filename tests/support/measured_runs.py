@@ -89,4 +89,4 @@ def fit(model: LightningModule, data: Any = None, *, fit_options: Any = None, **
 def assert_nothing_left(trainer: Trainer) -> None:
     assert _get_current_dispatch_mode_stack() == []
     assert torch._dynamo.eval_frame._stance.stance == "default"
-    assert not {"_on_before_fetch", "_on_after_fetch"} & set(vars(trainer.fit_loop.epoch_loop))
+    assert not {"start", "stop"} & set(vars(trainer.profiler))

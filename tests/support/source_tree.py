@@ -106,11 +106,12 @@ class SourceTree:
 
     def _private_in(self, file: str, tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
         inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        affixes = {id(argument) for node in ast.walk(tree) for argument in _affixes(node)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and id(node) not in inner:
                 if any(self._is_foreign(file, part) for part in _attributes(node)):
                     yield node, _dotted(node)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in affixes:
                 parts = node.value.split(".")  # an attribute for getattr, or a module for import_module
                 if all(map(str.isidentifier, parts)) and any(self._is_foreign_name(file, part) for part in parts):
                     yield node, f'"{node.value}"'
@@ -164,12 +165,18 @@ def _reachable(start: str, arrows: Mapping[str, set[str]]) -> set[str]:
 
 # Documented parts of Python whose names begin with an underscore.
 _PUBLIC = {"_", "_getframe", "_exit", "_is_gil_enabled", "_fields", "_fields_", "_replace", "_asdict", "_make"}
-_OURS = ("_accel", "_lightning_accel")
+_OURS = ("_accel_", "_lightning_accel")
 
 
 def _is_private(name: str) -> bool:
     is_dunder = name.startswith("__") and name.endswith("__")
     return name.startswith("_") and not is_dunder and name not in _PUBLIC and not name.startswith(_OURS)
+
+
+def _affixes(node: ast.AST) -> list[ast.expr]:
+    """What a text is asked to begin or to end with, which is part of a name and none by itself."""
+    is_asked = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return node.args if is_asked and node.func.attr in ("startswith", "endswith") else []
 
 
 def _is_self(node: ast.expr) -> bool:
@@ -216,10 +223,11 @@ def _dotted(node: ast.Attribute) -> str:
 def _names_of_others() -> frozenset[str]:
     import torch
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.utilities import CombinedLoader
 
     objects = (
         *(torch, torch.nn.Module(), torch.nn.Conv2d, torch.nn.LSTM, torch.nn.parallel.DistributedDataParallel),
         *(torch.zeros(1), torch.zeros(1).untyped_storage(), torch.autograd.Function, torch.optim.Optimizer),
-        *(LightningModule(), Trainer),
+        *(LightningModule(), Trainer, CombinedLoader([])),
     )
     return frozenset(name for item in objects for name in dir(item) if _is_private(name))

@@ -23,7 +23,7 @@ from lightning_accel.core.torch_private import (
     hooks_of,
     hooks_on_all_modules,
     outside_of_ddp,
-    saved_tensors_are_packed,
+    saved_tensors_hooks,
     without_dispatch_modes,
     without_function_modes,
 )
@@ -134,7 +134,7 @@ class HandWrittenSite(AttentionSite):
 
     @override
     def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not (torch.is_grad_enabled() and saved_tensors_are_packed()):
+        if not (torch.is_grad_enabled() and saved_tensors_hooks() is not None):
             return self._captured_or_not(rehearsal, original, args, kwargs)
         # Somebody (gradient checkpointing) may run this call again, and what is recomputed must be computed by the
         # same operations: a copy is captured, which nobody watches.

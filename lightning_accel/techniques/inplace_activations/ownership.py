@@ -34,8 +34,7 @@ from lightning_accel.core.torch_private import (
     has_gradient_hooks,
     has_modes,
     is_transformed,
-    module_slots,
-    saved_tensors_are_packed,
+    saved_tensors_hooks,
 )
 from lightning_accel.techniques.inplace_activations.callers import Call, read_call
 from lightning_accel.techniques.inplace_activations.kinds import Kind, only_reads
@@ -161,7 +160,7 @@ class Site:
             return counts
         if has_modes() or is_transformed():
             return "it runs inside a mode that sees every operation, a transform of torch.func or forward-mode AD"
-        if x.requires_grad and saved_tensors_are_packed():
+        if x.requires_grad and saved_tensors_hooks() is not None:
             return "it runs inside other saved-tensor hooks (checkpointing, offloading)"
         if call is None or (call.callee not in self.names and caller.f_code is not _SEQUENTIAL):
             return _CALLER
@@ -192,9 +191,9 @@ def _is_only_read(module: nn.Module, caller: FrameType | None) -> bool:
             return False
         if caller.f_code is not _SEQUENTIAL:
             call = call_in(caller)
-            if call is None or call.reader is None or module_slots(parent).get(call.callee) is not module:
+            if call is None or call.reader is None or getattr(parent, call.callee, None) is not module:
                 return False
-            return only_reads(module_slots(parent).get(call.reader))
+            return only_reads(getattr(parent, call.reader, None))
         layers = list(parent)
         if layers.count(module) != 1:
             return False

@@ -1,0 +1,53 @@
+"""What a trial runs in place of a module: a copy that shares parameters, and nothing that it may change."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_accel.core.isolation import silent_twin
+
+
+class Everything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.tied = self.weight
+        self.register_parameter("bias", None)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("absent", None)
+        self.inner = self.again = nn.BatchNorm1d(2)
+        self.add_module("empty", None)
+        self.seen: list[int] = []
+
+
+def test_a_twin_has_the_same_parameters_and_its_own_buffers_modules_and_lists() -> None:
+    module = Everything()
+    module.register_forward_hook(lambda *args: None)
+    twin = silent_twin(module)
+    assert twin.weight is twin.tied is module.weight
+    assert (twin.bias, twin.absent, twin.empty) == (None, None, None)
+    assert twin.inner is twin.again is not module.inner
+    assert twin.inner.weight is module.inner.weight
+    assert twin.inner.running_mean is not module.inner.running_mean
+    assert torch.equal(twin.mean, module.mean)
+    assert twin.mean is not module.mean
+    assert twin.seen is not module.seen
+    assert list(twin.state_dict()) == list(module.state_dict())
+
+
+def test_what_is_done_to_a_twin_is_not_done_to_the_module() -> None:
+    module = Everything()
+    twin = silent_twin(module)
+    twin.mean = torch.ones(2)
+    twin.register_buffer("new", torch.ones(1))
+    twin.inner = nn.Identity()
+    assert module.mean.tolist() == [0.0, 0.0]
+    assert not hasattr(module, "new")
+    assert isinstance(module.inner, nn.BatchNorm1d)
+
+
+def test_a_converted_twin_ties_what_was_tied() -> None:
+    twin = silent_twin(Everything(), torch.float64)
+    assert twin.weight is twin.tied
+    assert twin.weight.dtype is twin.mean.dtype is twin.inner.running_var.dtype is torch.float64

@@ -156,12 +156,23 @@ class FlashMultiheadAttention(MultiheadAttention):
         self.backend = backend
 
     @override
-    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         """As :meth:`nn.MultiheadAttention.forward`; shapes and masks in :func:`multihead_forward`."""
         # Not in the constructor: a module may be made where no GPU is and moved to one.
         if self.backend != "sdpa" and not torch.compiler.is_compiling():
             _check_available(self.backend, query.device)
-        return multihead_forward(self, query, *args, **kwargs, backend=BACKENDS[self.backend])
+        settings = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        return multihead_forward(self, query, key, value, *settings, backend=BACKENDS[self.backend])
 
     def __prepare_scriptable__(self) -> MultiheadAttention:
         """What ``torch.jit.script`` compiles in its place, with the same parameters: it reads no code of this kind."""

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_accel.callbacks._clocks import StepClock, clock_for
@@ -21,8 +22,6 @@ from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
-
-_FETCH = ".train_dataloader_next"  # how Lightning's profilers name it, after the loop
 
 
 class FitInstruments:
@@ -174,24 +173,28 @@ def _time_fetches(trainer: Trainer, clock: StepClock) -> PatchSet:
     gaps between the steps, and only ``data_wait_frac`` lost.
     """
     fetch_began, fetch_ended = clock.fetch_began, clock.fetch_ended
+    profiler = cast(Any, trainer).profiler  # which Lightning sets where mypy does not look
+    profiles = type(profiler) is not PassThroughProfiler  # the default does nothing, at every action of a step
+    fetch = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
 
     def began_before(original: Callable[..., Any]) -> Callable[..., Any]:
         def start(profiler: Any, action_name: str) -> None:
-            if action_name.endswith(_FETCH):
+            if action_name == fetch:
                 fetch_began()
-            original(profiler, action_name)
+            if profiles:
+                original(profiler, action_name)
 
         return start
 
     def ended_after(original: Callable[..., Any]) -> Callable[..., Any]:
         def stop(profiler: Any, action_name: str) -> None:
-            original(profiler, action_name)
-            if action_name.endswith(_FETCH):
+            if profiles:
+                original(profiler, action_name)
+            if action_name == fetch:
                 fetch_ended()
 
         return stop
 
-    profiler = cast(Any, trainer).profiler  # which Lightning sets where mypy does not look
     wraps = {"start": began_before, "stop": ended_after}
     patches = PatchSet(MethodPatch(name, "timed", profiler, name, wrap) for name, wrap in wraps.items())
     patches.apply()

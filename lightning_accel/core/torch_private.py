@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -40,12 +41,11 @@ def handles_on_storage(storage: torch.UntypedStorage) -> int:
     return _C._storage_Use_Count(storage._cdata)
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often ``tensor`` was changed in place: ``_version``, since torch 0.4.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was changed in place: ``_version``, since torch 0.4.
 
-    Autograd compares it for what it saves, and so must whoever saves in its stead. Without it nothing is offloaded.
-    """
-    return tensor._version
+Autograd compares it for what it saves, and so must whoever saves in its stead. Without it nothing is offloaded.
+"""
 
 
 def set_version(tensor: Tensor, version: int) -> None:
@@ -231,11 +231,10 @@ def has_modes() -> bool:
     TorchDynamo captures nothing, or anew, under them. Without the name every captured attention runs as it was
     written, for the reason that the AttributeError gives.
     """
-    return bool(_C._len_torch_dispatch_stack()) or _has_function_modes()
+    return bool(_C._len_torch_dispatch_stack()) or torch.overrides.has_torch_function(_NOTHING)
 
 
-def _has_function_modes() -> bool:
-    return torch.overrides.has_torch_function((None,))  # which None itself cannot have
+_NOTHING = (None,)  # what only modes can have a torch function for
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
@@ -255,7 +254,7 @@ def without_function_modes() -> Iterator[list[Any]]:
     """
     overrides: Any = torch.overrides
     modes: list[Any] = []
-    while _has_function_modes():
+    while overrides.has_torch_function(_NOTHING):
         modes.insert(0, overrides._pop_mode())
     try:
         yield modes

@@ -109,9 +109,12 @@ def _kept(tensors: list[Tensor]) -> Restore:
     """Copies tensors at the cost of one copy of each kind: every step keeps the running statistics of all norms."""
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((type(tensor), tensor.dtype, tensor.device), []).append(tensor)
-    with torch.no_grad():
-        copies = [torch.cat([tensor.reshape(-1) for tensor in alike]) for alike in kinds.values()]
+        kind = type(tensor), tensor.dtype, tensor.device
+        if kind in kinds:
+            kinds[kind].append(tensor)
+        else:
+            kinds[kind] = [tensor]
+    copies = [torch.cat([tensor.detach().reshape(-1) for tensor in alike]) for alike in kinds.values()]
 
     def put_back() -> None:
         for alike, values in zip(kinds.values(), copies, strict=True):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from lightning_accel.core.isolation import silent_twin
+
+pytestmark = pytest.mark.numbers
 
 
 class Everything(nn.Module):

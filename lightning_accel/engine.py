@@ -328,7 +328,7 @@ class Engine:
         self._trial_step = 1 if self._trial_step == 0 else None
 
     def _stay_together(self, sites: Mapping[str, set[str]]) -> None:
-        """Stops all ranks, each with the same error, where one cannot do what rank 0 does at the sites of a technique."""
+        """Stops all ranks, each with the same error, where one cannot do at a site what rank 0 does there."""
         records = self.report.techniques
         ranks = self._gather({n: (sites.get(n, set()), r.refusals, r.status) for n, r in records.items()})
         if (differing := difference(ranks)) is not None:

@@ -63,7 +63,7 @@ class FusedAttention:
         batches = [q.shape[:-2], k.shape[:-2]]
         if len(form.levels) == 1:  # through reshapes the batch of the values is known to be that of the weights
             batches.append(v.shape[:-2])
-        levels = _level_shapes(tuple(torch.broadcast_shapes(*batches)), form.levels, given)  # type: ignore[no-untyped-call]
+        levels = _level_shapes(_broadcast(batches), form.levels, given)
         pair = _pair(next((shape for shape in levels if len(shape) == 2), levels[0]))
         edits = []
         for edit in form.edits:
@@ -80,7 +80,9 @@ class FusedAttention:
         q, k = _folded(q, levels[0], pair, whole=True), _folded(k, levels[0], pair, whole=True)
         v = _folded(v, levels[-1], pair, whole=True)
         # Scores in float32 of a bfloat16 model: all in the wider one.
-        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        dtype = q.dtype
+        if not dtype == k.dtype == v.dtype:
+            dtype = torch.promote_types(torch.promote_types(dtype, k.dtype), v.dtype)
         dropout_p = float(given.get(form.dropout_p, form.dropout_p))
         call = AttentionCall(query=q.to(dtype), key=k.to(dtype), value=v.to(dtype), dropout_p=dropout_p)
         out = attend_edited(call, edits, attend, zero_rows=form.zero_rows).to(value(form.last).dtype)
@@ -142,11 +144,19 @@ def _keys_kept(mask: Tensor, edit: Edit) -> Tensor:
 
 def _arranged(tensor: Tensor, order: Order) -> Tensor:
     """The tensor as (batch…, row, column), with ones for batch dimensions that it lacks."""
+    if order == tuple(range(len(order))):
+        return tensor  # as it mostly is: each of these calls is as long as a small product
     tensor = tensor.permute([index for index in order if index is not None])
     for position, index in enumerate(order):
         if index is None:
             tensor = tensor.unsqueeze(position)
     return tensor
+
+
+def _broadcast(shapes: list[torch.Size]) -> Shape:
+    if all(shape == shapes[0] for shape in shapes):
+        return tuple(shapes[0])
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def _level_shapes(first: Shape, levels: Sequence[Sequence[Any]], given: dict[Node, Any]) -> list[Shape]:
@@ -168,6 +178,8 @@ def _pair(batch: Shape) -> Shape:
 def _folded(tensor: Tensor, level: Shape, pair: Shape, *, whole: bool = False) -> Tensor:
     """(batch…, row, column), the batch broadcastable to ``level``, as (B, H, row, column), whole or broadcastable."""
     tail = tensor.shape[-2:]
+    if tensor.dim() == 4 and level == pair == tensor.shape[:-2]:
+        return tensor
     if all(size == 1 for size in tensor.shape[:-2]):
         tensor = tensor.reshape(1, 1, *tail)
     elif level != pair or tensor.dim() != 4:

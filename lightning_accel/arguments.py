@@ -29,7 +29,7 @@ class RunSettings:
 
 
 class Arguments:
-    """Takes the settings as keyword arguments; a class on top of it says in ``_configure`` what becomes of them."""
+    """Takes the settings as keyword arguments, for a class on top of it."""
 
     def __init__(self, **settings: Any) -> None:
         known = list(arguments())
@@ -40,7 +40,7 @@ class Arguments:
         self._configure(settings)
 
     def _configure(self, settings: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """What the class makes of them."""
 
 
 class Values:

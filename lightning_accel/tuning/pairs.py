@@ -1,11 +1,11 @@
 """Is B faster than A? Judged pair by pair, at any time, with an error that holds however often one looks.
 
-A pair is two turns, one of A and one of B, one right after the other, in an order that a fair coin decides. It gives one
-number, the log of A's time over B's. Were B not faster, the coin alone would decide whether that number is above zero,
-whatever the machine does: drift, slow minutes, a checkpoint every tenth step. So the share of numbers above zero is at
-most one half, and a gambler who bets that it is more can expect no gain. He starts with 1 and bets on several shares at
-once (a mixture); by Ville's inequality his wealth ever reaches ``1 / alpha`` with a probability of at most ``alpha``, at
-whichever time one stops to look. Reaching it is the proof that B is faster.
+A pair is two turns, one of A and one of B, one right after the other, in an order that a fair coin decides. It gives
+one number, the log of A's time over B's. Were B not faster, the coin alone would decide whether that number is above
+zero, whatever the machine does: drift, slow minutes, a checkpoint every tenth step. So the share of numbers above zero
+is at most one half, and a gambler who bets that it is more can expect no gain. He starts with 1 and bets on several
+shares at once (a mixture); by Ville's inequality his wealth ever reaches ``1 / alpha`` with a probability of at most
+``alpha``, at whichever time one stops to look. Reaching it is the proof that B is faster.
 
 Only signs are used: no outlier counts for more than one pair. The interval for the gain holds every value that neither
 direction has rejected.

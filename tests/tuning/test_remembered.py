@@ -22,10 +22,9 @@ WHOLE = Result("whole plan", "faster", Interval(1.3, 1.2, 1.4), 24)
 SETTLED = Tuning({"attention": "on"}, {"attention": WHOLE}, WHOLE, is_settled=True)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+@pytest.fixture
+def cache() -> Path:
+    return remembered.folder()
 
 
 def key_of(width: int = 4, batch: int = 8, host: str = "a CPU") -> Key:
@@ -68,12 +67,12 @@ def test_a_file_of_another_run_is_not_taken_for_ones_own(cache: Path) -> None:
         remembered.recall(key_of())
 
 
-def test_nothing_half_written_is_left_where_the_disk_is_full(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_half_written_is_left_where_the_disk_is_full(cache: Path) -> None:
     def full(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(os, "replace", full)
         remembered.remember(key_of(), SETTLED)
     assert list(cache.iterdir()) == []
 
@@ -87,9 +86,10 @@ def test_all_is_listed_and_cleared(cache: Path) -> None:
     assert list(remembered.entries()) == []
 
 
-def test_without_a_folder_of_its_own_it_is_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LIGHTNING_ACCEL_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert remembered.folder() == tmp_path / "lightning-accel"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert remembered.folder() == Path.home() / ".cache" / "lightning-accel"
+def test_without_a_folder_of_its_own_it_is_the_users_cache(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("LIGHTNING_ACCEL_CACHE")
+        environment.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert remembered.folder() == tmp_path / "lightning-accel"
+        environment.delenv("XDG_CACHE_HOME")
+        assert remembered.folder() == Path.home() / ".cache" / "lightning-accel"

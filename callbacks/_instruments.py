@@ -14,11 +14,12 @@ from lightning_accel.callbacks._clocks import StepClock, clock_for
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._epoch_ends import EpochEnds, is_last_of_epoch, reaches_max_steps
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
-from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib, memory_meter_for
+from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
 from lightning_accel.callbacks._ranks import RankEpoch, gathered, put_together, thinned
 from lightning_accel.callbacks._samples import SampleCounter
 from lightning_accel.core.host import usable_cores
 from lightning_accel.core.patch import MethodPatch, PatchSet
+from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
@@ -44,7 +45,7 @@ class FitInstruments:
         self._has_advised = False
         self._skipped_before = self._skipped_steps()
         self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
-        self._memory = memory_meter_for(self._device)
+        self._memory = PeakMemory(self._device)
         self.energy = EnergyMeter.open(self._device)
         self._peak_flops = peak_flops_per_sec(self._device, str(trainer.precision))
         self.clock = clock_for(self._device)
@@ -111,7 +112,7 @@ class FitInstruments:
             steps_per_sec=_per(steps, seconds),
             data_wait_frac=_per(rated.wait_ms, rated.train_ms) if knows_wait else None,
             data_wait_ms=_per(rated.wait_ms, steps) if knows_wait else None,
-            peak_memory_mib=self._memory.peak_mib(),
+            peak_memory_mib=self._memory.peak_bytes() / 2**20,
             host_rss_mib=host_rss_mib(),
             flops_per_step=self.flops.flops,
             peak_flops=self._peak_flops,

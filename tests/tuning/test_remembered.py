@@ -71,9 +71,10 @@ def test_nothing_half_written_is_left_where_the_disk_is_full(cache: Path) -> Non
     def full(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", full)
-        remembered.remember(key_of(), SETTLED)
+        with pytest.raises(OSError, match="No space"):
+            remembered.remember(key_of(), SETTLED)
     assert list(cache.iterdir()) == []
 
 

@@ -19,6 +19,9 @@ Verdict = Literal["faster", "not faster", "cannot tell", "needs more memory", "o
 MEMORY_RISE = 0.02
 """So much more memory at the peak, as a share of it, is a price."""
 
+LEAST_RISE_BYTES = 16 << 20
+"""Less is no more than what two equal steps may differ by."""
+
 WORTH_MEMORY = math.log(1.1)
 """What an arm has to win in time, as the log of a ratio, to be worth that price."""
 
@@ -145,9 +148,8 @@ class Comparison:
         return True
 
     def peaked(self, turn: Turn, peak_bytes: int) -> None:
-        """Takes up the largest amount of memory that the process has ever held, after a turn."""
-        if turn.pair is None:  # the first turns of both sides come before any pair
-            self._peaks.setdefault(turn.side, peak_bytes)
+        """Takes up the most memory that was held in a turn; the latest counts, when nothing is made for the first time."""
+        self._peaks[turn.side] = peak_bytes
 
     def failed(self, verdict: Verdict) -> None:
         """Ends the comparison: the candidate cannot run."""
@@ -155,7 +157,9 @@ class Comparison:
 
     @property
     def raises_memory(self) -> bool:
-        return len(self._peaks) == 2 and self._peaks[1] > self._peaks[0] * (1 + MEMORY_RISE)
+        if len(self._peaks) < 2:
+            return False
+        return self._peaks[1] - self._peaks[0] > max(MEMORY_RISE * self._peaks[0], LEAST_RISE_BYTES)
 
     def result(self) -> Result | None:
         """How it ended; None while it goes on."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.techniques.arms import ORIGINAL, Arm
 from lightning_accel.tuning.comparison import Choices, Comparison, Result, Turn
 from lightning_accel.tuning.pairs import Interval, PairTest
@@ -102,7 +103,7 @@ class LiveTrials:
         turns: How many turns the run has, at least about; infinite where it does not end by itself.
         put: Told, before a turn, of what is chosen for it, after the arms have been.
         say: Told of what is decided, in a line each.
-        peak_bytes: Gives the largest amount of memory held so far.
+        peak: A window on the memory of the device; None where none can be had.
         gather: Maps a value of this process to those of all, in the order of their ranks; None with one process.
         known: What holds by earlier trials: nothing is tried, and the run is only watched.
     """
@@ -114,18 +115,19 @@ class LiveTrials:
         *,
         put: Callable[[Choices], None] = lambda choices: None,
         say: Callable[[str], None] = lambda line: None,
-        peak_bytes: Callable[[], int] = lambda: 0,
+        peak: PeakMemory | None = None,
         gather: Callable[[Any], list[Any]] | None = None,
         known: Tuning | None = None,
     ) -> None:
         self.tuning = known or Tuning({arm.name: arm.choices[0] for arm in arms})
         self._arms = {arm.name: arm for arm in sorted(arms, key=_gain, reverse=True)}
         self._left, self._allowance = turns, allowance(turns)
-        self._put, self._say, self._peak_bytes, self._gather = put, say, peak_bytes, gather
+        self._put, self._say, self._peak, self._gather = put, say, peak, gather
         self._in_force: dict[str, str] = {arm.name: arm.choices[0] for arm in arms}
         self._pending: deque[tuple[Comparison | None, Turn]] = deque()  # begun, and not timed yet
         self._timed: deque[float | None] = deque()  # what the first of them took, in their order
         self._begun = 0
+        self._metered: tuple[Comparison, Turn] | None = None  # whose peak of memory is being looked at
         self._latest: deque[float] = deque(maxlen=_LATEST)
         self._settled_s: float | None = None
         self._gain = 1.0  # of what holds over the plain run, as far as known
@@ -139,19 +141,23 @@ class LiveTrials:
         """Puts in force what the turn that now begins is to run with."""
         self._begun += 1
         self._left -= 1
+        if self._metered is not None and self._peak is not None:
+            comparison, turn = self._metered
+            comparison.peaked(turn, self._peak.peak_bytes())
         self._take_up()
         if self._comparison is None:
             self._advance(None)
         turn = Turn(self.tuning.choices) if self._comparison is None else self._comparison.next_turn()
         self._choose(turn.choices)
         self._pending.append((self._comparison, turn))
+        self._metered = None
+        if self._comparison is not None and self._peak is not None and turn.pair is None:
+            self._metered = self._comparison, turn
+            self._peak.restart()
 
     def took(self, seconds: float | None) -> None:
         """Takes up what the first turn that was not timed yet took; None: something else came in between."""
         self._timed.append(seconds)
-        comparison, turn = self._pending[len(self._timed) - 1]
-        if comparison is not None and comparison is self._comparison:
-            comparison.peaked(turn, self._peak_bytes())
 
     def failed_in_trial(self) -> bool:
         """Has the comparison under way end, since its candidate ran out of memory; False: it was not its turn."""

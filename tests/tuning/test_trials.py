@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
+import torch
 
+from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning.trials import MIN_TURNS, LiveTrials, Tuning, allowance
 
@@ -20,7 +22,6 @@ class SimulatedRun:
         self.switches: list[tuple[str, str]] = []
         self.lines: list[str] = []
         self.seconds = self.plain_seconds = 0.0
-        self.peak_bytes = 1000
         self.slowdown: Callable[[int], float] = lambda turn: 1.0
         self._rng = np.random.default_rng(seed)
         self.arms = [Arm(name, ("on",), self._chooser(name), **arm) for name in speedups]  # type: ignore[arg-type]
@@ -131,10 +132,13 @@ def test_an_arm_that_needs_more_memory_has_to_win_ten_percent() -> None:
     def tuned(speedup: float) -> Tuning:
         run = SimulatedRun({"hungry": speedup})
 
-        def peak() -> int:
-            return 1100 if run.now["hungry"] == "on" else 1000
+        class SimulatedPeak(PeakMemory):
+            def peak_bytes(self) -> int:
+                return (1100 if run.now["hungry"] == "on" else 1000) << 20
 
-        return run.run(peak_bytes=peak)
+            def restart(self) -> None: ...
+
+        return run.run(peak=SimulatedPeak(torch.device("cpu")))
 
     assert tuned(1.05).choices == {}
     assert tuned(1.05).results["whole plan"].verdict == "needs more memory"

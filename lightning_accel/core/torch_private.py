@@ -6,11 +6,13 @@ torch has dropped then fails in one test of tests/core/test_torch_private.py, wh
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -276,8 +278,13 @@ def dynamo_is_off() -> bool:
 
     Set publicly, and asked nowhere. A capture then runs what it captured as it was written, out of sight of modes.
     """
-    eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
+    eval_frame: Any = _eval_frame()
     return bool(eval_frame._stance.stance == "force_eager" or eval_frame.config.disable)
+
+
+@functools.cache
+def _eval_frame() -> ModuleType:
+    return importlib.import_module("torch._dynamo.eval_frame")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from lightning_accel.techniques.flash_attention.masks import (
     can_look_into,
     causal_fill,
     is_traced,
+    scale_of,
 )
 
 Shape = tuple[int, ...]
@@ -80,13 +82,15 @@ class FusedAttention:
         q, k = _folded(q, levels[0], pair, whole=True), _folded(k, levels[0], pair, whole=True)
         v = _folded(v, levels[-1], pair, whole=True)
         # Scores in float32 of a bfloat16 model: all in the wider one.
-        dtype = q.dtype
-        if not dtype == k.dtype == v.dtype:
-            dtype = torch.promote_types(torch.promote_types(dtype, k.dtype), v.dtype)
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
         dropout_p = float(given.get(form.dropout_p, form.dropout_p))
-        call = AttentionCall(query=q.to(dtype), key=k.to(dtype), value=v.to(dtype), dropout_p=dropout_p)
+        scale = scale_of(edits)
+        call = AttentionCall(query=q.to(dtype), key=k.to(dtype), value=v.to(dtype), dropout_p=dropout_p, scale=scale)
         out = attend_edited(call, edits, attend, zero_rows=form.zero_rows).to(value(form.last).dtype)
-        out = out.reshape(*levels[-1], *out.shape[-2:]).permute(form.out_order)
+        if levels[-1] != pair:
+            out = out.reshape(*levels[-1], *out.shape[-2:])
+        if not _is_in_order(form.out_order):
+            out = out.permute(form.out_order)
         return out.contiguous() if self.is_contiguous else out
 
     def _bound(self, edit: Edit, given: dict[Node, Any], level: Shape, pair: Shape, is_traced: bool) -> list[Edit]:
@@ -144,13 +148,18 @@ def _keys_kept(mask: Tensor, edit: Edit) -> Tensor:
 
 def _arranged(tensor: Tensor, order: Order) -> Tensor:
     """The tensor as (batch…, row, column), with ones for batch dimensions that it lacks."""
-    if order == tuple(range(len(order))):
+    if _is_in_order(order):
         return tensor  # as it mostly is: each of these calls is as long as a small product
     tensor = tensor.permute([index for index in order if index is not None])
     for position, index in enumerate(order):
         if index is None:
             tensor = tensor.unsqueeze(position)
     return tensor
+
+
+@functools.cache
+def _is_in_order(order: Order) -> bool:
+    return order == tuple(range(len(order)))
 
 
 def _broadcast(shapes: list[torch.Size]) -> Shape:

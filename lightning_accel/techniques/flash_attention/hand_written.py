@@ -83,7 +83,7 @@ class Capture:
     def _rewritten(self, graph: GraphModule, example_inputs: list[Tensor]) -> Forward:
         self.graphs += 1
         self.findings += fuse_attention(graph, self._compute)
-        forward = graph.forward
+        forward = GraphModule(graph, graph.graph).forward  # Dynamo's own compiles lazily, through three more calls
 
         def run(*inputs: Any) -> Any:
             self._runs += 1

@@ -107,7 +107,7 @@ def attend_edited(call: AttentionCall, edits: Sequence[Edit], attend: Attend, *,
     """softmax(edits(query @ key^T)) @ value.
 
     Args:
-        call: Without scale and mask.
+        call: With the scale that is in the edits, and no mask.
         edits: In their order; tensors are (B, H, T, S) or broadcastable to it.
         attend: Computes a call.
         zero_rows: Whether a query whose keys are all given -inf gets zeros, instead of NaN.
@@ -115,7 +115,6 @@ def attend_edited(call: AttentionCall, edits: Sequence[Edit], attend: Attend, *,
     Returns:
         (B, H, T, Dv).
     """
-    call = replace(call, scale=math.prod((edit.by for edit in edits if edit.kind == "multiply"), start=1.0))
     masks = [edit for edit in edits if edit.kind in ("add", "keep", "band")]
     if not masks:
         return attend(call)
@@ -142,6 +141,11 @@ def attend_edited(call: AttentionCall, edits: Sequence[Edit], attend: Attend, *,
     if rows.any():
         return _with_samples_by_hand(call, mask, edits, rows, attend, zero_rows)
     return attend(replace(call, mask=_for_kernel(mask, call.query.dtype)))
+
+
+def scale_of(edits: Sequence[Edit]) -> float:
+    """The product of the numbers that scores are multiplied by."""
+    return math.prod([edit.by for edit in edits if edit.kind == "multiply"], start=1.0)
 
 
 def _with_dense_band(edit: Edit, call: AttentionCall) -> Edit:

@@ -15,10 +15,9 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
-from lightning_accel.techniques.flash_attention.dispatch import Dispatch
+from lightning_accel.techniques.flash_attention.dispatch import Dispatch, Judge
 from lightning_accel.techniques.flash_attention.finder import find_sites
 from lightning_accel.techniques.flash_attention.huggingface import model_switches
-from lightning_accel.techniques.flash_attention.judge import Judge
 from lightning_accel.techniques.flash_attention.rehearsal import WatchedBackend
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
@@ -141,14 +140,12 @@ class FlashAttention(Technique):
 
     @contextmanager
     def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
-        verdicts: Verdicts = {}
-        self._judge.is_trial_step, self._found = True, {}
+        self._found = {patch.site: Verdict(keep=True, reason=_LATE) for patch in patches}
+        self._judge.is_trial_step = True
         try:
-            yield verdicts
+            yield self._found
         finally:
             self._judge.is_trial_step = False
-        for patch in patches:
-            verdicts[patch.site] = self._found.get(patch.site, Verdict(keep=True, reason=_LATE))
 
     @override
     def decided(self, verdicts: Verdicts) -> None:

@@ -15,11 +15,7 @@ from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.core.torch_private import hooks_of
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import Backend
-from lightning_accel.techniques.flash_attention.huggingface_attention import (
-    Request,
-    accel_attention,
-    all_without_mask,
-)
+from lightning_accel.techniques.flash_attention.huggingface_attention import Request, accel_attention, all_without_mask
 from lightning_accel.techniques.flash_attention.huggingface_interface import (
     EAGER_MASKS,
     OWN_MASKS,

@@ -154,11 +154,6 @@ class FlashAttention(Technique):
 
     @override
     def step(self, stage: str) -> AbstractContextManager[None]:
-        is_due = self._agreed or any(dispatch.tried for dispatch in self._dispatches.values())
-        return self._carrying_out_choices() if is_due else nullcontext()
-
-    @contextmanager
-    def _carrying_out_choices(self) -> Iterator[None]:
         for dispatch in self._dispatches.values():
             if dispatch.tried:
                 dispatch.adopt_tried()
@@ -168,7 +163,7 @@ class FlashAttention(Technique):
                 if site in self._dispatches:
                     self._dispatches[site].choose(verdict.choices)
             self._switch_models()
-        yield
+        return nullcontext()
 
     @override
     def settled(self) -> None:

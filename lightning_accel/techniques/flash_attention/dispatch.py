@@ -253,17 +253,16 @@ def _shape_class(facts: tuple[Any, ...]) -> str:
 
 def nearest_choice(shapes: str, choices: Mapping[str, str]) -> str | None:
     """The choice of the class whose sizes are nearest, among those of the same mode and dtypes if there are any."""
-    head, _, sizes = shapes.partition(": ")
-    exponents = _numbers(sizes)
+    head, exponents = _read(shapes)
 
     def distance(other: str) -> tuple[bool, int]:
-        other_head, _, other_sizes = other.partition(": ")
-        others = _numbers(other_sizes)
+        other_head, others = _read(other)
         far = sum(abs(a - b) for a, b in zip(exponents, others, strict=False)) + 100 * abs(len(exponents) - len(others))
         return head != other_head, far
 
     return choices[min(choices, key=distance)] if choices else None
 
 
-def _numbers(sizes: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\b\d+\b", sizes)]  # and not those in the names of dtypes
+def _read(shapes: str) -> tuple[str, list[int]]:
+    head, _, sizes = shapes.partition(": ")
+    return head, [int(number) for number in re.findall(r"\b\d+\b", sizes)]  # not those in the names of dtypes

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.activation import MultiheadAttention
 from typing_extensions import override
 
-from lightning_accel.core.checks import nearest
+from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
@@ -73,8 +73,7 @@ def multihead_forward(
     q, k, v = _project(module, query, key, value)
     # Asked for weights, torch goes by the mask and not by the hint; where the two are the same the hint is cheaper.
     is_hint_enough = not is_discarded or (q.shape[2] == k.shape[2] and _num_extra_keys(module) == 0)
-    is_causal = is_causal and key_padding_mask is None and is_hint_enough
-    is_causal = is_causal or (key_padding_mask is None and _is_causal_mask(module, attn_mask))
+    is_causal = key_padding_mask is None and ((is_causal and is_hint_enough) or _is_causal_mask(module, attn_mask))
     k, v = _with_extra_keys(k, module, module.bias_k), _with_extra_keys(v, module, module.bias_v)
     mask = None if is_causal else _mask(module, query, key_padding_mask, attn_mask)
     dropout_p = module.dropout if module.training else 0.0
@@ -133,9 +132,7 @@ class FlashMultiheadAttention(MultiheadAttention):
         *,
         backend: str = "sdpa",
     ) -> None:
-        if backend not in BACKENDS:
-            names = ", ".join(repr(name) for name in BACKENDS)
-            raise ValueError(f"backend={backend!r}{nearest(str(backend), list(BACKENDS)) or '.'} Allowed: {names}.")
+        check_choice("backend", backend, list(BACKENDS))
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )

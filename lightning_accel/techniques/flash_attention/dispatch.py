@@ -110,21 +110,14 @@ class Dispatch(Patch):
         dispatch = self
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not dispatch._is_site(self):
+            # A deep copy of the module (EMA, the oracle of a trial) is not the site. A compiler is to see the original.
+            is_compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+            if self is not dispatch.attention.module or dispatch.is_refused or is_compiled:
                 return original(self, *args, **kwargs)
             return dispatch._route(original, args, kwargs)
 
         forward.is_fused = True  # type: ignore[attr-defined]
         return forward
-
-    def _is_site(self, module: nn.Module) -> bool:
-        # A deep copy of the module (EMA, the oracle of a trial) is not the site. A compiler is to see the original.
-        return (
-            module is self.attention.module
-            and not self.is_refused
-            and not torch.compiler.is_compiling()
-            and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        )
 
     def _route(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shapes = shape_class(self.attention.module, args, kwargs)

@@ -8,7 +8,6 @@ its own eager attention.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -105,13 +104,21 @@ def weights_are_collected() -> bool:
     return any("attentions" in key for key in collected or ())
 
 
-@functools.cache
+_eager_functions: dict[type[nn.Module], EagerAttention | None] = {}  # Dynamo reads a dict, and no functools.cache
+
+
 def eager_function(kind: type[nn.Module]) -> EagerAttention | None:
     """The eager attention of modules of this class; None if they do not use the interface in a way known here.
 
     Their forward names the interface and one eager function. Not taken: a forward that treats "sdpa" in its own way,
     by name, and an eager function with learned sinks.
     """
+    if kind not in _eager_functions:
+        _eager_functions[kind] = _find_eager_function(kind)
+    return _eager_functions[kind]
+
+
+def _find_eager_function(kind: type[nn.Module]) -> EagerAttention | None:
     forward = inspect.unwrap(kind.forward)
     code = getattr(forward, "__code__", None)
     if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names or _names_sdpa(code.co_consts):

@@ -72,9 +72,7 @@ class FlashAttention(Technique):
                 "XLA compiles attention itself, and torch's fused kernels are not for it. For long sequences call the"
                 " kernel that torch_xla brings: torch_xla.experimental.custom_kernel.flash_attention"
             )
-        if self._plan.backend == "auto":
-            return None
-        reason = BACKENDS[self._plan.backend].unavailable(host)
+        reason = None if self._plan.backend == "auto" else BACKENDS[self._plan.backend].unavailable(host)
         if reason is None:
             return None
         names = ", ".join(backend.name for backend in installed_backends(host))
@@ -85,9 +83,8 @@ class FlashAttention(Technique):
         if self._plan.backend == "auto" or host.kind == "xla":
             return None
         reason = BACKENDS[self._plan.backend].unavailable(host)
-        if reason is not None:
-            return Forecast(acts=False, brief="no", words=reason)
-        return Forecast(acts=True, brief="yes", words="used wherever the numbers agree")
+        words = reason or "used wherever the numbers agree"
+        return Forecast(acts=reason is None, brief="no" if reason else "yes", words=words)
 
     @override
     def alternatives(self, host: Host) -> list[str]:

@@ -6,7 +6,7 @@ back with the same bits, dtype, device, shape and strides. Which tensors to pack
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -84,10 +84,6 @@ class NonZeros:
     @property
     def nbytes(self) -> int:
         return self.split.bits.nbytes + self.split.values.nbytes
-
-    def with_bits(self, bits: Tensor) -> NonZeros:
-        """The same with equal bits that lie elsewhere."""
-        return NonZeros(self.layout, replace(self.split, bits=bits))
 
     def unpack(self) -> Tensor:
         tensor = self.layout.empty()

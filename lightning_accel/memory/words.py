@@ -24,7 +24,7 @@ _GATHER = 0x8040201008040201 - (1 << 64)
 _SPREAD, _PICK = 0x0101010101010101, 0x0102040810204080
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Split:
     """The words that are not zero, and where they stood."""
 

@@ -119,11 +119,9 @@ def measure_block(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     meter: Meter,
-    *,
-    policies: tuple[Policy, ...] = POLICIES,
-    offloader: Offloader | None = None,
+    offloader: Offloader | None,
 ) -> BlockCosts:
-    """Runs the block by each of ``policies`` that it can, and leaves no trace. One that raises is left out.
+    """Runs the block by each policy that it can, and leaves no trace. One that raises is left out.
 
     Raises:
         MeterBusyError: Another profiler is at work.
@@ -135,7 +133,7 @@ def measure_block(
     passes = Passes(block)
     costs: dict[Policy, Cost] = {}
     saved: dict[str, int] = {}
-    for policy in policies if offloader is not None else [p for p in policies if p not in OFFLOADING]:
+    for policy in POLICIES if offloader is not None else [p for p in POLICIES if p not in OFFLOADING]:
         try:
             with isolated(block):
                 if policy == "keep":

@@ -151,7 +151,7 @@ class Packer:
         seen.handles.add(handle)
         if span is not None:
             place.leader = None if seen.leader is place else seen.leader
-            handle.spans = [span]
+            handle.spans.append(span)
             place.sightings = [*place.sightings[1 - TRIALS :], handle.spans]
             self._unsettled.append((place, weakref.ref(tensor.untyped_storage())))
         return handle
@@ -163,7 +163,7 @@ class _Handle:
     def __init__(self, packer: Packer, packed: OneBit | NonZeros, tensor: Tensor, is_own: bool) -> None:
         self.packed = packed
         self.saves = 1
-        self.spans: list[Span] | None = None
+        self.spans: list[Span] = []  # what packing and unpacking took, on trial
         self._packer = packer
         self.identity = _identity(tensor, is_own)
         self._unpacks = 0
@@ -173,9 +173,9 @@ class _Handle:
         self._packer.end_step()  # a backward pass within the step: what it frees must not pass for freed by packing
         tensor = self._unpacked
         if tensor is None:
-            span = None if self.spans is None else Span(self.packed.layout.device)
+            span = Span(self.packed.layout.device) if self.spans else None
             tensor = self.packed.unpack()
-            if self.spans is not None and span is not None:
+            if span is not None:
                 span.stop()
                 self.spans.append(span)
         self._unpacks += 1

@@ -145,7 +145,7 @@ class Planner:
             if self._recorder is not None:
                 return
             try:
-                self._kinds[kind] = measure_block(block, original, args, kwargs, self._meter, offloader=self.offloader)
+                self._kinds[kind] = measure_block(block, original, args, kwargs, self._meter, self.offloader)
             except MeterBusyError as error:
                 self._busy = str(error)
                 return
@@ -266,11 +266,11 @@ class Planner:
         problem = self._last = Problem.of(calls, intervals, chosen, costs)
         found = self._rounds.next(problem, policies, max(i.peak_bytes for i in intervals), self._costs)
         policies = {**self.state.policies, **found.policies}
-        state = replace(self.state, policies=policies, offloads_rest=found.offloads_rest)
+        state = replace(self.state, policies=policies, offloads_rest=self._rounds.offloads_rest)
         if found.least_bytes is not None:
             state = replace(state, error=self._impossible(found.least_bytes))
         elif found.is_final:
-            schedule = self._scheduled(problem, found.policies, found.offloads_rest)
+            schedule = self._scheduled(problem, found.policies, state.offloads_rest)
             key = frozenset(found.policies.items())
             schedule = replace(
                 schedule,

@@ -77,7 +77,6 @@ class Offloader:
         self._known: WeakKeyDictionary[torch.UntypedStorage, WeakSet[_Entry]] = WeakKeyDictionary()
         self._live: WeakValueDictionary[int, _Entry] = WeakValueDictionary()  # by their turn
         self._packed = 0
-        self._said: set[str] = set()
         # Entries die whenever the collector pleases, in the midst of what is guarded by the lock: they only leave
         # their buffers here.
         self._left: deque[Region] = deque()
@@ -185,9 +184,9 @@ class Offloader:
         return region
 
     def _complain(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            self.complaints.append(f"activation_offloading: {reason}")
+        complaint = f"activation_offloading: {reason}"
+        if complaint not in self.complaints:
+            self.complaints.append(complaint)
 
     # -- and back ----------------------------------------------------------------------------------------------
 

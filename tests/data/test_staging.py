@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_accel.data.staging import Stager, move_plainly, tensors_within
-from lightning_accel.memory.buffers import HostPool
+from lightning_accel.memory.buffers import HostPool, OffloadingError
 
 pytestmark = pytest.mark.numbers
 
@@ -243,8 +243,8 @@ def test_without_pinned_memory_batches_still_move() -> None:
     """A simulated machine that has none to give: said once, then copied from where it lies."""
 
     class Exhausted(HostPool):
-        def _segment(self, size: int) -> None:
-            self._failure = "out of memory"
+        def take(self, nbytes: int) -> NoReturn:
+            raise OffloadingError("no pinned host memory (out of memory). Raise min_bytes.")
 
     stager = Stager(CPU, pool=Exhausted(pinned=True), mark=SimulatedMark)
     with pytest.warns(RuntimeWarning, match=r"not pinned.*out of memory.*ulimit -l") as warned:

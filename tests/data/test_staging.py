@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_accel.data.staging import Stager, move_plainly, tensors_within
-from lightning_accel.memory.buffers import HostPool, OffloadingError
+from lightning_accel.memory.buffers import HostPool
 
 pytestmark = pytest.mark.numbers
 
@@ -241,12 +241,9 @@ def test_closing_waits_for_what_is_under_way(staging: Staging) -> None:
 
 def test_without_pinned_memory_batches_still_move() -> None:
     """A simulated machine that has none to give: said once, then copied from where it lies."""
-
-    class Exhausted(HostPool):
-        def take(self, nbytes: int) -> NoReturn:
-            raise OffloadingError("no pinned host memory (out of memory). Raise min_bytes.")
-
-    stager = Stager(CPU, pool=Exhausted(pinned=True), mark=SimulatedMark)
+    pool = HostPool(pinned=True)
+    pool._failure = "out of memory"
+    stager = Stager(CPU, pool=pool, mark=SimulatedMark)
     with pytest.warns(RuntimeWarning, match=r"not pinned.*out of memory.*ulimit -l") as warned:
         moved, _ = stager.move([torch.ones(3), torch.zeros(2)])
     assert len(warned) == 1

@@ -56,7 +56,7 @@ def split_words(words: Tensor, max_values: int) -> Split | None:
     if sum(counts) > max_values:
         return None
     values = torch.empty(sum(counts), dtype=words.dtype, device=words.device)
-    for (part, _), kept in zip(library.pieces(words, bits), values.split(counts), strict=True):
+    for (part, _), kept in zip(library.pieces(words, bits), torch.split(values, counts), strict=True):
         library.take_nonzeros(part, library.open(kept))
     return Split(bits, values, counts)
 
@@ -71,7 +71,9 @@ def fill_words(out: Tensor, bits: Tensor, word: int) -> None:
 def join_words(out: Tensor, split: Split) -> None:
     """Sets every word of ``out`` (N,) to what it was when it was split."""
     library = _library(out)
-    for (part, packed), values in zip(library.pieces(out, split.bits), split.values.split(split.counts), strict=True):
+    for (part, packed), values in zip(
+        library.pieces(out, split.bits), torch.split(split.values, split.counts), strict=True
+    ):
         library.put_nonzeros(part, packed, library.open(values))
 
 

@@ -7,12 +7,12 @@ mode keeps what is expensive to recompute, as in Korthikanti et al. (2022), http
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
@@ -130,31 +130,53 @@ def _context_fn(block: nn.Module, mode: str, has_statistics: bool) -> Callable[[
 
     def contexts() -> Contexts:
         first, cached = selective() if selective is not None else (nullcontext(), nullcontext())
-        again = _CachedOnce(cached)
-        return first, _FrozenStatistics(block, again) if has_statistics else again
+        return first, _Again(block if has_statistics else None, cached)
 
     return contexts
 
 
-class _CachedOnce(AbstractContextManager[None]):
-    """What was kept is given back to the first recomputation, and then gone: a second one computes it all.
+class _Again(AbstractContextManager[None]):
+    """Around every recomputation of a call: there is one for each backward pass through a retained graph.
 
-    Torch's own context refuses a second backward pass through a retained graph, which plain training allows.
+    What was kept is given back to the first of them, and then gone: a second one computes it all. Torch's own context
+    refuses a second backward pass, which plain training allows.
+
+    Args:
+        block: Whose running statistics must not move a second time; None: it keeps none.
+        cached: Gives back what was kept.
     """
 
-    def __init__(self, cached: AbstractContextManager[Any]) -> None:
-        self._cached: AbstractContextManager[Any] | None = cached
-        self._entered: list[AbstractContextManager[Any]] = []
+    def __init__(self, block: nn.Module | None, cached: AbstractContextManager[Any]) -> None:
+        self._block = block
+        self._cached = cached
+        self._entered: list[ExitStack] = []
 
     @override
     def __enter__(self) -> None:
-        context, self._cached = self._cached or nullcontext(), None
-        self._entered.append(context)
-        context.__enter__()
+        cached, self._cached = self._cached, nullcontext()
+        with ExitStack() as stack:
+            if self._block is not None:
+                stack.enter_context(_frozen_statistics(self._block))
+            stack.enter_context(cached)
+            self._entered.append(stack.pop_all())
 
     @override
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
+
+
+@contextmanager
+def _frozen_statistics(block: nn.Module) -> Iterator[None]:
+    """With a momentum of zero running statistics stay, and autograd saves as many tensors as the first time."""
+    norms = [m for m in block.modules() if isinstance(m, NORMS) and m.training and m.track_running_stats]
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm, _, count in before:
+        norm.momentum, norm.num_batches_tracked = 0.0, None if count is None else count.clone()
+    try:
+        yield
+    finally:
+        for norm, momentum, count in before:
+            norm.momentum, norm.num_batches_tracked = momentum, count
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -185,30 +207,3 @@ def _makes_scores(operator: Any, args: Any) -> bool:
 def keeps_statistics(block: nn.Module) -> bool:
     """Whether a training pass through ``block`` moves running statistics."""
     return any(isinstance(m, NORMS) and m.track_running_stats for m in block.modules())
-
-
-class _FrozenStatistics(AbstractContextManager[None]):
-    """Recomputing a norm must not move its running statistics a second time.
-
-    With a momentum of zero they stay, and autograd still saves as many tensors as the first time. A class, as it is
-    entered again for every backward pass through a retained graph.
-    """
-
-    def __init__(self, block: nn.Module, around: AbstractContextManager[Any]) -> None:
-        self._block = block
-        self._around = around
-        self._before: list[tuple[Any, float | None, Tensor | None]] = []
-
-    @override
-    def __enter__(self) -> None:
-        norms = [m for m in self._block.modules() if isinstance(m, NORMS) and m.training and m.track_running_stats]
-        self._before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-        for norm, _, count in self._before:
-            norm.momentum, norm.num_batches_tracked = 0.0, None if count is None else count.clone()
-        self._around.__enter__()
-
-    @override
-    def __exit__(self, *error: Any) -> None:
-        self._around.__exit__(*error)
-        for norm, momentum, count in self._before:
-            norm.momentum, norm.num_batches_tracked = momentum, count

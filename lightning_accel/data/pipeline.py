@@ -68,9 +68,6 @@ class DevicePipeline:
             Trainer may begin an iteration before it knows where it resumes). None: batches are trained on, and each
             iteration is one more epoch.
 
-    Attributes:
-        loader: The loader itself.
-
     Raises:
         TypeError: ``loader`` is not iterable.
         ValueError: ``depth`` is not an integer, or below 0; ``preprocess`` is for another device.
@@ -136,9 +133,9 @@ class DevicePipeline:
             self._lane(),
             inner.position,
             inner.depth,
-            before=inner.progress,
             in_background=_only_takes_from_a_queue(inner.loader, source),
             snapshot=self._snapshot(),
+            before=inner.progress,
         )
         if sharing is not None:
             sharing.add(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,22 @@ from torch import Tensor
 from lightning_accel.data import parts
 from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.parts import Path
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How normalised images leave the chain."""
+
+    dtype: torch.dtype
+    memory_format: torch.memory_format  # of the images as (N, C, H, W)
+    is_nhwc: bool
+
+    def of(self, images: Tensor) -> Tensor:
+        if images.ndim != 4:  # a Map has made something else of them, or they were cut into windows
+            return images.to(self.dtype)
+        memory_format = torch.contiguous_format if self.is_nhwc else self.memory_format
+        # With the dtype as it is, `to` alone would leave some layouts that are none of the two.
+        return images.to(self.dtype, memory_format=memory_format).contiguous(memory_format=memory_format)
 
 
 class ArrayBatch:
@@ -36,6 +53,7 @@ class ArrayBatch:
         # Whether the images at a path have their channels last. Settled when they are first looked at: a crop to three
         # columns must not make columns of what were channels.
         self.layouts: dict[Path, bool] = {}
+        self.finishes: dict[Path, Finish] = {}  # of the images that were normalised
         self._kind: type = arrays.xp.ndarray
         # What is an array in the user's own batch stays one.
         self._users_own = {id(part): part for _, part in parts.parts_of(batch) if isinstance(part, self._kind)}
@@ -74,8 +92,20 @@ class ArrayBatch:
                     self.write(path, self.read(path))
         return self.structure
 
-    def tensors(self) -> None:
-        """Puts a tensor in the place of every array that a transform made."""
+    def follow(self, before: Mapping[Path, Any]) -> None:
+        """Finds normalised images again after the user's own function; ``before``: the parts that it was given."""
+        after = dict(parts.parts_of(self.structure))
+        self.layouts = {path: layout for path, layout in self.layouts.items() if after.get(path) is before.get(path)}
+        found: dict[Path, Finish] = {}
+        for path, finish in self.finishes.items():
+            places = [place for place, part in after.items() if part is before[path]]
+            if not places and parts.is_floating(after.get(path)):
+                places = [path]  # computed from them, in all likelihood
+            found |= dict.fromkeys(places, finish)
+        self.finishes = found
+
+    def finished(self) -> Any:
+        """The structure with a tensor in the place of every array that a transform made, normalised images finished."""
         made = dict(parts.parts_of(self.structure))
         for path in self._written - made.keys():
             with suppress(LookupError):  # a Map has taken it out again
@@ -83,6 +113,9 @@ class ArrayBatch:
         for path, part in made.items():
             if isinstance(part, self._kind) and id(part) not in self._users_own:
                 self.write(path, self._as_tensor(path, part))
+        for path, finish in self.finishes.items():
+            self.write(path, finish.of(self.tensor(path)))
+        return self.structure
 
     def _as_tensor(self, path: Path, array: Array) -> Tensor:
         _, was = self._read.get(id(array), (None, None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -134,7 +133,7 @@ class DevicePipeline:
             inner.position,
             inner.depth,
             in_background=_only_takes_from_a_queue(inner.loader, source),
-            snapshot=self._snapshot(),
+            stateful=inner.loader if isinstance(self, StatefulDevicePipeline) and inner.depth > 0 else None,
             before=inner.progress,
         )
         if sharing is not None:
@@ -153,9 +152,6 @@ class DevicePipeline:
             # the batches of every epoch take memory of their own.
             inner.side = torch.cuda.Stream(inner.device)  # type: ignore[no-untyped-call]
         return StreamLane(inner.side, inner.preprocess)
-
-    def _snapshot(self) -> Callable[[], Any] | None:
-        return None
 
     # Standing for the loader:
 
@@ -217,14 +213,6 @@ class StatefulDevicePipeline(DevicePipeline):
         """Has the loader go on from there with the next iteration."""
         self._inner.loader.load_state_dict(state_dict)
         self._inner.progress.has_state = False
-
-    @override
-    def _snapshot(self) -> Callable[[], Any] | None:
-        loader = self._inner.loader
-        if self._inner.depth == 0:
-            return None  # it never is ahead
-        # A copy: a state_dict() may give out the very objects that the loader goes on changing as it fetches ahead.
-        return lambda: copy.deepcopy(loader.state_dict())
 
 
 # Runs over loaders whose iterator outlives an epoch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import queue
 import threading
 import time
@@ -43,7 +44,7 @@ class Run:
     ask_position: Callable[[], Position]  # of the first batch, once that is wanted
     depth: int  # how many batches are prepared, or being prepared, beyond the one handed out
     in_background: bool  # whether the thread fetches, too; otherwise `take` does
-    snapshot: Callable[[], Any] | None = None  # the loader's state, asked for after every fetch; None: it has none
+    stateful: Any = None  # the loader, where it has a state and is ahead of what is handed out
     before: Progress = field(default_factory=Progress)  # how far the run before this one came
     progress: Progress = field(default_factory=Progress, init=False)
     _position: Position | None = field(default=None, init=False)  # of the next batch
@@ -72,7 +73,7 @@ class Run:
             self.stop()
             raise
         self.progress.position = job.position
-        if self.snapshot is not None:
+        if self.stateful is not None:
             self.progress.state, self.progress.has_state = job.state, True
         return batch
 
@@ -132,7 +133,9 @@ class Run:
             if self._is_exhausted:
                 raise StopIteration
             job.batch = next(self.source)
-            job.state = self.snapshot() if self.snapshot else None
+            if self.stateful is not None:
+                # A copy: state_dict() may give out the very objects that the loader goes on changing as it fetches.
+                job.state = copy.deepcopy(self.stateful.state_dict())
         except StopIteration:
             job.error = StopIteration()  # not the one caught: what it was raised amid may hold the iteration
         except Exception as error:

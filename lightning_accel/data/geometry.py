@@ -16,7 +16,6 @@ from lightning_accel.data.transform import (
     FusibleTransform,
     ImageTransform,
     Shape,
-    areas_and_ratios,
     is_count,
     is_number,
     per_sample,
@@ -142,7 +141,7 @@ class RandomResizedCrop(ImageTransform):
             height, width = cast(tuple[int, int], self.size)
             return self._central(shape, np.full(shape.samples, width / height))
         tries = (_ATTEMPTS, shape.samples)
-        area, ratio = areas_and_ratios(rng, shape, self.scale, self.ratio, tries)
+        area, ratio = shape.areas_and_ratios(rng, self.scale, self.ratio, tries)
         heights, widths = np.sqrt(area / ratio).round(), np.sqrt(area * ratio).round()
         fits = (heights >= 1) & (heights <= shape.height) & (widths >= 1) & (widths <= shape.width)
         first = fits.argmax(axis=0), np.arange(shape.samples)

@@ -14,15 +14,7 @@ from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.parts import Key, Path
 from lightning_accel.data.single_pass import NumpyArray
-from lightning_accel.data.transform import (
-    Boxes,
-    ImageTransform,
-    Shape,
-    areas_and_ratios,
-    is_count,
-    is_number,
-    per_sample,
-)
+from lightning_accel.data.transform import Boxes, ImageTransform, Shape, is_count, is_number, per_sample
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +46,7 @@ class RandomErasing(ImageTransform):
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Boxes | None:
         if rng is None:
             return None
-        area, ratio = areas_and_ratios(rng, shape, self.scale, self.ratio, shape.samples)
+        area, ratio = shape.areas_and_ratios(rng, self.scale, self.ratio, shape.samples)
         is_erased = rng.random(shape.samples) < self.p
         height = np.sqrt(area * ratio).round().clip(1, shape.height) * is_erased
         width = np.sqrt(area / ratio).round().clip(1, shape.width) * is_erased

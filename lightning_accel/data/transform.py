@@ -68,6 +68,14 @@ class Shape(NamedTuple):
     height: int
     width: int
 
+    def areas_and_ratios(
+        self, rng: np.random.Generator, scale: Any, ratio: Any, size: int | tuple[int, int]
+    ) -> tuple[NumpyArray, NumpyArray]:
+        """Of random boxes: areas in pixels, uniform in ``scale`` of the image's; ratios, uniform in their logarithm."""
+        (smallest, largest), (flattest, tallest) = scale, np.log(ratio)
+        area = self.height * self.width * rng.uniform(smallest, largest, size)
+        return area, np.exp(rng.uniform(flattest, tallest, size))
+
 
 class Boxes(NamedTuple):
     """A part of each sample, in pixels, ``(N,)`` each."""
@@ -154,15 +162,6 @@ def has_channels_last(shape: tuple[int, ...], channels: int | None = None) -> bo
 def per_sample(values: NumpyArray, arrays: Arrays, dims: int = 4) -> Array:
     """A value per sample, ``(N,)``, uploaded to broadcast against ``dims`` dimensions."""
     return arrays.upload(values).reshape(-1, *[1] * (dims - 1))
-
-
-def areas_and_ratios(
-    rng: np.random.Generator, shape: Shape, scale: Any, ratio: Any, size: int | tuple[int, int]
-) -> tuple[NumpyArray, NumpyArray]:
-    """Of random boxes: areas in pixels, uniform in ``scale`` of the image's; ratios, uniform in their logarithm."""
-    (smallest, largest), (flattest, tallest) = scale, np.log(ratio)
-    area = shape.height * shape.width * rng.uniform(smallest, largest, size)
-    return area, np.exp(rng.uniform(flattest, tallest, size))
 
 
 def is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:

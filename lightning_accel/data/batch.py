@@ -21,15 +21,13 @@ class Finish:
     """How normalised images leave the chain."""
 
     dtype: torch.dtype
-    memory_format: torch.memory_format  # of the images as (N, C, H, W)
-    is_nhwc: bool
+    memory_format: torch.memory_format  # of the images as the batch has them
 
     def of(self, images: Tensor) -> Tensor:
         if images.ndim != 4:  # a Map has made something else of them, or they were cut into windows
             return images.to(self.dtype)
-        memory_format = torch.contiguous_format if self.is_nhwc else self.memory_format
         # With the dtype as it is, `to` alone would leave some layouts that are none of the two.
-        return images.to(self.dtype, memory_format=memory_format).contiguous(memory_format=memory_format)
+        return images.to(self.dtype, memory_format=self.memory_format).contiguous(memory_format=self.memory_format)
 
 
 class ArrayBatch:

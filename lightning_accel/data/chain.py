@@ -118,14 +118,14 @@ class Preprocess:
             return
         path = normalize.find(work.structure)
         images, is_nhwc = normalize.images(work, path)
+        as_nchw = torch.channels_last if is_nhwc or self._channels_last() else torch.contiguous_format
         finish = Finish(
             dtype=torch.float32 if normalize.dtype == "float32" else self._dtype,
-            memory_format=torch.channels_last if is_nhwc or self._channels_last() else torch.contiguous_format,
-            is_nhwc=is_nhwc,
+            memory_format=torch.contiguous_format if is_nhwc else as_nchw,
         )
         if self._fuse:
             dtype = finish.dtype if step is self._steps[-1] else torch.float32  # as what is to come works in
-            out = _in_one_pass(step, images, work, dtype, finish.memory_format)
+            out = _in_one_pass(step, images, work, dtype, as_nchw)
             work.write(path, out.permute(0, 2, 3, 1) if is_nhwc else out, in_float32=True)
         else:
             normalize(work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -100,11 +101,10 @@ def _plain(value: Any) -> Any:
 
 def _import_path(value: Any, what: str) -> str:
     path = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', '')}"
-    try:
-        is_found = _imported("class_path", path) is value
-    except ValueError:
-        is_found = False
-    if not is_found:
+    found = None
+    with suppress(ImportError, ValueError, AttributeError):
+        found = pkgutil.resolve_name(path)
+    if found is not value:
         raise ValueError(
             f"preprocess: {what} cannot be written down: it has no name to import it by."
             " Use a function or class defined at the top of a module."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,34 +30,27 @@ class Finish:
         return images.to(self.dtype, memory_format=self.memory_format).contiguous(memory_format=self.memory_format)
 
 
+@dataclass(eq=False)
 class ArrayBatch:
-    """A batch whose parts become arrays when they are first asked for, and tensors again at the end.
+    """A batch whose parts become arrays when they are first asked for, and tensors again at the end."""
 
-    Args:
-        batch: Any structure of tensors.
-        arrays: The library to make arrays with, running.
-        rng: The batch's random numbers; None where nothing random may happen.
-        channels: How many channels the images at a path have, where that is known.
-    """
+    structure: Any  # as it is now, of tensors and arrays
+    arrays: Arrays  # the library to make arrays with, running
+    rng: np.random.Generator | None  # the batch's random numbers; None where nothing random may happen
+    channels: Mapping[Path, int]  # how many the images at a path have, where that is known
+    # Whether the images at a path have their channels last. Settled when they are first looked at: a crop to three
+    # columns must not make columns of what were channels.
+    layouts: dict[Path, bool] = field(default_factory=dict, init=False)
+    finishes: dict[Path, Finish] = field(default_factory=dict, init=False)  # of the images that were normalised
+    _written: set[Path] = field(default_factory=set, init=False)  # among them parts of objects nobody can look into
+    _read: dict[int, tuple[Array, Tensor]] = field(default_factory=dict, init=False)  # what was read, and what it was
+    # Whose arrays are float32 because no array library has bfloat16.
+    _bfloat16_paths: set[Path] = field(default_factory=set, init=False)
 
-    def __init__(
-        self, batch: Any, arrays: Arrays, rng: np.random.Generator | None, channels: Mapping[Path, int]
-    ) -> None:
-        self.structure = batch  # as it is now, of tensors and arrays
-        self.arrays = arrays
-        self.xp = arrays.xp
-        self.rng = rng
-        self.channels = channels
-        # Whether the images at a path have their channels last. Settled when they are first looked at: a crop to three
-        # columns must not make columns of what were channels.
-        self.layouts: dict[Path, bool] = {}
-        self.finishes: dict[Path, Finish] = {}  # of the images that were normalised
-        self._kind: type = arrays.xp.ndarray
-        # What is an array in the user's own batch stays one.
-        self._users_own = {id(part): part for _, part in parts.parts_of(batch) if isinstance(part, self._kind)}
-        self._written: set[Path] = set()  # among them parts of objects that nobody can look into
-        self._read: dict[int, tuple[Array, Tensor]] = {}  # what was read, and what it was
-        self._bfloat16_paths: set[Path] = set()  # whose arrays are float32 because no array library has bfloat16
+    def __post_init__(self) -> None:
+        self.xp = self.arrays.xp
+        arrays = [part for _, part in parts.parts_of(self.structure) if isinstance(part, self.xp.ndarray)]
+        self._users_own = {id(array): array for array in arrays}  # these stay arrays
 
     def read(self, path: Path) -> Array:
         """The part at ``path`` as an array; bfloat16 as float32."""
@@ -109,7 +102,7 @@ class ArrayBatch:
             with suppress(LookupError):  # a Map has taken it out again
                 made[path] = parts.get(self.structure, path)
         for path, part in made.items():
-            if isinstance(part, self._kind) and id(part) not in self._users_own:
+            if isinstance(part, self.xp.ndarray) and id(part) not in self._users_own:
                 self.write(path, self._as_tensor(path, part))
         for path, finish in self.finishes.items():
             self.write(path, finish.of(self.tensor(path)))

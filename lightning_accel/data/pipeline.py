@@ -206,13 +206,13 @@ class StatefulDevicePipeline(DevicePipeline):
 
     def state_dict(self) -> Any:
         """The loader's state as of the last batch handed out, whatever was fetched ahead of it."""
-        progress = self._inner.progress
-        return progress.state if progress.has_state else self._inner.loader.state_dict()
+        state = self._inner.progress.state
+        return self._inner.loader.state_dict() if state is None else state
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Has the loader go on from there with the next iteration."""
         self._inner.loader.load_state_dict(state_dict)
-        self._inner.progress.has_state = False
+        self._inner.progress.state = None
 
 
 # Runs over loaders whose iterator outlives an epoch.

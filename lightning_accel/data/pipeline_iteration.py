@@ -28,8 +28,7 @@ PATIENCE_S = 5.0
 class Progress:
     """How far the consumer of one iteration has come."""
 
-    state: Any = None  # the loader's, as of the last batch handed out, or as of the beginning
-    has_state: bool = False  # otherwise nothing was fetched ahead, and the loader knows
+    state: Any = None  # the loader's, as of the last batch handed out; None: nothing was fetched ahead, ask the loader
     position: Position | None = None  # of the last batch handed out
     fetch_s: float = 0.0  # what fetching took so far
     prepare_s: float = 0.0  # what moving and preprocessing took so far, on the host
@@ -72,9 +71,7 @@ class Run:
         except BaseException:
             self.stop()
             raise
-        self.progress.position = job.position
-        if self.stateful is not None:
-            self.progress.state, self.progress.has_state = job.state, True
+        self.progress.position, self.progress.state = job.position, job.state
         return batch
 
     def settle(self) -> None:
@@ -147,7 +144,12 @@ class Run:
         while (job := self._inbox.get()) is not None:
             try:
                 with self.lane.working(), torch.no_grad():
-                    self._prepare(job)
+                    if self.in_background and not self._is_stopped:
+                        self._fetch(job)
+                    if job.error is None and not self._is_stopped:
+                        began = time.perf_counter()
+                        self.lane.prepare(job)
+                        self.progress.prepare_s += time.perf_counter() - began
             except StopIteration as error:  # as in a generator (PEP 479): it would look like the end of the data
                 job.error = RuntimeError("a batch transform raised StopIteration")
                 job.error.__cause__ = error
@@ -158,20 +160,12 @@ class Run:
             done.set()
         self.lane.close()
 
-    def _prepare(self, job: Job) -> None:
-        if self.in_background and not self._is_stopped:
-            self._fetch(job)
-        if job.error is None and not self._is_stopped:
-            began = time.perf_counter()
-            self.lane.prepare(job)
-            self.progress.prepare_s += time.perf_counter() - began
-
     def _end(self, job: Job) -> NoReturn:
         """Stops, and raises what stands in place of the batch."""
         error, job.error = job.error, None
         assert error is not None
         if isinstance(error, StopIteration):
-            self.progress.state, self.progress.has_state = None, False
+            self.progress.state = None
         self.stop()
         try:
             raise error

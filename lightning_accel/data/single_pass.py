@@ -85,9 +85,8 @@ def run_on_host(images: NumpyArray, single_pass: SinglePass, out: NumpyArray, *,
         for channel in range(channels):
             if inside.size < plane.size:
                 plane[...] = single_pass.fill[channel]
-            np.multiply(
-                image[channel, from_rows, from_columns], single_pass.scale[channel], out=inside, dtype=np.float32
-            )
+            pixels = image[channel, from_rows, from_columns]
+            np.multiply(pixels, single_pass.scale[channel], out=inside, dtype=np.float32)
             np.add(inside, single_pass.bias[channel], out=inside)
             if kind == "bfloat16":
                 out[sample, channel] = _as_bfloat16(plane, bits)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -22,26 +23,22 @@ from typing_extensions import override
 
 from lightning_accel.arguments import Arguments
 from lightning_accel.assembly import surroundings_for
+from lightning_accel.callbacks.speed_memory import add_speed_memory_logger
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import restore_layouts
-from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.ranks import check_devices, gather
 from lightning_accel.core.report import Report
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Decisions, Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
-from lightning_accel.lightning.feeding import Feeding, feeding_for
-from lightning_accel.lightning.hooks import strategy_hooks
+from lightning_accel.lightning.feeding import Feeding, followed_by
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.memory_format import MemoryFormat
-from lightning_accel.techniques.mixed_precision import (
-    DTYPES,
-    check_optimizer,
-    resolve_precision,
-)
+from lightning_accel.techniques.mixed_precision import DTYPES, check_optimizer, resolve_precision
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import declarations
 
@@ -148,13 +145,13 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             if not isinstance(trainer.strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
                 self._net = SafetyNet(module, self._engine, self._is_in_force, self._without_precision)
                 self._hook(self._net.patches(trainer.strategy))
-            self._hook(strategy_hooks(trainer.strategy, self._engine, self._restore_layouts))
+            self._hook(self._passages(trainer.strategy, self._engine))
         if self.plan.preprocess or getattr(trainer.strategy, "feeds_itself", False):
-            self._feed(trainer, around.wants_channels_last)
+            transforms, dtype = self.plan.of("preprocess").transforms, DTYPES.get(self.precision, torch.float32)
+            self._feeding = Feeding(trainer, self._engine, transforms, dtype, around.wants_channels_last)
+            self._hook(self._feeding.patches())
         if self._is_fitting:
             if self.plan.log:
-                from lightning_accel.callbacks.joining import add_speed_memory_logger
-
                 add_speed_memory_logger(trainer, module)
             rank_zero_info(self._report.summary())
         return module
@@ -294,17 +291,6 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             record = self._report.of("precision")
             record.is_on, record.status = False, f"32-true: {one_line(error)}"
 
-    def _feed(self, trainer: Trainer, channels_last: Callable[[], bool]) -> None:
-        assert self._engine is not None
-        self._feeding = feeding_for(
-            trainer,
-            self._engine,
-            self.plan.of("preprocess").transforms,
-            DTYPES.get(self.precision, torch.float32),
-            channels_last,
-        )
-        self._hook(self._feeding.patches())
-
     def piped(self, loader: Any) -> Any:
         """A loader as this package's strategies iterate over it: in the device pipeline, where there is one."""
         return loader if self._feeding is None else self._feeding.pipe(loader)
@@ -314,7 +300,22 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             self._hooks.add(patch)
         self._hooks.apply()
 
+    def _passages(self, strategy: Strategy, engine: Engine) -> Iterator[Patch]:
+        """The edits that have a strategy's batches, predictions and weights go through ``engine``."""
+        for name, change in (
+            ("batch_to_device", engine.batch),
+            ("predict_step", engine.predictions),
+            # Not left to `on_save_checkpoint`, which is not called for a checkpoint of weights only.
+            ("lightning_module_state_dict", self._with_own_layouts),
+        ):
+            yield MethodPatch(name, "in the run's layouts", strategy, name, functools.partial(followed_by, change))
+
+    def _with_own_layouts(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._restore_layouts(checkpoint := {"state_dict": state_dict})
+        return checkpoint["state_dict"]
+
     def _restore_layouts(self, checkpoint: dict[str, Any]) -> None:
+        """Brings the tensors of a checkpoint into the layouts that the user's own have."""
         memory_format = None if self._engine is None else self._engine.technique(MemoryFormat)
         if self._engine is not None and memory_format is not None:
             module = cast(LightningModule, self._engine.model)

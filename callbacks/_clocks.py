@@ -101,12 +101,12 @@ class StepClock:
         waited = elapsed(fetches[1], opened)
         if len(fetches) > 2:
             waited += sum(map(elapsed, fetches[3::2], fetches[2::2]))
-        cycle = elapsed(ended, opened)
+        took = elapsed(ended, opened)
         tally = self.apart if is_apart else self.timed
-        tally.step_ms.append((cycle - waited) * ms)
+        tally.step_ms.append((took - waited) * ms)
         if began is not None:
-            cycle += elapsed(opened, began)
-        tally.train_ms += cycle * ms
+            took += elapsed(opened, began)
+        tally.train_ms += took * ms
         tally.wait_ms += waited * ms
         tally.samples += samples
         if backward is not None:

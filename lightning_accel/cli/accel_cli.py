@@ -21,11 +21,9 @@ from lightning_accel.settings import Plan
 
 # Strategies of Lightning's that refuse other precision plugins than their own, by the start of their names.
 _INSTEAD = {
-    "fsdp": "use trainer.strategy=accel_fsdp, which shards parameters, gradients and optimizer state too.",
-    "deepspeed": "use trainer.strategy=accel_fsdp, which shards what ZeRO's third stage does.",
-    "xla": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
-    "single_xla": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
-    "single_tpu": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
+    ("fsdp",): "use trainer.strategy=accel_fsdp, which shards parameters, gradients and optimizer state too.",
+    ("deepspeed",): "use trainer.strategy=accel_fsdp, which shards what ZeRO's third stage does.",
+    ("xla", "single_xla", "single_tpu"): "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
 }
 _JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35,<5")
 # The ways in which jsonargparse says that it does not know a key: in a section, in one behind a subcommand (with the

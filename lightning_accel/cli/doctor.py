@@ -38,8 +38,6 @@ _PURPOSE = {
 }
 _NVIDIA_ONLY = ("cuda12", "cuda13", "flash", "tensorrt")
 
-State = Literal["ready", "missing", "not for this machine"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
@@ -55,7 +53,7 @@ class Extra:
 
     name: str
     purpose: str
-    state: State
+    state: Literal["ready", "missing", "not for this machine"]
     found: tuple[str, ...]
     wanting: tuple[str, ...]
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.torch_private import map_parts
 from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
 from lightning_accel.engine import Engine
@@ -115,26 +115,22 @@ class Feeding:
 
     def _transferring(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def batch_to_device(strategy: Strategy, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            around, owner = PatchSet(), strategy.lightning_module
-            if owner is not None:
-                datamodule = getattr(self._trainer, "datamodule", None)
-                if datamodule is not None and is_overridden(_TRANSFER, datamodule):  # by which Lightning chooses, too
-                    owner = datamodule
-                # Between the user's two other hooks. Only here: Lightning moves example inputs through the same.
-                around.add(MethodPatch("preprocess", "between hooks", owner, _TRANSFER, self._hooking))
-            around.apply()
+            owner, datamodule = self._trainer.lightning_module, self._trainer.datamodule  # type: ignore[attr-defined]
+            if datamodule is not None and is_overridden(_TRANSFER, datamodule):  # by which Lightning chooses, too
+                owner = datamodule
+            # Between the user's two other hooks. Only here: Lightning moves example inputs through the same.
+            between = MethodPatch("preprocess", "between hooks", owner, _TRANSFER, self._hooking)
+            between.apply()
             try:
                 return original(strategy, batch, *args, **kwargs)
             finally:
-                around.undo()
+                between.undo()
 
         return batch_to_device
 
     def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def transfer_batch_to_device(owner: Any, batch: Any, *args: Any) -> Any:
-            if self._preprocess is None:
-                return original(owner, batch, *args)
-            if self._preprocess.on_host:
+            if self._preprocess is not None and self._preprocess.on_host:
                 return original(owner, self._each_loaders(batch), *args)
             return self._each_loaders(original(owner, batch, *args))
 

@@ -322,8 +322,11 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             restore_layouts(checkpoint, module, module.trainer.optimizers, memory_format.strides())
 
     @override
-    def _left_behind(self) -> dict[str, Any]:
-        return {"_engine": None, "_net": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
+    def __reduce__(self) -> Any:
+        # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
+        make, (kind, state) = super().__reduce__()
+        state |= {"_engine": None, "_net": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
+        return make, (kind, state)
 
     def __repr__(self) -> str:
         defaults = vars(Plan())

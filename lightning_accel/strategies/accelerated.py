@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
 from lightning_accel.lightning.plugin import AccelPlugin
@@ -152,9 +152,7 @@ def _check_samples(dataloader: object) -> None:
     """Raises a ``ValueError`` for a loader whose samples do not go round."""
     if not isinstance(dataloader, DataLoader):
         return
-    sampler = dataloader.sampler
-    if isinstance(dataloader.batch_sampler, BatchSampler):
-        sampler = dataloader.batch_sampler.sampler
+    sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
     if not isinstance(sampler, DistributedSampler):
         return
     samples = len(sampler.dataset)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import functools
 import re
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, cast
@@ -36,6 +36,7 @@ from lightning_accel.lightning.feeding import Feeding, followed_by
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
+from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import DTYPES, check_optimizer, resolve_precision
@@ -104,26 +105,47 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         self.teardown()
         assert isinstance(module, LightningModule)
         trainer = module.trainer
+        strategy = trainer.strategy
         self._is_fitting = trainer.state.fn == TrainerFn.FITTING
-        host = Host.detect(trainer.strategy.root_device)
+        host = Host.detect(strategy.root_device)
         precision, reason = resolve_precision(self.plan.precision, host)
-        has_others = trainer.world_size > 1
-        if has_others:
+        if trainer.world_size > 1:
             check_devices(host, precision)
+        self.device = host.device_type
+        self._set_precision(cast(ResolvedPrecision, precision))
+        around = surroundings_for(self.plan, module, host, device=strategy.root_device)
+        engine = self._engine = self._engine_for(module, host, around.techniques)
+        self._report = engine.report
+        record = self._report.of("precision")
+        record.is_on, record.status = precision != "32-true", f"{precision}: {reason}"
+        if self._is_in_force():
+            if not isinstance(strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
+                self._net = SafetyNet(module, engine, self._is_in_force, self._without_precision)
+                self._hook(self._net.patches(strategy))
+            self._hook(self._passages(strategy, engine))
+        if self.plan.preprocess or getattr(strategy, "feeds_itself", False):
+            transforms, dtype = self.plan.of("preprocess").transforms, DTYPES.get(self.precision, torch.float32)
+            self._feeding = Feeding(trainer, engine, transforms, dtype, around.wants_channels_last)
+            self._hook(self._feeding.patches())
+        if self._is_fitting:
+            if self.plan.log:
+                add_speed_memory_logger(trainer, module)
+            rank_zero_info(self._report.summary())
+        return module
+
+    def _engine_for(self, module: LightningModule, host: Host, techniques: Sequence[Technique]) -> Engine:
+        trainer = module.trainer
         is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
         # Training keeps the ranks in step. Evaluating, each has as many batches as it has, and none at all perhaps:
         # only where shards are gathered does one depend on another, and may wait for what rank 0 decides.
-        steps_with_others = has_others and (self._is_fitting or is_sharded)
-        self.device = host.device_type
-        self._set_precision(cast(ResolvedPrecision, precision))
+        steps_with_others = trainer.world_size > 1 and (self._is_fitting or is_sharded)
         if self._decided_for is None or self._decided_for() is not module:
             self._decisions, self._decisions_without_gradients = {}, {}
             self._decided_for = weakref.ref(module)
-        around = surroundings_for(self.plan, module, host, device=trainer.strategy.root_device)
-        self._engine = Engine(
+        engine = Engine(
             module,
             host,
-            around.techniques,
+            techniques,
             names=list(declarations()),
             strict=self.plan.strict,
             agree=trainer.strategy.broadcast if steps_with_others else None,
@@ -134,27 +156,10 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         )
         if self._is_fitting:
             self._memory_schedule = None
-            self._decisions = self._engine.decisions
+            self._decisions = engine.decisions
         else:
-            self._decisions_without_gradients = self._engine.decisions
-        self._report = self._engine.report
-        self._report.of("precision").is_on = precision != "32-true"
-        self._report.of("precision").status = f"{precision}: {reason}"
-        self._net = None
-        if self._is_in_force():
-            if not isinstance(trainer.strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
-                self._net = SafetyNet(module, self._engine, self._is_in_force, self._without_precision)
-                self._hook(self._net.patches(trainer.strategy))
-            self._hook(self._passages(trainer.strategy, self._engine))
-        if self.plan.preprocess or getattr(trainer.strategy, "feeds_itself", False):
-            transforms, dtype = self.plan.of("preprocess").transforms, DTYPES.get(self.precision, torch.float32)
-            self._feeding = Feeding(trainer, self._engine, transforms, dtype, around.wants_channels_last)
-            self._hook(self._feeding.patches())
-        if self._is_fitting:
-            if self.plan.log:
-                add_speed_memory_logger(trainer, module)
-            rank_zero_info(self._report.summary())
-        return module
+            self._decisions_without_gradients = engine.decisions
+        return engine
 
     @override
     def connect(

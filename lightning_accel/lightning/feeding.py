@@ -74,13 +74,12 @@ class Feeding:
             record.status = f"{self._preprocess.describe()}; {when or 'the next batches while one is in work'}"
 
     def patches(self) -> Iterator[Patch]:
-        """The edits to the Trainer's strategy; none to one that asks :meth:`pipe` by itself."""
+        """The edits to the Trainer's strategy."""
         strategy, wrap = self._trainer.strategy, functools.partial(followed_by, self.pipe)
-        if self._why_inline:
-            if self._preprocess is not None:
-                yield MethodPatch("preprocess", "at the transfer", strategy, "batch_to_device", self._transferring)
-        elif not getattr(strategy, "feeds_itself", False):
+        if not self._why_inline:
             yield MethodPatch("preprocess", "in a pipeline", strategy, "process_dataloader", wrap)
+        elif self._preprocess is not None:
+            yield MethodPatch("preprocess", "at the transfer", strategy, "batch_to_device", self._transferring)
 
     def pipe(self, loader: Any) -> Any:
         """A pipeline around ``loader``; the loader itself where its batches have to pass through Lightning's hooks."""
@@ -201,7 +200,7 @@ def _why_inline(trainer: Trainer) -> str:
     module, datamodule = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     strategy = type(trainer.strategy)
     brings_loaders = strategy.process_dataloader is not Strategy.process_dataloader
-    if brings_loaders and not getattr(strategy, "feeds_itself", False):
+    if brings_loaders and not getattr(strategy, "wants_pipeline", False):
         return f"{strategy.__name__} brings loaders of its own"
     for hook in _HOOKS_BEFORE:
         for owner in (module, datamodule):

@@ -123,7 +123,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
                 self._net = SafetyNet(module, engine, self._is_in_force, self._without_precision)
                 self._hook(self._net.patches(strategy))
             self._hook(self._passages(strategy, engine))
-        if self.plan.preprocess or getattr(strategy, "feeds_itself", False):
+        if self.plan.preprocess or getattr(strategy, "wants_pipeline", False):
             transforms, dtype = self.plan.of("preprocess").transforms, DTYPES.get(self.precision, torch.float32)
             self._feeding = Feeding(trainer, engine, transforms, dtype, around.wants_channels_last)
             self._hook(self._feeding.patches())
@@ -295,10 +295,6 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             self._set_precision("32-true")
             record = self._report.of("precision")
             record.is_on, record.status = False, f"32-true: {one_line(error)}"
-
-    def piped(self, loader: Any) -> Any:
-        """A loader as this package's strategies iterate over it: in the device pipeline, where there is one."""
-        return loader if self._feeding is None else self._feeding.pipe(loader)
 
     def _hook(self, patches: Iterable[Patch]) -> None:
         for patch in patches:

@@ -36,7 +36,7 @@ class Accelerated(Strategy):
     norms on CPUs too, acts on SLURM's signals between two steps, and names the process that died when a run breaks off.
     """
 
-    feeds_itself = True  # what lightning_accel.lightning.feeding asks
+    wants_pipeline = True  # what lightning_accel.lightning.feeding asks
     # What to say beside errors of torch's, by a part of their text.
     explanations: ClassVar[Mapping[str, str]] = {
         "Cannot copy out of meta tensor": "The module was made on the meta device: accel_fsdp gives it memory and"
@@ -94,8 +94,7 @@ class Accelerated(Strategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         _check_samples(dataloader)
-        plugin = self.precision_plugin
-        return plugin.piped(dataloader) if isinstance(plugin, AccelPlugin) else dataloader
+        return super().process_dataloader(dataloader)
 
     @override
     def on_train_start(self) -> None:

@@ -88,12 +88,9 @@ class _Autocasting(MixedPrecision):
 
     @override
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return Precision.forward_context(self) if self._repeats_in_float32 else self._autocast()
-
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        with without_mha_fast_path(self.device), super().forward_context():
-            yield
+        if self._repeats_in_float32:
+            return Precision.forward_context(self)
+        return nested(without_mha_fast_path(self.device), super().forward_context())
 
     @override
     def optimizer_step(  # type: ignore[override]

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_accel.callbacks._clocks import StepClock, clock_for
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._epoch_ends import EpochEnds, is_last_of_epoch, reaches_max_steps
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
-from lightning_accel.callbacks._ranks import RankEpoch, gathered, put_together, thinned
+from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
 from lightning_accel.callbacks._samples import SampleCounter
+from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.host import usable_cores
-from lightning_accel.core.patch import MethodPatch, PatchSet
+from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.core.ranks import gather
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
+from lightning_accel.lightning.fetches import fetch_patches
 
 
 class FitInstruments:
@@ -51,7 +52,8 @@ class FitInstruments:
         self.clock = clock_for(self._device)
         self.flops = FlopMeter()
         self.ends = EpochEnds.open(trainer)
-        self._fetch_hooks = _time_fetches(trainer, self.clock)
+        self._fetch_hooks = PatchSet(fetch_patches(trainer, self.clock.fetch_began, self.clock.fetch_ended))
+        self._fetch_hooks.apply()
 
     def restart(self) -> None:
         self.flops.close()
@@ -88,7 +90,7 @@ class FitInstruments:
         """
         rank = self._measured()
         is_together = self.ends is None or self.ends.are_together()
-        ranks = gathered(rank) if is_together and self._trainer.world_size > 1 else [rank]
+        ranks = gather(rank) if is_together and self._trainer.world_size > 1 else [rank]
         speed = put_together(ranks, epoch=self._trainer.current_epoch, peak_memory_source=self._memory.source)
         if self.ends is not None and is_together:
             self.ends.forget()
@@ -165,41 +167,6 @@ class FitInstruments:
 
     def _skipped_steps(self) -> int | None:
         return getattr(self._scaler(), "skipped_steps", None)
-
-
-def _time_fetches(trainer: Trainer, clock: StepClock) -> PatchSet:
-    """Has ``clock`` told when the train dataloader is asked for a batch, and when it has given one.
-
-    Lightning has no hook there, and tells its profiler. Did it call that something else, the wait would be part of the
-    gaps between the steps, and only ``data_wait_frac`` lost.
-    """
-    fetch_began, fetch_ended = clock.fetch_began, clock.fetch_ended
-    profiler = cast(Any, trainer).profiler  # which Lightning sets where mypy does not look
-    profiles = type(profiler) is not PassThroughProfiler  # the default does nothing, at every action of a step
-    fetch = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
-
-    def began_before(original: Callable[..., Any]) -> Callable[..., Any]:
-        def start(profiler: Any, action_name: str) -> None:
-            if action_name == fetch:
-                fetch_began()
-            if profiles:
-                original(profiler, action_name)
-
-        return start
-
-    def ended_after(original: Callable[..., Any]) -> Callable[..., Any]:
-        def stop(profiler: Any, action_name: str) -> None:
-            if profiles:
-                original(profiler, action_name)
-            if action_name == fetch:
-                fetch_ended()
-
-        return stop
-
-    wraps = {"start": began_before, "stop": ended_after}
-    patches = PatchSet(MethodPatch(name, "timed", profiler, name, wrap) for name, wrap in wraps.items())
-    patches.apply()
-    return patches
 
 
 def _per(amount: float, total: float) -> float:

@@ -68,14 +68,9 @@ class AutocastingPrecision(Precision):
         finally:
             self._repeats_in_float32 = False
 
-    def _left_behind(self) -> dict[str, Any]:
-        """What copies of the plugin, and other processes, do not get."""
-        return {}
-
     @override
     def __reduce__(self) -> Any:
-        # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
-        return _copied, (self._plain_class or type(self), {**vars(self), **self._left_behind()})
+        return _copied, (self._plain_class or type(self), dict(vars(self)))
 
 
 @contextmanager
@@ -93,12 +88,9 @@ class _Autocasting(MixedPrecision):
 
     @override
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return Precision.forward_context(self) if self._repeats_in_float32 else self._autocast()
-
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        with without_mha_fast_path(self.device), super().forward_context():
-            yield
+        if self._repeats_in_float32:
+            return Precision.forward_context(self)
+        return nested(without_mha_fast_path(self.device), super().forward_context())
 
     @override
     def optimizer_step(  # type: ignore[override]

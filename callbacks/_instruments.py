@@ -23,7 +23,7 @@ from lightning_accel.core.ranks import gather
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
-from lightning_accel.lightning.fetches import fetch_patches
+from lightning_accel.lightning.private import fetch_patches
 
 
 class FitInstruments:

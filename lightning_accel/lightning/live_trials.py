@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning_accel.core.clocks import StepClock
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.lightning.fetches import fetch_patches
+from lightning_accel.lightning.private import fetch_patches
 from lightning_accel.tuning.trials import LiveTrials
 
 

@@ -5,15 +5,19 @@ Where no version is named, every Lightning 2 has the name.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
+
+from lightning_accel.core.patch import MethodPatch, Patch
 
 # -- loops ---------------------------------------------------------------------------------------------------------
 
@@ -93,6 +97,42 @@ def cluster_environment(trainer: Trainer) -> ClusterEnvironment | None:
     """
     connector = getattr(trainer, "_accelerator_connector", trainer.strategy)
     return getattr(connector, "cluster_environment", None)
+
+
+# -- fetches -------------------------------------------------------------------------------------------------------
+
+
+def fetch_patches(trainer: Trainer, began: Callable[[], Any], ended: Callable[[], Any]) -> Iterator[Patch]:
+    """The edits by which ``began`` and ``ended`` are called around every fetch.
+
+    Lightning has no hook there, and tells its profiler, by the name of an action: ``train_dataloader_next``.
+    Without the name: nothing is told. The wait then counts as part of the gaps between the steps, and no trial is made
+    of whole steps.
+    """
+    profiler = cast(Any, trainer).profiler  # which Lightning sets where mypy does not look
+    profiles = type(profiler) is not PassThroughProfiler  # the default does nothing, at every action of a step
+    fetch = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
+
+    def told_before(original: Callable[..., Any]) -> Callable[..., Any]:
+        def start(profiler: Any, action_name: str) -> None:
+            if action_name == fetch:
+                began()
+            if profiles:
+                original(profiler, action_name)
+
+        return start
+
+    def told_after(original: Callable[..., Any]) -> Callable[..., Any]:
+        def stop(profiler: Any, action_name: str) -> None:
+            if profiles:
+                original(profiler, action_name)
+            if action_name == fetch:
+                ended()
+
+        return stop
+
+    for name, wrap in {"start": told_before, "stop": told_after}.items():
+        yield MethodPatch(name, "told of fetches", profiler, name, wrap)
 
 
 # -- command line --------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ class Comparison:
         return True
 
     def peaked(self, turn: Turn, peak_bytes: int) -> None:
-        """Takes up the most memory that was held in a turn; the latest counts, when nothing is made for the first time."""
+        """Takes up the most memory that was held in a turn; the latest counts: nothing is made for the first time."""
         self._peaks[turn.side] = peak_bytes
 
     def failed(self, verdict: Verdict) -> None:

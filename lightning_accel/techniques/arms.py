@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-ORIGINAL = "off"
+OFF = "off"
 
 
 @dataclass(frozen=True)

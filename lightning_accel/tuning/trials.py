@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_accel.core.peak_memory import PeakMemory
-from lightning_accel.techniques.arms import ORIGINAL, Arm
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import Choices, Comparison, Result, Turn
 from lightning_accel.tuning.pairs import Interval, PairTest
 
@@ -203,8 +203,8 @@ class LiveTrials:
         if choices == self._in_force:
             return
         for name, arm in self._arms.items():
-            wanted = choices.get(name, ORIGINAL)
-            if self._in_force.get(name, ORIGINAL) != wanted:
+            wanted = choices.get(name, OFF)
+            if self._in_force.get(name, OFF) != wanted:
                 arm.choose(wanted)
         self._in_force = dict(choices)
         self._put(choices)

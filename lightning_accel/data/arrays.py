@@ -149,9 +149,8 @@ def _why_no_cupy(index: int) -> str | None:
     try:
         cupy = _cupy()
     except ImportError as error:
-        if getattr(error, "name", None) == "cupy":
-            return f"CuPy is not installed: {mend}"
-        return f"CuPy cannot be imported ({_first_line(error)}): {mend}"
+        trouble = "is not installed" if error.name == "cupy" else f"cannot be imported ({_first_line(error)})"
+        return f"CuPy {trouble}: {mend}"
     try:
         arrays = CupyArrays(torch.device("cuda", index))
         with arrays.running():

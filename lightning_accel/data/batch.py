@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,33 +16,41 @@ from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.parts import Path
 
 
+@dataclass(frozen=True)
+class Finish:
+    """How normalised images leave the chain."""
+
+    dtype: torch.dtype
+    memory_format: torch.memory_format  # of the images as the batch has them
+
+    def of(self, images: Tensor) -> Tensor:
+        if images.ndim != 4:  # a Map has made something else of them, or they were cut into windows
+            return images.to(self.dtype)
+        # With the dtype as it is, `to` alone would leave some layouts that are none of the two.
+        return images.to(self.dtype, memory_format=self.memory_format).contiguous(memory_format=self.memory_format)
+
+
+@dataclass(eq=False)
 class ArrayBatch:
-    """A batch whose parts become arrays when they are first asked for, and tensors again at the end.
+    """A batch whose parts become arrays when they are first asked for, and tensors again at the end."""
 
-    Args:
-        batch: Any structure of tensors.
-        arrays: The library to make arrays with, running.
-        rng: The batch's random numbers; None where nothing random may happen.
-        channels: How many channels the images at a path have, where that is known.
-    """
+    structure: Any  # as it is now, of tensors and arrays
+    arrays: Arrays  # the library to make arrays with, running
+    rng: np.random.Generator | None  # the batch's random numbers; None where nothing random may happen
+    channels: Mapping[Path, int]  # how many the images at a path have, where that is known
+    # Whether the images at a path have their channels last. Settled when they are first looked at: a crop to three
+    # columns must not make columns of what were channels.
+    layouts: dict[Path, bool] = field(default_factory=dict, init=False)
+    finishes: dict[Path, Finish] = field(default_factory=dict, init=False)  # of the images that were normalised
+    _written: set[Path] = field(default_factory=set, init=False)  # among them parts of objects nobody can look into
+    _read: dict[int, tuple[Array, Tensor]] = field(default_factory=dict, init=False)  # what was read, and what it was
+    # Whose arrays are float32 because no array library has bfloat16.
+    _bfloat16_paths: set[Path] = field(default_factory=set, init=False)
 
-    def __init__(
-        self, batch: Any, arrays: Arrays, rng: np.random.Generator | None, channels: Mapping[Path, int]
-    ) -> None:
-        self.structure = batch  # as it is now, of tensors and arrays
-        self.arrays = arrays
-        self.xp = arrays.xp
-        self.rng = rng
-        self.channels = channels
-        # Whether the images at a path have their channels last. Settled when they are first looked at: a crop to three
-        # columns must not make columns of what were channels.
-        self.layouts: dict[Path, bool] = {}
-        self._kind: type = arrays.xp.ndarray
-        # What is an array in the user's own batch stays one.
-        self._users_own = {id(part): part for _, part in parts.parts_of(batch) if isinstance(part, self._kind)}
-        self._written: set[Path] = set()  # among them parts of objects that nobody can look into
-        self._read: dict[int, tuple[Array, Tensor]] = {}  # what was read, and what it was
-        self._bfloat16_paths: set[Path] = set()  # whose arrays are float32 because no array library has bfloat16
+    def __post_init__(self) -> None:
+        self.xp = self.arrays.xp
+        arrays = [part for _, part in parts.parts_of(self.structure) if isinstance(part, self.xp.ndarray)]
+        self._users_own = {id(array): array for array in arrays}  # these stay arrays
 
     def read(self, path: Path) -> Array:
         """The part at ``path`` as an array; bfloat16 as float32."""
@@ -74,15 +83,30 @@ class ArrayBatch:
                     self.write(path, self.read(path))
         return self.structure
 
-    def tensors(self) -> None:
-        """Puts a tensor in the place of every array that a transform made."""
+    def follow(self, before: Mapping[Path, Any]) -> None:
+        """Finds normalised images again after the user's own function; ``before``: the parts that it was given."""
+        after = dict(parts.parts_of(self.structure))
+        self.layouts = {path: layout for path, layout in self.layouts.items() if after.get(path) is before.get(path)}
+        found: dict[Path, Finish] = {}
+        for path, finish in self.finishes.items():
+            places = [place for place, part in after.items() if part is before[path]]
+            if not places and parts.is_floating(after.get(path)):
+                places = [path]  # computed from them, in all likelihood
+            found |= dict.fromkeys(places, finish)
+        self.finishes = found
+
+    def finished(self) -> Any:
+        """The structure with a tensor in the place of every array that a transform made, normalised images finished."""
         made = dict(parts.parts_of(self.structure))
         for path in self._written - made.keys():
             with suppress(LookupError):  # a Map has taken it out again
                 made[path] = parts.get(self.structure, path)
         for path, part in made.items():
-            if isinstance(part, self._kind) and id(part) not in self._users_own:
+            if isinstance(part, self.xp.ndarray) and id(part) not in self._users_own:
                 self.write(path, self._as_tensor(path, part))
+        for path, finish in self.finishes.items():
+            self.write(path, finish.of(self.tensor(path)))
+        return self.structure
 
     def _as_tensor(self, path: Path, array: Array) -> Tensor:
         _, was = self._read.get(id(array), (None, None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -13,10 +12,9 @@ from torch import Tensor
 
 from lightning_accel.data import kernels, parts
 from lightning_accel.data.arrays import Array, CupyArrays, NumpyArrays, why_no_cupy, writable
-from lightning_accel.data.batch import ArrayBatch
+from lightning_accel.data.batch import ArrayBatch, Finish
 from lightning_accel.data.color import ColorJitter, Normalize
 from lightning_accel.data.geometry import RandomCrop
-from lightning_accel.data.map import Map
 from lightning_accel.data.parts import Path
 from lightning_accel.data.position import Position
 from lightning_accel.data.single_pass import Kind, SinglePass, run_on_host
@@ -92,16 +90,9 @@ class Preprocess:
         arrays = CupyArrays(self.device) if self._uses_cupy else NumpyArrays()
         with torch.no_grad(), arrays.running():
             work = ArrayBatch(batch, arrays, rng, self._channels_of(batch))
-            normalized: dict[Path, _Finish] = {}
             for step in self._steps:
-                if isinstance(step[0], Map):
-                    normalized = _mapped(step[0], work, normalized)
-                else:
-                    self._run(step, work, normalized)
-            work.tensors()
-            for path, finish in normalized.items():
-                work.write(path, finish.of(work.tensor(path)))
-        return work.structure
+                self._run(step, work)
+            return work.finished()
 
     def describe(self) -> str:
         """In a line: the transforms, those in brackets in one pass, and who computes them."""
@@ -120,57 +111,26 @@ class Preprocess:
                     found.setdefault(transform.find(batch), transform.channels)
         return found
 
-    def _run(self, step: Sequence[Transform], work: ArrayBatch, normalized: dict[Path, _Finish]) -> None:
+    def _run(self, step: Sequence[Transform], work: ArrayBatch) -> None:
         normalize = _normalize_in(step)
         if normalize is None:
             step[0](work)
             return
         path = normalize.find(work.structure)
         images, is_nhwc = normalize.images(work, path)
-        finish = _Finish(
+        as_nchw = torch.channels_last if is_nhwc or self._channels_last() else torch.contiguous_format
+        finish = Finish(
             dtype=torch.float32 if normalize.dtype == "float32" else self._dtype,
-            memory_format=torch.channels_last if is_nhwc or self._channels_last() else torch.contiguous_format,
-            is_nhwc=is_nhwc,
+            memory_format=torch.contiguous_format if is_nhwc else as_nchw,
         )
         if self._fuse:
             dtype = finish.dtype if step is self._steps[-1] else torch.float32  # as what is to come works in
-            out = _in_one_pass(step, images, work, dtype, finish.memory_format)
+            out = _in_one_pass(step, images, work, dtype, as_nchw)
             work.write(path, out.permute(0, 2, 3, 1) if is_nhwc else out, in_float32=True)
         else:
             normalize(work)
             work.write(path, work.read(path), in_float32=True)
-        normalized[path] = finish
-
-
-@dataclass(frozen=True)
-class _Finish:
-    """How normalised images leave the chain."""
-
-    dtype: torch.dtype
-    memory_format: torch.memory_format  # of the images as (N, C, H, W)
-    is_nhwc: bool
-
-    def of(self, images: Tensor) -> Tensor:
-        if images.ndim != 4:  # a Map has made something else of them, or they were cut into windows
-            return images.to(self.dtype)
-        memory_format = torch.contiguous_format if self.is_nhwc else self.memory_format
-        # With the dtype as it is, `to` alone would leave some layouts that are none of the two.
-        return images.to(self.dtype, memory_format=memory_format).contiguous(memory_format=memory_format)
-
-
-def _mapped(transform: Map, work: ArrayBatch, normalized: dict[Path, _Finish]) -> dict[Path, _Finish]:
-    """Runs the user's function; returns where normalised images are after it."""
-    before = dict(parts.parts_of(work.as_arrays() if transform.key is None else work.structure))
-    transform(work)
-    after = dict(parts.parts_of(work.structure))
-    work.layouts = {path: layout for path, layout in work.layouts.items() if after.get(path) is before.get(path)}
-    found: dict[Path, _Finish] = {}
-    for path, finish in normalized.items():
-        places = [place for place, part in after.items() if part is before[path]]
-        if not places and parts.is_floating(after.get(path)):
-            places = [path]  # computed from them, in all likelihood
-        found |= dict.fromkeys(places, finish)
-    return found
+        work.finishes[path] = finish
 
 
 def checked(transforms: Sequence[Transform]) -> tuple[Transform, ...]:

@@ -42,19 +42,19 @@ class Normalize(FusibleTransform):
         check_choice("Normalize(dtype)", self.dtype, ("auto", "float32"))
         for name in ("mean", "std"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
-        lengths = {len(self._mean), len(self._std)} - {1}
-        if len(lengths) > 1:
+        means, stds = np.size(self.mean), np.size(self.std)
+        if 1 not in (means, stds) and means != stds:
             raise ValueError(
-                f"Normalize: {len(self._mean)} means and {len(self._std)} stds."
+                f"Normalize: {means} means and {stds} stds."
                 " Give as many of each as the images have channels, or one for all."
             )
-        if not all(0 < std < np.inf for std in self._std):
+        if not 0 < np.min(self.std) <= np.max(self.std) < np.inf:
             raise ValueError(f"Normalize(std={self.std!r}): every std has to be above 0.")
 
-    @property
+    @cached_property
     def channels(self) -> int | None:
         """How many channels it is for; None: any."""
-        count = max(len(self._mean), len(self._std))
+        count = max(np.size(self.mean), np.size(self.std))
         return None if count == 1 else count
 
     @override
@@ -80,22 +80,14 @@ class Normalize(FusibleTransform):
 
     def _affine(self, is_uint8: bool) -> tuple[NumpyArray, NumpyArray]:
         """``scale`` and ``bias``, ``(C,)``, float32, so that ``image * scale + bias`` is normalised."""
-        if is_uint8 and max(self._mean) > 1:
+        mean, std = np.atleast_1d(self.mean, self.std)
+        if is_uint8 and mean.max() > 1:
             raise ValueError(
                 f"Normalize(mean={self.mean}, std={self.std}) on uint8 images, which are taken as 0 to 1, not as 0 to"
                 " 255: divide both by 255."
             )
-        std = np.array(self._std, np.float64)
         scale = 1 / (255 * std) if is_uint8 else 1 / std
-        return scale.astype(np.float32), (-np.array(self._mean, np.float64) / std).astype(np.float32)
-
-    @cached_property
-    def _mean(self) -> tuple[float, ...]:
-        return self.mean if isinstance(self.mean, tuple) else (float(self.mean),)  # type: ignore[arg-type]
-
-    @cached_property
-    def _std(self) -> tuple[float, ...]:
-        return self.std if isinstance(self.std, tuple) else (float(self.std),)  # type: ignore[arg-type]
+        return scale.astype(np.float32), (-mean / std).astype(np.float32)
 
 
 class Factors(NamedTuple):

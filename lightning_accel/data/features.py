@@ -68,13 +68,13 @@ class GaussianNoise(FeatureTransform):
         if self.std is not None:
             noise *= np.float32(self.std)
         else:
-            factor = batch.arrays.upload(self._factor.astype(np.float32))
-            noise = _over_features(noise, len(self._factor), "GaussianNoise(cov)", lambda rows: rows @ factor.T)
+            factor = batch.arrays.upload(self._factor)
+            noise = _over_features(noise, len(factor), "GaussianNoise(cov)", lambda rows: rows @ factor.T)
         batch.write(path, data + noise.astype(data.dtype))
 
     @cached_property
     def _factor(self) -> NumpyArray:
-        return gaussian.cholesky(np.array(self.cov, np.float64), asker="GaussianNoise")
+        return gaussian.cholesky(np.array(self.cov, np.float64), asker="GaussianNoise").astype(np.float32)
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,7 +104,7 @@ class Whiten(FeatureTransform):
             raise ValueError(
                 f"Whiten(mean of shape {mean}, cov of shape {cov}): give (D,) and (D, D), or (T, D) and (T, D, D)."
             )
-        _ = self._matrix
+        _ = self._fitted
 
     @classmethod
     def fit(cls, loader: Iterable[Any], *, key: Key | None = None, eps: float = 1e-5) -> Self:
@@ -145,7 +145,7 @@ class Whiten(FeatureTransform):
     def __call__(self, batch: ArrayBatch) -> None:
         path = self.find(batch)
         data = batch.read(path)
-        mean, matrix = (batch.arrays.upload(values.astype(np.float32)) for values in (self._mean, self._matrix))
+        mean, matrix = map(batch.arrays.upload, self._fitted)
         if mean.ndim == 2:
             if data.shape[1:] != mean.shape:
                 raise ValueError(f"Whiten: fitted on (N, {mean.shape[0]}, {mean.shape[1]}), given {data.shape}.")
@@ -156,13 +156,10 @@ class Whiten(FeatureTransform):
         batch.write(path, white.astype(data.dtype))
 
     @cached_property
-    def _mean(self) -> NumpyArray:
-        return np.array(self.mean, np.float64)
-
-    @cached_property
-    def _matrix(self) -> NumpyArray:
-        """The inverse of the covariance's Cholesky factor."""
-        return np.linalg.inv(gaussian.cholesky(np.array(self.cov, np.float64), asker="Whiten"))
+    def _fitted(self) -> tuple[NumpyArray, NumpyArray]:
+        """The mean, and the inverse of the covariance's Cholesky factor, float32."""
+        factor = gaussian.cholesky(np.array(self.cov, np.float64), asker="Whiten")
+        return np.array(self.mean, np.float32), np.linalg.inv(factor).astype(np.float32)
 
 
 @dataclass(frozen=True, repr=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import numpy as np
 from typing_extensions import override
@@ -12,26 +12,17 @@ from typing_extensions import override
 from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.single_pass import NumpyArray, SinglePass
 from lightning_accel.data.transform import (
+    Boxes,
     FusibleTransform,
     ImageTransform,
     Shape,
     is_count,
     is_number,
     per_sample,
-    uniform,
 )
 
 _CHUNK_BYTES = 64 << 20  # so much of what is interpolated at a time
 _ATTEMPTS = 10  # at a box that fits into the image, as in torchvision
-
-
-class Boxes(NamedTuple):
-    """The part of each sample that is kept, in pixels, ``(N,)`` each."""
-
-    top: NumpyArray
-    left: NumpyArray
-    height: NumpyArray
-    width: NumpyArray
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,7 +47,7 @@ class RandomCrop(FusibleTransform):
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> tuple[NumpyArray, NumpyArray]:
-        height, width = _height_and_width(self.size)
+        height, width = cast(tuple[int, int], self.size)
         room = shape.height + 2 * self.padding - height, shape.width + 2 * self.padding - width
         if min(room) < 0:
             padded = f" with {self.padding} pixels of padding on each side" if self.padding else ""
@@ -73,7 +64,7 @@ class RandomCrop(FusibleTransform):
     @override
     def apply(self, images: Array, drawn: tuple[NumpyArray, NumpyArray], arrays: Arrays) -> Array:
         xp, pad = arrays.xp, self.padding
-        height, width = _height_and_width(self.size)
+        height, width = cast(tuple[int, int], self.size)
         if pad:
             images = xp.pad(images, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
         samples, channels, rows, columns = images.shape
@@ -86,7 +77,7 @@ class RandomCrop(FusibleTransform):
 
     @override
     def compose(self, onto: SinglePass, drawn: tuple[NumpyArray, NumpyArray]) -> None:
-        onto.crop(*drawn, *_height_and_width(self.size))
+        onto.crop(*drawn, *cast(tuple[int, int], self.size))
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,11 +138,10 @@ class RandomResizedCrop(ImageTransform):
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Boxes:
         if rng is None:
-            height, width = _height_and_width(self.size)
+            height, width = cast(tuple[int, int], self.size)
             return self._central(shape, np.full(shape.samples, width / height))
         tries = (_ATTEMPTS, shape.samples)
-        area = shape.height * shape.width * uniform(rng, self.scale, tries)
-        ratio = np.exp(uniform(rng, np.log(self.ratio), tries))
+        area, ratio = shape.areas_and_ratios(rng, self.scale, self.ratio, tries)
         heights, widths = np.sqrt(area / ratio).round(), np.sqrt(area * ratio).round()
         fits = (heights >= 1) & (heights <= shape.height) & (widths >= 1) & (widths <= shape.width)
         first = fits.argmax(axis=0), np.arange(shape.samples)
@@ -166,7 +156,7 @@ class RandomResizedCrop(ImageTransform):
     def apply(self, images: Array, drawn: Boxes, arrays: Arrays) -> Array:
         xp = arrays.xp
         samples, channels, rows, columns = images.shape
-        height, width = _height_and_width(self.size)
+        height, width = cast(tuple[int, int], self.size)
         top, left, box_height, box_width = (arrays.upload(values) for values in drawn)
         resized = xp.empty((samples, channels, height, width), images.dtype)
         sample_bytes = 4 * (channels * columns * (rows + height) + height * rows + width * columns)
@@ -202,8 +192,3 @@ def _size(owner: str, size: Any) -> tuple[int, int]:
     if len(sizes) != 2 or not all(is_count(pixels, least=1) for pixels in sizes):
         raise ValueError(f"{owner}(size={size!r}): give a number of pixels, or (height, width), each above 0.")
     return sizes
-
-
-def _height_and_width(size: int | Sequence[int]) -> tuple[int, int]:
-    assert isinstance(size, tuple)  # since the constructor
-    return size

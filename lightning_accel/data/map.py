@@ -42,6 +42,7 @@ class Map(Transform):
             return
         path = () if self.key is None else parts.named(batch.structure, self.key, "Map")
         given = batch.as_arrays() if self.key is None else batch.read(path)
+        parts_before = dict(parts.parts_of(batch.structure))
         before = _samples(given)
         returned = self.fn(batch.xp, given)
         name = getattr(self.fn, "__qualname__", repr(self.fn))
@@ -59,6 +60,7 @@ class Map(Transform):
                     f" {parts.described(returned)}. It has to return as many samples as it is given."
                 )
         batch.write(path, returned)
+        batch.follow(parts_before)
 
 
 def _samples(batch: Any) -> dict[Path, int]:

@@ -14,24 +14,7 @@ from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.batch import ArrayBatch
 from lightning_accel.data.parts import Key, Path
 from lightning_accel.data.single_pass import NumpyArray
-from lightning_accel.data.transform import ImageTransform, Shape, is_count, is_number, per_sample, uniform
-
-
-class Rectangles(NamedTuple):
-    """A rectangle in each sample, in pixels, ``(N,)`` each; the ends are the first row and column beyond."""
-
-    top: NumpyArray
-    bottom: NumpyArray
-    left: NumpyArray
-    right: NumpyArray
-
-    def mask(self, shape: Shape, arrays: Arrays) -> Array:
-        """Which pixels lie inside, ``(N, 1, H, W)``, bool."""
-        xp = arrays.xp
-        top, bottom, left, right = (per_sample(edge.astype(np.int32), arrays) for edge in self)
-        rows = xp.arange(shape.height).reshape(1, 1, -1, 1)
-        columns = xp.arange(shape.width).reshape(1, 1, 1, -1)
-        return (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
+from lightning_accel.data.transform import Boxes, ImageTransform, Shape, is_count, is_number, per_sample
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,27 +43,25 @@ class RandomErasing(ImageTransform):
         self._check_range("ratio")
 
     @override
-    def draw(self, shape: Shape, rng: np.random.Generator | None) -> Rectangles | None:
+    def draw(self, shape: Shape, rng: np.random.Generator | None) -> Boxes | None:
         if rng is None:
             return None
-        area = shape.height * shape.width * uniform(rng, self.scale, shape.samples)
-        ratio = np.exp(uniform(rng, np.log(self.ratio), shape.samples))
+        area, ratio = shape.areas_and_ratios(rng, self.scale, self.ratio, shape.samples)
         is_erased = rng.random(shape.samples) < self.p
         height = np.sqrt(area * ratio).round().clip(1, shape.height) * is_erased
         width = np.sqrt(area / ratio).round().clip(1, shape.width) * is_erased
         top = rng.integers(0, shape.height - height.astype(int) + 1)
         left = rng.integers(0, shape.width - width.astype(int) + 1)
-        return Rectangles(top, top + height, left, left + width)
+        return Boxes(top, left, height, width)
 
     @override
-    def apply(self, images: Array, drawn: Rectangles, arrays: Arrays) -> Array:
+    def apply(self, images: Array, drawn: Boxes, arrays: Arrays) -> Array:
         if images.dtype == np.uint8 and self.value not in range(256):
             raise ValueError(
                 f"RandomErasing(value={self.value}) on uint8 images, which hold whole numbers from 0 to 255:"
                 " give one of these, or put Normalize before it."
             )
-        mask = drawn.mask(Shape(*images.shape), arrays)
-        return arrays.xp.where(mask, images.dtype.type(self.value), images)
+        return arrays.xp.where(_mask(drawn, images.shape, arrays), images.dtype.type(self.value), images)
 
 
 class Blend(NamedTuple):
@@ -88,7 +69,7 @@ class Blend(NamedTuple):
 
     partner: NumpyArray
     kept: NumpyArray
-    rectangles: Rectangles | None = None
+    boxes: Boxes | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,8 +96,8 @@ class _Blending(ImageTransform):
         if len(labels) != samples:
             raise ValueError(f"{name}: {len(labels)} labels for {samples} images.")
         drawn = self.change(batch, path)
-        kept = per_sample(drawn.kept.astype(np.float32), batch.arrays, dims=2)
-        batch.write(label_path, labels * kept + labels[batch.arrays.upload(drawn.partner)] * (1 - kept))
+        kept, partner = map(batch.arrays.upload, (drawn.kept.astype(np.float32)[:, None], drawn.partner))
+        batch.write(label_path, labels * kept + labels[partner] * (1 - kept))
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Blend:
@@ -172,10 +153,6 @@ class MixUp(_Blending):
         kept = per_sample(drawn.kept.astype(images.dtype), arrays)
         return images * kept + images[arrays.upload(drawn.partner)] * (1 - kept)
 
-    @override
-    def refusal(self, kind: str) -> str:
-        return f"{super().refusal(kind)} Put Normalize before it."
-
 
 @dataclass(frozen=True, repr=False)
 class CutMix(_Blending):
@@ -199,14 +176,22 @@ class CutMix(_Blending):
         edges = []
         for size in (shape.height, shape.width):
             centre, extent = rng.integers(0, size, shape.samples), (side * size).astype(int)
-            edges += [(centre - extent // 2).clip(0), (centre - extent // 2 + extent).clip(0, size)]
-        top, bottom, left, right = edges
+            begin = centre - extent // 2
+            edges += [begin.clip(0), (begin + extent).clip(0, size) - begin.clip(0)]
+        top, height, left, width = edges
         # What lies outside of the image is not put in: the labels go by what is.
-        kept = 1 - (bottom - top) * (right - left) / (shape.height * shape.width)
-        return Blend(partner, kept, Rectangles(top, bottom, left, right))
+        kept = 1 - height * width / (shape.height * shape.width)
+        return Blend(partner, kept, Boxes(top, left, height, width))
 
     @override
     def apply(self, images: Array, drawn: Blend, arrays: Arrays) -> Array:
-        assert drawn.rectangles is not None
-        mask = drawn.rectangles.mask(Shape(*images.shape), arrays)
-        return arrays.xp.where(mask, images[arrays.upload(drawn.partner)], images)
+        assert drawn.boxes is not None
+        return arrays.xp.where(_mask(drawn.boxes, images.shape, arrays), images[arrays.upload(drawn.partner)], images)
+
+
+def _mask(boxes: Boxes, shape: tuple[int, ...], arrays: Arrays) -> Array:
+    """Which pixels of images ``(N, C, H, W)`` lie inside, ``(N, 1, H, W)``, bool."""
+    top, left, height, width = (per_sample(values.astype(np.int32), arrays) for values in boxes)
+    rows = arrays.xp.arange(shape[2]).reshape(1, 1, -1, 1)
+    columns = arrays.xp.arange(shape[3]).reshape(1, 1, 1, -1)
+    return (rows >= top) & (rows < top + height) & (columns >= left) & (columns < left + width)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -67,9 +66,6 @@ class DevicePipeline:
         position: Asked for the place of each iteration's first batch in the run, when that is first asked for (a
             Trainer may begin an iteration before it knows where it resumes). None: batches are trained on, and each
             iteration is one more epoch.
-
-    Attributes:
-        loader: The loader itself.
 
     Raises:
         TypeError: ``loader`` is not iterable.
@@ -136,9 +132,9 @@ class DevicePipeline:
             self._lane(),
             inner.position,
             inner.depth,
-            before=inner.progress,
             in_background=_only_takes_from_a_queue(inner.loader, source),
-            snapshot=self._snapshot(),
+            stateful=inner.loader if isinstance(self, StatefulDevicePipeline) and inner.depth > 0 else None,
+            before=inner.progress,
         )
         if sharing is not None:
             sharing.add(run)
@@ -156,9 +152,6 @@ class DevicePipeline:
             # the batches of every epoch take memory of their own.
             inner.side = torch.cuda.Stream(inner.device)  # type: ignore[no-untyped-call]
         return StreamLane(inner.side, inner.preprocess)
-
-    def _snapshot(self) -> Callable[[], Any] | None:
-        return None
 
     # Standing for the loader:
 
@@ -213,21 +206,13 @@ class StatefulDevicePipeline(DevicePipeline):
 
     def state_dict(self) -> Any:
         """The loader's state as of the last batch handed out, whatever was fetched ahead of it."""
-        progress = self._inner.progress
-        return progress.state if progress.has_state else self._inner.loader.state_dict()
+        state = self._inner.progress.state
+        return self._inner.loader.state_dict() if state is None else state
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Has the loader go on from there with the next iteration."""
         self._inner.loader.load_state_dict(state_dict)
-        self._inner.progress.has_state = False
-
-    @override
-    def _snapshot(self) -> Callable[[], Any] | None:
-        loader = self._inner.loader
-        if self._inner.depth == 0:
-            return None  # it never is ahead
-        # A copy: a state_dict() may give out the very objects that the loader goes on changing as it fetches ahead.
-        return lambda: copy.deepcopy(loader.state_dict())
+        self._inner.progress.state = None
 
 
 # Runs over loaders whose iterator outlives an epoch.

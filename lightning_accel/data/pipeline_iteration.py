@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import queue
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -27,63 +28,50 @@ PATIENCE_S = 5.0
 class Progress:
     """How far the consumer of one iteration has come."""
 
-    state: Any = None  # the loader's, as of the last batch handed out, or as of the beginning
-    has_state: bool = False  # otherwise nothing was fetched ahead, and the loader knows
+    state: Any = None  # the loader's, as of the last batch handed out; None: nothing was fetched ahead, ask the loader
     position: Position | None = None  # of the last batch handed out
     fetch_s: float = 0.0  # what fetching took so far
     prepare_s: float = 0.0  # what moving and preprocessing took so far, on the host
 
 
+@dataclass(eq=False)
 class Run:
     """Fetches, prepares and hands out batches in order."""
 
-    def __init__(
-        self,
-        source: Iterator[Any],
-        lane: Lane,
-        position: Callable[[], Position],
-        depth: int,
-        *,
-        before: Progress | None = None,
-        in_background: bool,
-        snapshot: Callable[[], Any] | None = None,
-    ) -> None:
-        self.progress = Progress()
-        self._source: Iterator[Any] | None = source
-        self._lane = lane  # is closed with the run
-        self._ask_position = position  # of the first batch, once that is wanted
-        self._position: Position | None = None  # of the next batch
-        self._before = before or Progress()  # how far the run before this one came
-        self._depth = depth  # how many batches are prepared, or being prepared, beyond the one handed out
-        self._in_background = in_background  # whether the thread fetches, too; otherwise `take` does
-        self._snapshot = snapshot  # the loader's state, asked for after every fetch; None: it has none
-        self._jobs: deque[Job] = deque()  # in order, the next to be handed out first
-        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._is_exhausted = False
-        self._is_stopped = False
+    source: Iterator[Any] | None
+    lane: Lane  # is closed with the run
+    ask_position: Callable[[], Position]  # of the first batch, once that is wanted
+    depth: int  # how many batches are prepared, or being prepared, beyond the one handed out
+    in_background: bool  # whether the thread fetches, too; otherwise `take` does
+    stateful: Any = None  # the loader, where it has a state and is ahead of what is handed out
+    before: Progress = field(default_factory=Progress)  # how far the run before this one came
+    progress: Progress = field(default_factory=Progress, init=False)
+    _position: Position | None = field(default=None, init=False)  # of the next batch
+    _jobs: deque[Job] = field(default_factory=deque, init=False)  # in order, the next to be handed out first
+    _inbox: queue.SimpleQueue[Job | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _is_exhausted: bool = field(default=False, init=False)
+    _is_stopped: bool = field(default=False, init=False)
 
     def take(self) -> Any:
         """The next batch, as ``next`` has it; what fetching or preparing it raised, after the run was stopped."""
         if self._is_stopped:
             raise StopIteration
-        while not self._is_exhausted and len(self._jobs) <= self._depth:
+        while not self._is_exhausted and len(self._jobs) <= self.depth:
             self._begin()
         job = self._jobs[0]
         job.done.wait()
         if self._is_stopped:  # meanwhile, by somebody else
             raise StopIteration
         self._jobs.popleft()
-        if not job.is_prepared:
+        if job.error is not None:
             self._end(job)
         try:
-            batch = self._lane.hand_out(job)
+            batch = self.lane.hand_out(job)
         except BaseException:
             self.stop()
             raise
-        self.progress.position = job.position
-        if self._snapshot is not None:
-            self.progress.state, self.progress.has_state = job.state, True
+        self.progress.position, self.progress.state = job.position, job.state
         return batch
 
     def settle(self) -> None:
@@ -107,24 +95,24 @@ class Run:
         for job in self._jobs:
             job.error = None  # the traceback has the job
         self._jobs.clear()
-        self._source = None
+        self.source = None
 
     def _begin(self) -> None:
         position = self._position
         if position is None:
-            position = self._ask_position()
+            position = self.ask_position()
             # A shorter loader that begins anew within an epoch, asked for a batch before that is counted: Lightning
             # fetches one early where it knows no length.
-            position = position.ahead(1) if position == self._before.position else position
+            position = position.ahead(1) if position == self.before.position else position
         self._position = position.ahead(1)
         job = Job(position)
-        if not self._in_background:
+        if not self.in_background:
             self._fetch(job)
-            if not job.has_batch:
+            if job.error is not None:
                 job.done.set()
                 self._jobs.append(job)
                 return
-            job.after = self._lane.after(job.batch)
+            job.after = self.lane.after(job.batch)
         if self._thread is None:
             # A daemon, so that a loader's worker that never answers cannot keep the interpreter from ending. Where it
             # answers, the thread is joined at exit, before torch and multiprocessing (whose hooks are older, so run
@@ -136,53 +124,50 @@ class Run:
         self._inbox.put(job)
 
     def _fetch(self, job: Job) -> None:
-        assert self._source is not None
+        assert self.source is not None
         began = time.perf_counter()
         try:
-            job.batch = next(self._source)
-            job.state = self._snapshot() if self._snapshot is not None else None
+            if self._is_exhausted:
+                raise StopIteration
+            job.batch = next(self.source)
+            if self.stateful is not None:
+                # A copy: state_dict() may give out the very objects that the loader goes on changing as it fetches.
+                job.state = copy.deepcopy(self.stateful.state_dict())
         except StopIteration:
-            job.is_end = True
+            job.error = StopIteration()  # not the one caught: what it was raised amid may hold the iteration
         except Exception as error:
             job.error = error
-        self._is_exhausted = not job.has_batch
+        self._is_exhausted = job.error is not None
         self.progress.fetch_s += time.perf_counter() - began
 
     def _work(self) -> None:
         while (job := self._inbox.get()) is not None:
             try:
-                with self._lane.working(), torch.no_grad():
-                    self._prepare(job)
+                with self.lane.working(), torch.no_grad():
+                    if self.in_background and not self._is_stopped:
+                        self._fetch(job)
+                    if job.error is None and not self._is_stopped:
+                        began = time.perf_counter()
+                        self.lane.prepare(job)
+                        self.progress.prepare_s += time.perf_counter() - began
+            except StopIteration as error:  # as in a generator (PEP 479): it would look like the end of the data
+                job.error = RuntimeError("a batch transform raised StopIteration")
+                job.error.__cause__ = error
             except BaseException as error:
                 job.error = error
             done = job.done
             del job  # a batch that was handed out is the consumer's to free, not held until the next one comes
             done.set()
-        self._lane.close()
-
-    def _prepare(self, job: Job) -> None:
-        if self._in_background and not self._is_stopped:
-            if self._is_exhausted:
-                job.is_end = True
-            else:
-                self._fetch(job)
-        if job.has_batch and not self._is_stopped:
-            began = time.perf_counter()
-            self._lane.prepare(job)
-            job.is_prepared = True
-            self.progress.prepare_s += time.perf_counter() - began
+        self.lane.close()
 
     def _end(self, job: Job) -> NoReturn:
         """Stops, and raises what stands in place of the batch."""
         error, job.error = job.error, None
-        if job.is_end:
-            self.progress.state, self.progress.has_state = None, False
+        assert error is not None
+        if isinstance(error, StopIteration):
+            self.progress.state = None
         self.stop()
         try:
-            if error is None:
-                raise StopIteration
-            if isinstance(error, StopIteration):  # as in a generator (PEP 479): it would look like the end of the data
-                raise RuntimeError("a batch transform raised StopIteration") from error
             raise error
         finally:
             del error  # whose traceback has this frame: neither is to keep the other alive

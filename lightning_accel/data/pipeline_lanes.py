@@ -32,21 +32,14 @@ class Job:
 
     position: Position
     batch: Any = None  # as the loader gave it, then as it is handed out
-    is_prepared: bool = False
     after: list[torch.cuda.Event] = field(default_factory=list)  # what a device has to have done before
     # What was copied to the device for it. What was made of that may be views whose memory torch does not know to be
     # theirs, as those that went through DLPack.
     arrived: list[Tensor] = field(default_factory=list)
     over: torch.cuda.Event | None = None  # when the device is done with preparing it
     state: Any = None  # the loader's, after the batch was fetched
-    is_end: bool = False
-    error: BaseException | None = None
+    error: BaseException | None = None  # what is raised in its place; StopIteration at the loader's end
     done: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def has_batch(self) -> bool:
-        """Whether there is one to prepare: neither the end nor an error stands in its place."""
-        return self.error is None and not self.is_end
 
 
 class Lane:

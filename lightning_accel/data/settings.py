@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
+from lightning_accel import data
 from lightning_accel.core.checks import check_names, nearest
 from lightning_accel.data.chain import checked
 from lightning_accel.data.transform import Transform
@@ -65,14 +66,9 @@ def _read(value: Any) -> Any:
 
 
 def _known() -> dict[str, type[Transform]]:
-    """The transforms of this package, all of which it has imported, by name."""
-    ours = [kind for kind in _kinds_of(Transform) if kind.__module__.startswith(_PACKAGE)]
-    return {kind.__name__: kind for kind in ours if not inspect.isabstract(kind)}
-
-
-def _kinds_of(kind: type[Any]) -> Iterator[type[Any]]:
-    for narrower in kind.__subclasses__():
-        yield from (narrower, *_kinds_of(narrower))
+    """The transforms of this package, by name."""
+    kinds = {name: getattr(data, name) for name in data.__all__}
+    return {name: kind for name, kind in kinds.items() if issubclass(kind, Transform) and kind is not Transform}
 
 
 def _kind(class_path: str) -> type[Transform]:
@@ -105,11 +101,10 @@ def _plain(value: Any) -> Any:
 
 def _import_path(value: Any, what: str) -> str:
     path = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', '')}"
-    try:
-        is_found = _imported("class_path", path) is value
-    except ValueError:
-        is_found = False
-    if not is_found:
+    found = None
+    with suppress(ImportError, ValueError, AttributeError):
+        found = pkgutil.resolve_name(path)
+    if found is not value:
         raise ValueError(
             f"preprocess: {what} cannot be written down: it has no name to import it by."
             " Use a function or class defined at the top of a module."

@@ -75,16 +75,17 @@ def run_on_host(images: NumpyArray, single_pass: SinglePass, out: NumpyArray, *,
     # A plane is put together here, whole, before it is written into a layout that may scatter it.
     plane = np.empty((single_pass.height, single_pass.width), np.float32)
     bits = np.empty(plane.shape, np.uint32)
-    for sample in range(len(images)):
-        rows, from_rows = _overlap(int(single_pass.top[sample]), 1, single_pass.height, height)
-        columns, from_columns = _overlap(
-            int(single_pass.left[sample]), int(single_pass.step[sample]), single_pass.width, width
-        )
+    for sample, image in enumerate(images):
+        top, left = int(single_pass.top[sample]), int(single_pass.left[sample])
+        if single_pass.step[sample] == -1:  # forward through the mirrored image
+            image, left = image[..., ::-1], width - 1 - left
+        rows, from_rows = _overlap(top, single_pass.height, height)
+        columns, from_columns = _overlap(left, single_pass.width, width)
         inside = plane[rows, columns]
         for channel in range(channels):
             if inside.size < plane.size:
                 plane[...] = single_pass.fill[channel]
-            pixels = images[sample, channel, from_rows, from_columns]
+            pixels = image[channel, from_rows, from_columns]
             np.multiply(pixels, single_pass.scale[channel], out=inside, dtype=np.float32)
             np.add(inside, single_pass.bias[channel], out=inside)
             if kind == "bfloat16":
@@ -108,14 +109,8 @@ def _as_bfloat16(values: NumpyArray, bits: NumpyArray) -> NumpyArray:
     return bits.view(np.uint16)[..., upper::2]
 
 
-def _overlap(start: int, step: int, count: int, size: int) -> tuple[slice, slice]:
-    """Which of ``count`` places ``start + step * i`` lie within ``size``: a slice of ``i``, and one of the places."""
-    first, last = (-start, size - start) if step == 1 else (start - size + 1, start + 1)
-    begin = min(max(first, 0), count)
-    end = max(min(last, count), begin)
-    if begin == end:
-        return slice(0, 0), slice(0, 0)
-    if step == 1:
-        return slice(begin, end), slice(start + begin, start + end)
-    stop = start - end
-    return slice(begin, end), slice(start - begin, stop if stop >= 0 else None, -1)
+def _overlap(start: int, count: int, size: int) -> tuple[slice, slice]:
+    """Which of ``count`` places from ``start`` on lie within ``size``: a slice of the count, and one of the places."""
+    begin = min(max(-start, 0), count)
+    end = max(min(size - start, count), begin)
+    return slice(begin, end), slice(start + begin, start + end)

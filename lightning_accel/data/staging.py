@@ -82,21 +82,16 @@ class Stager:
     def settle(self) -> None:
         """Lets go of the memory of copies that are over, without waiting for any."""
         while self._flights and self._flights[0][0].query():  # type: ignore[no-untyped-call]
-            self._land(self._flights.popleft()[1])
+            for region in self._flights.popleft()[1].regions:
+                self._pool.give(region)
 
     def close(self) -> None:
         """Waits for the copies under way, and lets go of everything."""
-        while self._flights:
-            mark, load = self._flights.popleft()
+        for mark, _ in self._flights:
             with suppress(RuntimeError):  # of a device that has failed, on which no copy is under way
                 mark.synchronize()
-            self._land(load)
+        self._flights.clear()
         self._pool.close()
-
-    def _land(self, load: _Load) -> None:
-        for region in load.regions:
-            self._pool.give(region)
-        load.sources.clear()
 
     def _move(self, load: _Load, data: Any) -> Any:
         if isinstance(data, Tensor) and _is_plain(data):

@@ -68,6 +68,23 @@ class Shape(NamedTuple):
     height: int
     width: int
 
+    def areas_and_ratios(
+        self, rng: np.random.Generator, scale: Any, ratio: Any, size: int | tuple[int, int]
+    ) -> tuple[NumpyArray, NumpyArray]:
+        """Of random boxes: areas in pixels, uniform in ``scale`` of the image's; ratios, uniform in their logarithm."""
+        (smallest, largest), (flattest, tallest) = scale, np.log(ratio)
+        area = self.height * self.width * rng.uniform(smallest, largest, size)
+        return area, np.exp(rng.uniform(flattest, tallest, size))
+
+
+class Boxes(NamedTuple):
+    """A part of each sample, in pixels, ``(N,)`` each."""
+
+    top: NumpyArray
+    left: NumpyArray
+    height: NumpyArray
+    width: NumpyArray
+
 
 @dataclass(frozen=True, repr=False)
 class ImageTransform(Transform):
@@ -119,16 +136,13 @@ class ImageTransform(Transform):
             )
         kind = parts.kind_of(part)
         if kind not in self.dtypes and not (kind == "bfloat16" and "float32" in self.dtypes):
-            raise TypeError(self.refusal(kind))
+            mend = "" if "uint8" in self.dtypes else " Put Normalize before it."
+            raise TypeError(f"{type(self).__name__}: the images are {kind}; it takes {', '.join(self.dtypes)}.{mend}")
         images = batch.read(path)
         if path not in batch.layouts:
             batch.layouts[path] = has_channels_last(images.shape, batch.channels.get(path))
         channels_last = batch.layouts[path]
         return (images.transpose(0, 3, 1, 2) if channels_last else images), channels_last
-
-    def refusal(self, kind: str) -> str:
-        """Why images of dtype ``kind`` cannot be taken, and what can be done."""
-        return f"{type(self).__name__}: the images are {kind}; it takes {', '.join(self.dtypes)}."
 
 
 class FusibleTransform(ImageTransform):
@@ -145,15 +159,9 @@ def has_channels_last(shape: tuple[int, ...], channels: int | None = None) -> bo
     return shape[3] in usual and shape[1] not in usual
 
 
-def per_sample(values: NumpyArray, arrays: Arrays, dims: int = 4) -> Array:
-    """A value per sample, ``(N,)``, uploaded to broadcast against ``dims`` dimensions."""
-    return arrays.upload(values).reshape(-1, *[1] * (dims - 1))
-
-
-def uniform(rng: np.random.Generator, limits: Any, size: int | tuple[int, int]) -> NumpyArray:
-    """Numbers between two ``limits``, equally likely."""
-    smallest, largest = limits
-    return rng.uniform(smallest, largest, size)
+def per_sample(values: NumpyArray, arrays: Arrays) -> Array:
+    """A value per sample, ``(N,)``, uploaded to broadcast against images."""
+    return arrays.upload(values).reshape(-1, 1, 1, 1)
 
 
 def is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:

@@ -48,10 +48,18 @@ def checked(asker: str, jitter: float, *, cov: Tensor, **others: Tensor) -> tupl
 
     The errors are those of :func:`cholesky`, but for what is not positive definite.
     """
-    tensors = _in_full(asker, {"cov": cov, **others})
+    given = {"cov": cov, **others}
+    for name, tensor in given.items():
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(
+                f"{asker}({name}=...) holds {str(tensor.dtype).removeprefix('torch.')}. Allowed: float16, bfloat16,"
+                f" float32, float64; convert it, or take the real part where {name} is complex."
+            )
     share: Any = jitter
     if isinstance(share, bool) or not isinstance(share, float | int) or not 0 <= share <= 1:
         raise ValueError(f"{asker}(jitter={share!r}): give a share of the mean of the diagonal, a number from 0 to 1.")
+    is_double = any(tensor.dtype == torch.float64 for tensor in given.values())
+    tensors = tuple([tensor.to(torch.float64 if is_double else torch.float32) for tensor in given.values()])
     return tensors, _is_exactly_symmetric(asker, tensors[0], cov.dtype)
 
 
@@ -84,17 +92,6 @@ def least_deviation(dtype: torch.dtype) -> float:
     Below, some processors' libraries find a matrix not positive definite, others return what is left of its digits.
     """
     return float(torch.finfo(dtype).tiny ** 0.5)
-
-
-def _in_full(asker: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(
-                f"{asker}({name}=...) holds {str(tensor.dtype).removeprefix('torch.')}. Allowed: float16, bfloat16,"
-                f" float32, float64; convert it, or take the real part where {name} is complex."
-            )
-    is_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
-    return tuple([tensor.to(torch.float64 if is_double else torch.float32) for tensor in tensors.values()])
 
 
 def _is_exactly_symmetric(asker: str, cov: Tensor, dtype: torch.dtype) -> bool:

@@ -107,11 +107,6 @@ def _whitened(
 def _prepared(asker: str, jitter: float, cov: Tensor, **points: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The Cholesky factors of ``cov``, and points that fit them, in one dtype of 32 or 64 bits."""
     (matrices, *others), _ = checked(asker, jitter, cov=cov, **points)
-    _check_shapes(asker, cov, points)
-    return factorised(asker, matrices, jitter)[1], tuple(others)
-
-
-def _check_shapes(asker: str, cov: Tensor, points: dict[str, Tensor]) -> None:
     try:
         np.broadcast_shapes(cov.shape[:-2], *(tensor.shape[:-1] for tensor in points.values()))
         fits = all(tensor.shape[-1:] == cov.shape[-1:] for tensor in points.values())
@@ -122,6 +117,7 @@ def _check_shapes(asker: str, cov: Tensor, points: dict[str, Tensor]) -> None:
         raise ValueError(
             f"{asker}: {given} do not fit. Give (..., D), for cov (..., D, D), with batch dimensions that broadcast."
         )
+    return factorised(asker, matrices, jitter)[1], tuple(others)
 
 
 def _solved(factors: Tensor, points: Tensor) -> Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self, override
@@ -52,38 +51,30 @@ class Preprocessing(Technique):
 
     Args:
         transforms: In their order.
-        device: Of the model.
-        dtype: That steps compute in, asked before the first.
-        channels_last: Whether image batches are wanted in that layout, asked at each.
+        surroundings: Whose device, dtype and layout the batches are given.
     """
 
     acts_without_sites: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        transforms: Sequence[Transform],
-        device: torch.device,
-        dtype: Callable[[], torch.dtype],
-        channels_last: Callable[[], bool],
-    ) -> None:
+    def __init__(self, transforms: Sequence[Transform], surroundings: Surroundings) -> None:
         self._transforms = transforms
-        self._device = device
-        self._dtype = dtype
-        self._channels_last = channels_last
+        self._surroundings = surroundings
         self._preprocess: Preprocess | None = None
         self._batches = 0
 
     @classmethod
     @override
     def planned(cls, settings: PreprocessPlan, surroundings: Surroundings) -> Self:
-        transforms = cast(tuple[Transform, ...], settings.transforms)
-        return cls(transforms, surroundings.device, surroundings.dtype, surroundings.wants_channels_last)
+        return cls(cast(tuple[Transform, ...], settings.transforms), surroundings)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._preprocess = Preprocess(
-            self._transforms, device=self._device, dtype=self._dtype(), channels_last=self._channels_last, rank=rank
+            self._transforms,
+            device=self._surroundings.device,
+            dtype=self._surroundings.dtype(),
+            channels_last=self._surroundings.wants_channels_last,
+            rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
         )
         self.notes.status = self._preprocess.describe()
         if self._preprocess.complaint:
@@ -96,4 +87,8 @@ class Preprocessing(Technique):
         position = Position(training=stage == "train", batch_idx=self._batches)
         self._batches += stage == "train"
         batch = self._preprocess(batch, position)
-        return map_tensors(lambda tensor: tensor.to(self._device), batch) if self._preprocess.on_host else batch
+        return (
+            map_tensors(lambda tensor: tensor.to(self._surroundings.device), batch)
+            if self._preprocess.on_host
+            else batch
+        )

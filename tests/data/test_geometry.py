@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from lightning_accel.data import Position, Preprocess, RandomCrop, RandomHorizontalFlip, RandomResizedCrop, Transform
 from lightning_accel.data.arrays import NumpyArrays
-from lightning_accel.data.geometry import Boxes
-from lightning_accel.data.transform import Shape
+from lightning_accel.data.transform import Boxes, Shape
 
 pytestmark = pytest.mark.numbers
 

@@ -54,12 +54,12 @@ def test_erased_areas_are_uniform_in_scale_and_their_shapes_in_ratio() -> None:
     transform = RandomErasing(1, scale=(0.05, 0.2), ratio=(0.5, 2))
     drawn = transform.draw(Shape(4000, 3, 800, 1000), np.random.default_rng(0))
     assert drawn is not None
-    height, width = drawn.bottom - drawn.top, drawn.right - drawn.left
+    height, width = drawn.height, drawn.width
     assert stats.kstest(height * width / 8e5, stats.uniform(0.05, 0.15).cdf).pvalue > 1e-4
     assert stats.kstest(np.log2(height / width), stats.uniform(-1, 2).cdf).pvalue > 1e-4
     assert drawn.top.min() == 0
-    assert drawn.bottom.max() <= 800
-    assert drawn.right.max() <= 1000
+    assert (drawn.top + height).max() <= 800
+    assert (drawn.left + width).max() <= 1000
 
 
 @pytest.mark.parametrize("p", [0, 0.3, 1])

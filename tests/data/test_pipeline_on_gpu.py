@@ -83,7 +83,7 @@ def test_the_next_batch_is_made_ready_while_the_consumers_stream_is_busy(no_sync
     wait_for(lambda: len(made) > 1)
     next(batches)
     side_is_done = torch.cuda.Event()
-    with torch.cuda.stream(batches._run._lane._side):  # type: ignore[attr-defined]
+    with torch.cuda.stream(batches._run.lane._side):  # type: ignore[attr-defined]
         side_is_done.record()
     wait_for(side_is_done.query)
     assert not over.query()

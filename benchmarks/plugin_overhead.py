@@ -40,8 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import AccelPlugin, Plan, accelerate
 from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.claims.measure import timed_ms
-from lightning_accel.techniques.flash_attention.dispatch import ORIGINAL, Dispatch, shape_class
-from lightning_accel.techniques.flash_attention.judge import Judge
+from lightning_accel.techniques.flash_attention.dispatch import ORIGINAL, Dispatch, Judge, shape_class
 from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite
 
 BATCH_SIZE = 8

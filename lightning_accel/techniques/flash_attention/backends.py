@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.backends import cuda
+from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
 from lightning_accel.core.host import Host
+from lightning_accel.core.patch import temporarily
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -139,7 +140,8 @@ class FlashImplementation(SdpaKernel):
 
     @override
     def __call__(self, call: AttentionCall) -> Tensor:
-        with _flash_implementation(self.name.upper()):
+        name, current = self.name.upper(), attention.current_flash_attention_impl
+        with nullcontext() if current() == name else temporarily(current, _activate, name):
             return super().__call__(call)
 
 
@@ -262,7 +264,7 @@ def installed_backends(host: Host) -> list[Backend]:
 
 def attend(call: AttentionCall, backend: Backend) -> Tensor:
     """The call through ``backend``, or torch's own choice where it lacks what the call needs: (B, H, T, Dv)."""
-    return sdpa(call) if backend.lacks(call) is not None else backend(call)
+    return backend(call) if backend.lacks(call) is None else sdpa(call)
 
 
 def _kind(query: Tensor) -> str:
@@ -280,21 +282,11 @@ def _cpu_flash_lacks(call: AttentionCall) -> str | None:
     return None
 
 
-@contextmanager
-def _flash_implementation(name: str) -> Iterator[None]:
-    from torch.nn import attention
-
-    before = attention.current_flash_attention_impl()
-    if before == name:
-        yield
-        return
-    attention.activate_flash_attention_impl(name)
-    try:
-        yield
-    finally:
+def _activate(implementation: str | None) -> None:
+    if implementation is None:
         attention.restore_flash_attention_impl()
-        if before is not None:
-            attention.activate_flash_attention_impl(before)
+    else:
+        attention.activate_flash_attention_impl(implementation)
 
 
 @functools.cache

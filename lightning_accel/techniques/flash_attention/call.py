@@ -47,19 +47,20 @@ class AttentionCall:
             return None
         return mask[:, 0, 0].expand(self.query.shape[0], self.key.shape[2])
 
+    def band(self, left: int | None, right: int | None) -> Tensor:
+        """(1, 1, T, S) booleans: so many keys to the left and to the right of a query's position, None for all."""
+        keep = torch.ones(1, 1, self.query.shape[2], self.key.shape[2], dtype=torch.bool, device=self.query.device)
+        keep = keep if right is None else keep.tril(right)
+        return keep if left is None else keep.triu(-left)
+
     def with_dense_mask(self) -> AttentionCall:
         """The same call with causality and window folded into the mask, where there is a mask already or a window."""
         if self.window is None and (self.mask is None or not self.is_causal):
             return self
-        rows, columns = self.query.shape[2], self.key.shape[2]
-        seen = torch.ones(rows, columns, dtype=torch.bool, device=self.query.device)
-        if self.is_causal:
-            seen = seen.tril()
-        if self.window is not None:
-            left, right = self.window
-            seen = seen.triu(-left).tril(right)
+        left, right = self.window or (None, None)
+        seen = self.band(left, 0 if self.is_causal else right)
         if self.mask is None:
-            mask = seen[None, None]
+            mask = seen
         elif self.mask.dtype == torch.bool:
             mask = self.mask & seen
         else:

@@ -5,22 +5,44 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.trial import one_line
-from lightning_accel.techniques.flash_attention.judge import Judge, is_checkpoint_signal
-from lightning_accel.techniques.flash_attention.rehearsal import ORIGINAL, Judgement
+from lightning_accel.core.trial import TIMED_S, one_line
+from lightning_accel.techniques.flash_attention.rehearsal import ORIGINAL, Judgement, Rehearsal, WatchedBackend
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 from lightning_accel.techniques.notes import Verdict
 
 _MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest of them decides
+_LATER_TIMED_S = 0.25  # for a class of shapes that turns up in mid-run
+
+
+@dataclass
+class Judge:
+    """What the sites of one model share: what is tried at their calls, by the clock or not, and what came out."""
+
+    backends: dict[str, WatchedBackend]  # in order of preference
+    verify: bool  # or the first is taken untried
+    may_time: bool  # whether the clock decides between them
+    untimed: tuple[str, ...] = ()  # names of sites at which it never does
+    is_trial_step: bool = False  # in which sites are tried for the first time
+    timed: dict[tuple[Any, ...], Judgement] = field(default_factory=dict)  # of sites that are alike, the first
+
+    def goes_by_clock(self, site: AttentionSite) -> bool:
+        """Whether a backend has to be faster than the original at this site."""
+        if not self.may_time or site.is_named(self.untimed):
+            return False
+        # A deterministic run decides nothing by the clock; nor, in mid-run, does one rank of several.
+        is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        return not torch.are_deterministic_algorithms_enabled() and (is_alone or self.is_trial_step)
 
 
 class Dispatch(Patch):
@@ -88,21 +110,14 @@ class Dispatch(Patch):
         dispatch = self
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not dispatch._is_site(self):
+            # A deep copy of the module (EMA, the oracle of a trial) is not the site. A compiler is to see the original.
+            is_compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+            if self is not dispatch.attention.module or dispatch.is_refused or is_compiled:
                 return original(self, *args, **kwargs)
             return dispatch._route(original, args, kwargs)
 
         forward.is_fused = True  # type: ignore[attr-defined]
         return forward
-
-    def _is_site(self, module: nn.Module) -> bool:
-        # A deep copy of the module (EMA, the oracle of a trial) is not the site. A compiler is to see the original.
-        return (
-            module is self.attention.module
-            and not self.is_refused
-            and not torch.compiler.is_compiling()
-            and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        )
 
     def _route(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shapes = shape_class(self.attention.module, args, kwargs)
@@ -110,27 +125,26 @@ class Dispatch(Patch):
         if choice is None and not is_trial():
             outputs = self._first_call(shapes, original, args, kwargs)
             return outputs if self.is_open else self._watch_gradients(outputs)
-        if choice is None or choice == ORIGINAL or not self.is_open:
+        backend = self._judge.backends.get(choice or ORIGINAL) if self.is_open else None
+        if backend is None:  # the original was chosen, or, on another machine, what this one lacks
             return original(self.attention.module, *args, **kwargs)
-        return self._run(choice, original, args, kwargs)
+        outputs, failure = self._attempt(self.attention.fused, backend, original, args, kwargs)
+        reason = f"failed in mid-run: {failure}" if failure else self.attention.given_up()
+        if reason:
+            self.refuse(reason)
+        return outputs
 
-    def _run(self, name: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        backend = self._judge.backends.get(name)
-        if backend is None:  # a decision from a machine that had it
-            return original(self.attention.module, *args, **kwargs)
+    def _attempt(
+        self, compute: Callable[..., Any], by: Any, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, str]:
+        """What a call returns, and why the original had to compute it; empty: it had not."""
         try:
-            result = self.attention.fused(backend, original, args, kwargs)
+            return compute(by, original, args, kwargs), ""
         except Exception as error:
-            if is_checkpoint_signal(error):
+            if type(error).__module__ == "torch.utils.checkpoint":  # which ends a recomputation by it
                 raise
             # An error of the user's own code comes out of the original, as it always did.
-            result = original(self.attention.module, *args, **kwargs)
-            self.refuse(f"failed in mid-run: {one_line(error)}")
-            return result
-        given_up = self.attention.given_up()
-        if given_up is not None:
-            self.refuse(given_up)
-        return result
+            return original(self.attention.module, *args, **kwargs), one_line(error)
 
     def _first_call(self, shapes: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Computes the first call of a class of shapes, and decides where later ones go."""
@@ -142,9 +156,32 @@ class Dispatch(Patch):
         if choice is not None:
             self.choices[shapes] = choice
             return self._route(original, args, kwargs)
-        judgement, outputs = self._judge.judge(self.attention, shapes, original, args, kwargs)
+        judgement, outputs = self._rehearsed(shapes, original, args, kwargs)
         self._record(shapes, judgement)
         return outputs
+
+    def _rehearsed(
+        self, shapes: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Judgement, Any]:
+        """Computes a call and tries backends on it. Of sites that are alike the first is timed."""
+        site, judge = self.attention, self._judge
+        by_clock = judge.goes_by_clock(site)
+        alike = (type(site.module), shapes, *(tuple(parameter.shape) for parameter in site.module.parameters()))
+        timed = judge.timed.get(alike) if by_clock else None
+        backends = list(judge.backends.values())
+        if timed is not None:
+            backends = [judge.backends.get(timed.choice, backends[0])]
+        timed_s = TIMED_S if judge.is_trial_step else _LATER_TIMED_S
+        rehearsal = Rehearsal(backends, by_clock=by_clock and timed is None, timed_s=timed_s)
+        outputs, failure = self._attempt(site.rehearsed, rehearsal, original, args, kwargs)
+        if failure:
+            return Judgement(ORIGINAL, f"failed in its trial: {failure}", is_wrong=True), outputs
+        found = rehearsal.judgement(site.nothing_found())
+        if timed is not None:
+            return (found if found.choice == ORIGINAL else timed), outputs
+        if by_clock and not found.is_wrong:
+            judge.timed[alike] = found
+        return found, outputs
 
     def _known_choice(self, shapes: str) -> str | None:
         """What holds for a class without a trial."""
@@ -209,17 +246,16 @@ def _shape_class(facts: tuple[Any, ...]) -> str:
 
 def nearest_choice(shapes: str, choices: Mapping[str, str]) -> str | None:
     """The choice of the class whose sizes are nearest, among those of the same mode and dtypes if there are any."""
-    head, _, sizes = shapes.partition(": ")
-    exponents = _numbers(sizes)
+    head, exponents = _read(shapes)
 
     def distance(other: str) -> tuple[bool, int]:
-        other_head, _, other_sizes = other.partition(": ")
-        others = _numbers(other_sizes)
+        other_head, others = _read(other)
         far = sum(abs(a - b) for a, b in zip(exponents, others, strict=False)) + 100 * abs(len(exponents) - len(others))
         return head != other_head, far
 
     return choices[min(choices, key=distance)] if choices else None
 
 
-def _numbers(sizes: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\b\d+\b", sizes)]  # and not those in the names of dtypes
+def _read(shapes: str) -> tuple[str, list[int]]:
+    head, _, sizes = shapes.partition(": ")
+    return head, [int(number) for number in re.findall(r"\b\d+\b", sizes)]  # not those in the names of dtypes

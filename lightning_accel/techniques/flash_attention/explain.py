@@ -35,10 +35,11 @@ def explain(module: nn.Module, *inputs: Any, **kwargs: Any) -> str:
     sites = list(find_sites(module))
     failures: dict[str, str] = {}
     if inputs or kwargs:
-        patches = PatchSet()
-        for site in sites:
-            if isinstance(site, HandWrittenSite):
-                patches.add(MethodPatch(site.site, "captured", site.module, "forward", _through(site, failures)))
+        patches = PatchSet(
+            MethodPatch(site.site, "captured", site.module, "forward", _through(site, failures))
+            for site in sites
+            if isinstance(site, HandWrittenSite)
+        )
         with isolated(module):
             patches.apply()
             try:

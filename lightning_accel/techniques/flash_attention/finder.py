@@ -1,30 +1,133 @@
-"""Every attention of a model, whichever way it was written."""
+"""Finds every attention of a model, whichever way it was written.
+
+A module that says how to switch its attention (a transformers interface, a ``fused_attn``) is taken at its word. Of the
+others the code is read, for a softmax and a matrix product: a first sieve, wide on purpose. What is caught is decided
+on the graph of what the module really runs.
+"""
 
 from __future__ import annotations
 
+import dis
+import functools
+import types
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.fused_attn import find_fused_attn
-from lightning_accel.techniques.flash_attention.hand_finder import find_hand_written
+from lightning_accel.techniques.flash_attention.hand_written import Capture, HandWrittenSite
 from lightning_accel.techniques.flash_attention.huggingface import find_huggingface
 from lightning_accel.techniques.flash_attention.multihead_site import find_multihead
-from lightning_accel.techniques.flash_attention.sites import AttentionSite
+from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+
+_PRODUCTS = frozenset(("@", "matmul", "bmm", "mm", "baddbmm", "addmm", "einsum", "__matmul__", "contract"))
+_SOFTMAXES = frozenset(("softmax", "Softmax", "safe_softmax"))
+_DEPTH = 6  # functions calling functions
 
 
 def find_sites(model: nn.Module) -> Iterator[AttentionSite | Refusal]:
-    """The attention sites of ``model``, each once, and what looked like one and is left alone.
-
-    A module that says how to switch its attention (a transformers interface, a ``fused_attn``) is taken at its word;
-    of the others the code is read.
-    """
+    """The attention sites of ``model``, each once, and what looked like one and is left alone."""
     claimed: set[nn.Module] = set()
-    for find in (find_multihead, find_huggingface, find_fused_attn):
+    for find in (find_multihead, find_huggingface, find_fused_attn, _find_hand_written):
         for claim in find(model):
             module = model.get_submodule(claim.site)
             if module not in claimed:
                 claimed.add(module)
                 yield claim
-    yield from find_hand_written(model, frozenset(claimed))
+
+
+def _find_hand_written(model: nn.Module) -> Iterator[HandWrittenSite | Refusal]:
+    shared: dict[Forward, Capture] = {}
+    is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
+    for site, module in _candidates(model).items():
+        if is_unmade:
+            yield Refusal(site, "the model has lazy parameters: run it once before, and they will be there")
+        elif "forward" in vars(module):
+            yield Refusal(site, "its forward is not the one of its class")
+        elif is_inside_compiled(model, site):
+            yield Refusal(site, "inside a compiled module: what the compiler sees is left to it")
+        else:
+            yield HandWrittenSite(site, module, shared)
+
+
+def _candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Site → module, for the modules whose code names a softmax and a product."""
+    found = {}
+    for site, module in model.named_modules():
+        parts = _parts_in(module)
+        # The softmax, masked perhaps, may be in a module of its own: but not a whole model with attention further down.
+        if len(parts) == 2 or (parts == {"product"} and any(_parts_in(m) == {"softmax"} for m in module.children())):
+            found[site] = module
+    # What holds attention further down is more likely a whole model with a softmax at its end; captured, it would
+    # take its parts' attention along.
+    return {site: module for site, module in found.items() if not any(_is_inside(other, site) for other in found)}
+
+
+def _is_inside(site: str, other: str) -> bool:
+    return site != other and site.startswith(f"{other}." if other else "")
+
+
+def _parts_in(module: nn.Module) -> set[str]:
+    """Which of ``"softmax"`` and ``"product"`` a module's own code names."""
+    if isinstance(module, nn.Softmax):
+        return {"softmax"}
+    forward = getattr(type(module), "forward", None)
+    is_torch = type(module).__module__.startswith("torch.") or isinstance(module, torch.jit.ScriptModule)
+    parts: set[str] = set()
+    if isinstance(forward, types.FunctionType) and not is_torch:
+        _read(forward, module, _DEPTH, parts, set())
+    return parts
+
+
+def _read(function: Any, module: nn.Module, depth: int, parts: set[str], seen: set[types.CodeType]) -> None:
+    """Adds what a function, and those that it calls, name of the two."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__wrapped__", function)
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType):
+        function = vars(type(function)).get("__call__")  # of an object of the user's own
+    if not isinstance(function, types.FunctionType) or (function.__module__ or "").startswith("torch."):
+        return
+    if function.__code__ in seen or depth == 0:
+        return
+    seen.add(function.__code__)
+    names = _names_in(function.__code__)
+    if names & _PRODUCTS:
+        parts.add("product")
+    is_by_exp = "exp" in names and names & {"sum", "logsumexp", "log_softmax"}
+    is_by_module = any(name in names and isinstance(child, nn.Softmax) for name, child in module.named_children())
+    if is_by_exp or is_by_module or any(name.lstrip("_") in _SOFTMAXES for name in names):
+        parts.add("softmax")
+    called = [_content(cell) for cell in function.__closure__ or ()]
+    for name in names:
+        found = function.__globals__.get(name)
+        called += [found, vars(module).get(name), getattr(type(module), name, None) if name != "forward" else None]
+        if isinstance(found, types.ModuleType) and not found.__name__.startswith(("torch", "numpy")):
+            called += [vars(found).get(attribute) for attribute in names]
+    for value in called:
+        if callable(value) and not isinstance(value, type | nn.Module):
+            _read(value, module, depth - 1, parts, seen)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """The names in a function and those inside it, ``"@"`` among them where it multiplies matrices."""
+    names = set(code.co_names)
+    for instruction in dis.get_instructions(code):
+        # An operation of its own until Python 3.10.
+        if instruction.opname == "BINARY_MATRIX_MULTIPLY" or instruction.argrepr in ("@", "@="):
+            names.add("@")
+    return frozenset(names).union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet filled
+        return None

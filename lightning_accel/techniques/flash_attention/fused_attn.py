@@ -15,7 +15,7 @@ from lightning_accel.core.isolation import silent_twin
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import TORCH_KERNELS, Backend
 from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
-from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward, rehearse_whole
 
 
 def find_fused_attn(model: nn.Module) -> Iterator[FusedAttnSite | Refusal]:
@@ -36,33 +36,21 @@ class FusedAttnSite(AttentionSite):
 
     @override
     def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _switched_on(self.module, backend, original, args, kwargs)
+        module: Any = self.module
+        before = module.fused_attn
+        try:
+            module.fused_attn = True
+            with _preferring(backend):
+                return original(module, *args, **kwargs)
+        finally:
+            module.fused_attn = before
 
     @override
     def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The two forms are two branches of the module's own code: they run in a copy of it, which nobody watches.
-        twin = silent_twin(self.module)
-
-        def plain(*args: Any, **kwargs: Any) -> Any:
-            return original(twin, *args, **kwargs)
-
-        def by(backend: Backend) -> Forward:
-            return lambda *args, **kwargs: _switched_on(twin, backend, original, args, kwargs)
-
-        rehearsal.rehearse(plain, by, args, kwargs, module=twin)
+        twin = FusedAttnSite(self.site, silent_twin(self.module))
+        rehearse_whole(twin, rehearsal, original, args, kwargs)
         return original(self.module, *args, **kwargs)
-
-
-def _switched_on(
-    module: Any, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    before = module.fused_attn
-    try:
-        module.fused_attn = True
-        with _preferring(backend):
-            return original(module, *args, **kwargs)
-    finally:
-        module.fused_attn = before
 
 
 def _preferring(backend: Backend) -> AbstractContextManager[Any]:

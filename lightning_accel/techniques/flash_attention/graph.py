@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,35 +45,24 @@ _FILLED = {
     **dict.fromkeys(("tensor", "scalar_tensor", "to", "same", "expand", "expand_as"), (0, "data")),
     **{"new_full": (2, "fill_value"), "new_tensor": (1, "data")},
 }
-_ARITHMETIC: dict[str, Callable[..., float]] = {
-    "neg": operator.neg,
-    "mul": operator.mul,
-    "add": operator.add,
-    "sub": operator.sub,
-}
+_ARITHMETIC = ("neg", "mul", "add", "sub")
 _OF_TORCH = ("torch", operator.add.__module__, "operator")
 
 
 def op_name(node: Node) -> str:
     """The operation in one spelling, ``"matmul"`` for ``@``, ``bmm`` and ``Tensor.matmul`` alike; "" if not torch's."""
-    if node.target is getattr:  # x.mT
-        return "getattr"
-    if node.op == "call_function":
-        module = getattr(node.target, "__module__", None) or "torch"
-        if module.partition(".")[0] not in _OF_TORCH:
-            return ""
+    module = getattr(node.target, "__module__", None) or "torch"
+    if node.op == "call_function" and node.target is not getattr and module.partition(".")[0] not in _OF_TORCH:
+        return ""
     name = _plain_name(node)
     name = name[:-1] if is_in_place(node) and name.endswith("_") else name
     return _NAMES.get(name, name)
 
 
 def _plain_name(node: Node) -> str:
-    if node.op == "call_method":
-        return str(node.target)
-    if node.op != "call_function":
-        return ""
-    name: str = getattr(node.target, "__name__", "")
-    return name.partition(".")[0]  # torch.ops.aten.mul.Scalar
+    if node.op == "call_function":
+        return getattr(node.target, "__name__", "").partition(".")[0]  # torch.ops.aten.mul.Scalar; x.mT is a getattr
+    return str(node.target) if node.op == "call_method" else ""
 
 
 def is_in_place(node: Node) -> bool:
@@ -121,9 +110,7 @@ def rank(node: Any) -> int:
 
 def equal_sizes(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two shapes are known to be the same, without a guard on a symbol."""
-    return len(sizes) == len(others) and all(
-        statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
-    )
+    return len(sizes) == len(others) and all(map(statically_known_true, map(operator.eq, sizes, others)))
 
 
 def constant(node: Any, seen: set[Node]) -> float | None:
@@ -140,7 +127,7 @@ def constant(node: Any, seen: set[Node]) -> float | None:
         found = constant(argument(node, *_FILLED[name]), seen)
     elif name in _ARITHMETIC and not node.kwargs:
         numbers = [constant(operand, seen) for operand in node.args]
-        found = _ARITHMETIC[name](*numbers) if None not in numbers else None
+        found = getattr(operator, name)(*numbers) if None not in numbers else None
     if found is not None:
         seen.add(node)
     return found
@@ -222,11 +209,9 @@ def _matmul(left: Any, right: Any) -> Product | None:
     if rank(left) < 2 or rank(right) < 2:
         return None
 
-    def labels(count: int, row: str, column: str) -> Labels:
-        return (*_batch(count - 2), row, column)
-
-    sides = labels(rank(left), "row", "in"), labels(rank(right), "in", "column")
-    return Product((left, right), sides, labels(max(rank(left), rank(right)), "row", "column"), "in")
+    batches = _batch(rank(left) - 2), _batch(rank(right) - 2)
+    sides = (*batches[0], "row", "in"), (*batches[1], "in", "column")
+    return Product((left, right), sides, (*max(batches, key=len), "row", "column"), "in")
 
 
 def _batch(count: int) -> Labels:
@@ -253,12 +238,11 @@ def _einsum(node: Node) -> Product | None:
     lost = [label for label in (*left, *right) if label not in out and label not in shared]
     if repeats or lost or len(shared) != 1:
         return None
-    contracted = [
-        value(operand).shape[labels.index(shared[0])] for operand, labels in zip(operands, (left, right), strict=True)
-    ]
-    if not equal_sizes(contracted[:1], contracted[1:]):  # one of one is stretched to the other
+    first, second = operands
+    contracted = value(first).shape[left.index(shared[0])], value(second).shape[right.index(shared[0])]
+    if not statically_known_true(contracted[0] == contracted[1]):  # one of one is stretched to the other
         return None
-    return Product((operands[0], operands[1]), (left, right), out, shared[0])
+    return Product((first, second), (left, right), out, shared[0])
 
 
 def _letters(side: str, dims: int) -> Labels:
@@ -270,8 +254,7 @@ def product_size(left: Tensor, right: Tensor, labels: tuple[Labels, Labels], out
     """The size that a product of the two will have."""
     sizes: dict[Hashable, int] = {}
     for tensor, names in zip((left, right), labels, strict=True):
-        for name, size in zip(names, tensor.shape, strict=True):
-            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+        sizes |= {name: size for name, size in zip(names, tensor.shape, strict=True) if sizes.get(name, 1) == 1}
     return torch.Size(sizes[name] for name in out)
 
 

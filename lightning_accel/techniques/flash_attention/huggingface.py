@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,11 +15,7 @@ from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.core.torch_private import hooks_of
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import Backend
-from lightning_accel.techniques.flash_attention.huggingface_attention import (
-    Request,
-    accel_attention,
-    all_without_mask,
-)
+from lightning_accel.techniques.flash_attention.huggingface_attention import Request, accel_attention, all_without_mask
 from lightning_accel.techniques.flash_attention.huggingface_interface import (
     EAGER_MASKS,
     OWN_MASKS,
@@ -81,23 +76,18 @@ class HuggingFaceSite(AttentionSite):
         self._missed = self._why_not(name, args, kwargs)
         if self._missed is not None:
             return original(self.module, *args, **kwargs)
-        if name != "eager":
-            return self._requested(request, original, args, kwargs)
-        _registration.hold()
-        try:
-            setattr(config, implementation_attribute(config), EAGER_MASKS)
-            return self._requested(request, original, args, kwargs)
-        finally:
-            setattr(config, implementation_attribute(config), name)
-            _registration.release()
-
-    def _requested(self, request: Request, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         setattr(self.module, Request.NAME, request)
+        if name == "eager":
+            _registration.hold()
+            setattr(config, implementation_attribute(config), EAGER_MASKS)
         try:
             return original(self.module, *args, **kwargs)
         finally:
             delattr(self.module, Request.NAME)
             self._missed = request.missed
+            if name == "eager":
+                setattr(config, implementation_attribute(config), name)
+                _registration.release()
 
     @override
     def nothing_found(self) -> str | None:
@@ -141,19 +131,17 @@ def model_switches(model: nn.Module, kept_sites: set[str]) -> list[Patch]:
     Left out are configs that belong to no model (nobody builds masks by them), that ask for attention weights, or a
     module of which would take a missing mask for a causal one.
     """
-    configs: dict[int, Any] = {}
-    may_switch: dict[int, bool] = defaultdict(lambda: True)
-    for site, module, config in _interface_modules(model):
-        configs[id(config)] = config
-        may_switch[id(config)] &= site in kept_sites and module not in all_without_mask
+    found = list(_interface_modules(model))
+    configs = {id(config): config for _, _, config in found}
+    as_it_is = {id(config) for site, module, config in found if site not in kept_sites or module in all_without_mask}
     owners: dict[int, str] = {}
-    for site, module in model.named_modules() if configs else ():
+    for site, module in model.named_modules() if found else ():
         if isinstance(module, sys.modules["transformers.modeling_utils"].PreTrainedModel):
             owners.setdefault(id(module.config), site)
     return [
         ModelSwitch(owners[key], config)
         for key, config in configs.items()
-        if may_switch[key] and key in owners
+        if key in owners and key not in as_it_is
         if implementation(config) == "eager" and not getattr(config, "output_attentions", False)
     ]
 

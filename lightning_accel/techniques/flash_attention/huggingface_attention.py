@@ -69,7 +69,9 @@ def accel_attention(
     mask = attention_mask
     if mask is not None and mask.dim() == 4 and mask.shape[-1] > key.shape[2]:
         mask = mask[..., : key.shape[2]]  # made for all that a cache will ever hold
-    is_causal = _is_causal(module, query, attention_mask, is_causal)
+    # As transformers reads it for torch's attention; a single query comes after all its keys.
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_causal = bool(is_causal) and mask is None and query.shape[2] > 1
     if has_eager_masks:
         if is_causal:
             all_without_mask.add(module)
@@ -102,23 +104,14 @@ def accel_attention(
     request: Request | None = vars(module).get(Request.NAME)
     if request is not None:
         request.missed = _unsupported(query, key, mask, options)
-        if request.missed is None and isinstance(request.backend, Backend):
-            return fused(request.backend, *tensors)  # type: ignore[no-any-return]
-        if request.missed is None and isinstance(request.backend, Rehearsal):
+        by = request.backend
+        if request.missed is None and isinstance(by, Backend):
+            return fused(by, *tensors)  # type: ignore[no-any-return]
+        if request.missed is None and isinstance(by, Rehearsal):
             # The eager function may call modules of the module's, a dropout say: of a copy, which nobody watches.
-            request.backend.rehearse(
-                functools.partial(eagerly, silent_twin(module)),
-                lambda backend: functools.partial(fused, backend),
-                tensors,
-                judged=lambda outputs: outputs[0],
-            )
+            plain = functools.partial(eagerly, silent_twin(module))
+            by.rehearse(plain, lambda backend: functools.partial(fused, backend), tensors, judged=lambda out: out[0])
     return eagerly(module, *tensors)  # type: ignore[no-any-return]
-
-
-def _is_causal(module: nn.Module, query: Tensor, mask: Tensor | None, asked: bool | None) -> bool:
-    # As transformers reads it for torch's attention; a single query comes after all its keys.
-    said = getattr(module, "is_causal", True) if asked is None else asked
-    return bool(said) and mask is None and query.shape[2] > 1
 
 
 def _unsupported(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> str | None:

@@ -104,7 +104,7 @@ def weights_are_collected() -> bool:
     return any("attentions" in key for key in collected or ())
 
 
-_eager_functions: dict[type[nn.Module], EagerAttention | None] = {}
+_eager_functions: dict[type[nn.Module], EagerAttention | None] = {}  # Dynamo reads a dict, and no functools.cache
 
 
 def eager_function(kind: type[nn.Module]) -> EagerAttention | None:
@@ -124,10 +124,9 @@ def _find_eager_function(kind: type[nn.Module]) -> EagerAttention | None:
     if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names or _names_sdpa(code.co_consts):
         return None
     found = [name for name in code.co_names if name.endswith("eager_attention_forward")]
-    eager = forward.__globals__.get(found[0]) if len(found) == 1 else None
-    if eager is None or "sinks" in getattr(inspect.unwrap(eager), "__code__", code).co_names:
-        return None
-    return eager  # type: ignore[no-any-return]
+    eager: EagerAttention | None = forward.__globals__.get(found[0]) if len(found) == 1 else None
+    has_sinks = eager is not None and "sinks" in getattr(inspect.unwrap(eager), "__code__", code).co_names
+    return None if has_sinks else eager
 
 
 def _names_sdpa(constants: Any) -> bool:

@@ -123,7 +123,7 @@ def attend_edited(call: AttentionCall, edits: Sequence[Edit], attend: Attend, *,
             return attend(replace(call, is_causal=True))
         left, right = (max(call.query.shape[2], call.key.shape[2]) if side is None else side for side in masks[0].by)
         return attend(replace(call, window=(left, right)))
-    edits = [_with_dense_band(edit, call) for edit in edits]
+    edits = [replace(edit, kind="keep", by=call.band(*edit.by)) if edit.kind == "band" else edit for edit in edits]
     if any(edit.kind == "add" for edit in edits):
         # What becomes of scores of zero: a mask to be added, in the precision that scores have.
         dtypes = [edit.by.dtype for edit in edits if edit.kind == "add"]
@@ -146,15 +146,6 @@ def attend_edited(call: AttentionCall, edits: Sequence[Edit], attend: Attend, *,
 def scale_of(edits: Sequence[Edit]) -> float:
     """The product of the numbers that scores are multiplied by."""
     return math.prod([edit.by for edit in edits if edit.kind == "multiply"], start=1.0)
-
-
-def _with_dense_band(edit: Edit, call: AttentionCall) -> Edit:
-    if edit.kind != "band":
-        return edit
-    left, right = edit.by
-    keep = torch.ones(1, 1, call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=call.query.device)
-    keep = keep if right is None else keep.tril(right)
-    return replace(edit, kind="keep", by=keep if left is None else keep.triu(-left))
 
 
 def _edited(scores: Tensor, edits: Sequence[Edit]) -> Tensor:
@@ -186,20 +177,19 @@ def _with_samples_by_hand(
     if bool(samples.all()):
         return _by_hand(call, edits, zero_rows)
     some, others = samples.nonzero().squeeze(1), (~samples).nonzero().squeeze(1)
-    fused = attend(replace(_of_samples(call, others), mask=_for_kernel(_part(mask, others), call.query.dtype)))
-    parts = [replace(edit, by=_part(edit.by, some)) for edit in edits]
-    by_hand = _by_hand(_of_samples(call, some), parts, zero_rows)
+
+    def part(samples: Tensor) -> AttentionCall:
+        return replace(call, query=call.query[samples], key=call.key[samples], value=call.value[samples])
+
+    fused = attend(replace(part(others), mask=_for_kernel(_of_samples(mask, others), call.query.dtype)))
+    by_hand = _by_hand(part(some), [replace(edit, by=_of_samples(edit.by, some)) for edit in edits], zero_rows)
     out = fused.new_empty(*call.query.shape[:3], call.value.shape[-1])
     return out.index_copy(0, others, fused).index_copy(0, some, by_hand.to(fused.dtype))
 
 
-def _part(mask: Any, samples: Tensor) -> Any:
+def _of_samples(mask: Any, samples: Tensor) -> Any:
     is_one_for_all = not isinstance(mask, Tensor) or mask.dim() < 4 or mask.shape[0] == 1
     return mask if is_one_for_all else mask[samples]
-
-
-def _of_samples(call: AttentionCall, samples: Tensor) -> AttentionCall:
-    return replace(call, query=call.query[samples], key=call.key[samples], value=call.value[samples])
 
 
 def _by_hand(call: AttentionCall, edits: Sequence[Edit], zero_rows: bool) -> Tensor:

@@ -54,8 +54,8 @@ def find_attention(graph: Graph) -> Iterator[Finding]:
             continue
         path = _path_from_product(softmax.scores, _DEPTH)
         try:
-            _need(path is not None, "no matrix product leads to its softmax")
-            yield Finding(node, form=_Reader(path or [], softmax).read())
+            _need(bool(path), "no matrix product leads to its softmax")
+            yield Finding(node, form=_Reader(path, softmax).read())
         except NotAttentionError as reason:
             yield Finding(node, reason=str(reason))
 
@@ -65,10 +65,10 @@ def _need(condition: bool, reason: str) -> None:
         raise NotAttentionError(reason)
 
 
-def _path_from_product(node: Any, depth: int) -> list[Node] | None:
-    """The nodes from a matrix product to ``node`` along which the scores go; None if there is no such way."""
+def _path_from_product(node: Any, depth: int) -> list[Node]:
+    """The nodes from a matrix product to ``node`` along which the scores go; empty if there is no such way."""
     if not is_tensor(node) or depth == 0:
-        return None
+        return []
     if read_product(node) is not None:
         return [node]
     name = op_name(node)
@@ -79,11 +79,8 @@ def _path_from_product(node: Any, depth: int) -> list[Node] | None:
         sources = node.args[1:3]
     elif name.endswith("_like"):  # has only the shape of the scores
         sources = ()
-    for source in sources:
-        path = _path_from_product(source, depth - 1) if rank(source) >= 2 else None
-        if path is not None:
-            return [*path, node]
-    return None
+    paths = (_path_from_product(source, depth - 1) for source in sources if rank(source) >= 2)
+    return next(([*path, node] for path in paths if path), [])
 
 
 class _Reader:
@@ -166,8 +163,8 @@ class _Reader:
     def _only_user(self, node: Node) -> Node:
         user = next((user for user in node.users if user.users), None)
         if user is None:
-            _need(not any(user.op == "output" for user in node.users), "its weights are returned or stored")
-            raise NotAttentionError("its weights are not used")
+            is_stored = any(user.op == "output" for user in node.users)
+            raise NotAttentionError(f"its weights are {'returned or stored' if is_stored else 'not used'}")
         self._check_users(node, "weights", user)
         return user
 
@@ -233,8 +230,7 @@ class _Reader:
         if number is not None or not is_tensor(other):
             self._scale(kind, other if number is None else number)
             return
-        is_same = self._is_same_for_all_keys(other)
-        _need(is_same, "its scores are multiplied by something that differs from key to key")
+        _need(self._is_same_for_all_keys(other), "its scores are multiplied by something that differs from key to key")
         is_first = all(edit.kind in ("multiply", "divide") for edit in self.edits)
         is_first = is_first and (len(self.levels) == 1 or rank(other) == 0)
         _need(is_first, "its scores are scaled by a tensor after they were masked or reshaped")
@@ -361,13 +357,8 @@ def _order(labels: Sequence[Hashable], wanted: Sequence[Hashable]) -> Order:
 
 
 def _check_between(first: Node, last: Node, chain: Sequence[Node]) -> None:
-    """The fused call stands where the last product stood: nothing it reads, or runs under, may change before.
-
-    Raises:
-        NotAttentionError: Something does.
-    """
-    own: set[Any] = {first}
-    node = first
+    """The fused call stands where the last product stood: nothing it reads, or runs under, may change before."""
+    own, node = {first}, first
     while node is not last:
         is_switch = any(switch in op_name(node) for switch in _SWITCHES)
         _need(not is_switch, "gradients or autocast are switched on or off between its two products")

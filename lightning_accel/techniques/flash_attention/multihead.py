@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from torch.nn.modules.activation import MultiheadAttention
 from typing_extensions import override
 
-from lightning_accel.core.checks import nearest
+from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
 from lightning_accel.techniques.flash_attention.form import Edit
-from lightning_accel.techniques.flash_attention.masks import MaskMemory, attend_edited, is_causal_mask
+from lightning_accel.techniques.flash_attention.masks import MaskMemory, attend_edited, can_look_into, is_causal_mask
 
 _memory = MaskMemory()
 
@@ -73,8 +73,7 @@ def multihead_forward(
     q, k, v = _project(module, query, key, value)
     # Asked for weights, torch goes by the mask and not by the hint; where the two are the same the hint is cheaper.
     is_hint_enough = not is_discarded or (q.shape[2] == k.shape[2] and _num_extra_keys(module) == 0)
-    is_causal = is_causal and key_padding_mask is None and is_hint_enough
-    is_causal = is_causal or (key_padding_mask is None and _is_causal_mask(module, attn_mask))
+    is_causal = key_padding_mask is None and ((is_causal and is_hint_enough) or _is_causal_mask(module, attn_mask))
     k, v = _with_extra_keys(k, module, module.bias_k), _with_extra_keys(v, module, module.bias_v)
     mask = None if is_causal else _mask(module, query, key_padding_mask, attn_mask)
     dropout_p = module.dropout if module.training else 0.0
@@ -93,12 +92,8 @@ def multihead_forward(
 def _is_causal_mask(module: MultiheadAttention, mask: Tensor | None) -> bool:
     """Whether a mask is the causal one, so that no kernel has to read it; a GPU is not waited for to find out."""
     is_square = mask is not None and mask.dim() == 2 and mask.shape[0] == mask.shape[1] > 1
-    if not is_square or _num_extra_keys(module) or torch.compiler.is_compiling():
+    if mask is None or not is_square or _num_extra_keys(module) or not can_look_into(mask) or mask.requires_grad:
         return False
-    assert mask is not None
-    if mask.device.type != "cpu" or mask.requires_grad:
-        return False
-
     return bool(_memory.recall((mask,), lambda: is_causal_mask(mask)))
 
 
@@ -111,20 +106,10 @@ def _attend_as_with_weights(call: AttentionCall, mask: Tensor, backend: Backend)
 class FlashMultiheadAttention(MultiheadAttention):
     """``nn.MultiheadAttention`` that never computes attention weights which nobody reads.
 
-    A drop-in: the same arguments, the same results, the same ``state_dict``.
+    A drop-in: the arguments of :class:`torch.nn.MultiheadAttention` and one more, the same results, the same
+    ``state_dict``.
 
     Args:
-        embed_dim: Width of queries and outputs, E.
-        num_heads: How many heads E is divided among.
-        dropout: Probability with which an attention weight is dropped in training.
-        bias: Whether the projections have biases.
-        add_bias_kv: Whether a learned key and value stand at the end of each sequence.
-        add_zero_attn: Whether a key and value of zeros do.
-        kdim: Width of the keys; None: E.
-        vdim: Width of the values; None: E.
-        batch_first: Whether batches are (B, T, E) instead of (T, B, E).
-        device: Where the parameters are made.
-        dtype: Their type.
         backend: The kernel, as in ``flash_attention=`` of the plan; ``"sdpa"`` lets torch choose.
 
     Raises:
@@ -147,9 +132,7 @@ class FlashMultiheadAttention(MultiheadAttention):
         *,
         backend: str = "sdpa",
     ) -> None:
-        if backend not in BACKENDS:
-            names = ", ".join(repr(name) for name in BACKENDS)
-            raise ValueError(f"backend={backend!r}{nearest(str(backend), list(BACKENDS)) or '.'} Allowed: {names}.")
+        check_choice("backend", backend, list(BACKENDS))
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -210,14 +193,12 @@ def _fits(
     rows, columns = query.shape[at], key.shape[at]
     batches = () if query.dim() == 2 else (query.shape[1 - at],)
     sizes = (*batches, columns) if at else (columns, *batches)
-    if query.shape[-1] != module.embed_dim:
-        return False
-    if key.shape != (*sizes, module.kdim) or value.shape != (*sizes, module.vdim):
-        return False
-    if (module.bias_k is None) != (module.bias_v is None):
+    widths = query.shape[-1:], key.shape, value.shape
+    if widths != ((module.embed_dim,), (*sizes, module.kdim), (*sizes, module.vdim)):
         return False
     bias = module.in_proj_bias
-    if bias is not None and bias.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+    is_cast = bias is None or bias.dtype == query.dtype or torch.is_autocast_enabled(query.device.type)
+    if not is_cast or (module.bias_k is None) != (module.bias_v is None):
         return False
     if key_padding_mask is not None and not _is_mask(key_padding_mask, (*batches, columns)):
         return False

@@ -15,7 +15,7 @@ from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention, multihead_forward
 from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
-from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward, rehearse_whole
 
 
 class MultiheadSite(AttentionSite):
@@ -36,25 +36,16 @@ class MultiheadSite(AttentionSite):
 
     @override
     def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self.module
-
-        def plain(*args: Any, **kwargs: Any) -> Any:
-            return original(module, *args, **kwargs)
-
-        def by(backend: Backend) -> Forward:
-            return lambda *args, **kwargs: self.fused(backend, original, args, kwargs)
+        def judged(outputs: Any) -> Any:
+            return outputs[0] if caller_discards_weights() else outputs
 
         # All of it is torch's own code, down to the projections, which are done otherwise too.
-        rehearsal.rehearse(plain, by, args, kwargs, module=module, judged=self._judged)
-        return plain(*args, **kwargs)
+        rehearse_whole(self, rehearsal, original, args, kwargs, judged)
+        return original(self.module, *args, **kwargs)
 
     @override
     def nothing_found(self) -> str | None:
         return "its attention weights are asked for, and may be read" if self._has_weights else None
-
-    @staticmethod
-    def _judged(outputs: Any) -> Any:
-        return outputs[0] if caller_discards_weights() else outputs
 
 
 def find_multihead(model: nn.Module) -> Iterator[MultiheadSite | Refusal]:

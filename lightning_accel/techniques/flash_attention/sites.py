@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -54,3 +55,20 @@ class AttentionSite(ABC):
         return any(
             name in (type(self.module).__name__, self.site) or self.site.startswith(f"{name}.") for name in names
         )
+
+
+def rehearse_whole(
+    site: AttentionSite,
+    rehearsal: Rehearsal,
+    original: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    judged: Callable[[Any], Any] = lambda outputs: outputs,
+) -> None:
+    """Tries backends on all that the site's module computes: for a module whose code nobody watches."""
+
+    def by(backend: Backend) -> Forward:
+        return lambda *args, **kwargs: site.fused(backend, original, args, kwargs)
+
+    plain = functools.partial(original, site.module)
+    rehearsal.rehearse(plain, by, args, kwargs, module=site.module, judged=judged)

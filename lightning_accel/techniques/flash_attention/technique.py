@@ -15,10 +15,9 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
-from lightning_accel.techniques.flash_attention.dispatch import Dispatch
+from lightning_accel.techniques.flash_attention.dispatch import Dispatch, Judge
 from lightning_accel.techniques.flash_attention.finder import find_sites
 from lightning_accel.techniques.flash_attention.huggingface import model_switches
-from lightning_accel.techniques.flash_attention.judge import Judge
 from lightning_accel.techniques.flash_attention.rehearsal import WatchedBackend
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
@@ -73,9 +72,7 @@ class FlashAttention(Technique):
                 "XLA compiles attention itself, and torch's fused kernels are not for it. For long sequences call the"
                 " kernel that torch_xla brings: torch_xla.experimental.custom_kernel.flash_attention"
             )
-        if self._plan.backend == "auto":
-            return None
-        reason = BACKENDS[self._plan.backend].unavailable(host)
+        reason = None if self._plan.backend == "auto" else BACKENDS[self._plan.backend].unavailable(host)
         if reason is None:
             return None
         names = ", ".join(backend.name for backend in installed_backends(host))
@@ -86,9 +83,8 @@ class FlashAttention(Technique):
         if self._plan.backend == "auto" or host.kind == "xla":
             return None
         reason = BACKENDS[self._plan.backend].unavailable(host)
-        if reason is not None:
-            return Forecast(acts=False, brief="no", words=reason)
-        return Forecast(acts=True, brief="yes", words="used wherever the numbers agree")
+        words = reason or "used wherever the numbers agree"
+        return Forecast(acts=reason is None, brief="no" if reason else "yes", words=words)
 
     @override
     def alternatives(self, host: Host) -> list[str]:
@@ -141,14 +137,12 @@ class FlashAttention(Technique):
 
     @contextmanager
     def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
-        verdicts: Verdicts = {}
-        self._judge.is_trial_step, self._found = True, {}
+        self._found = {patch.site: Verdict(keep=True, reason=_LATE) for patch in patches}
+        self._judge.is_trial_step = True
         try:
-            yield verdicts
+            yield self._found
         finally:
             self._judge.is_trial_step = False
-        for patch in patches:
-            verdicts[patch.site] = self._found.get(patch.site, Verdict(keep=True, reason=_LATE))
 
     @override
     def decided(self, verdicts: Verdicts) -> None:
@@ -157,11 +151,6 @@ class FlashAttention(Technique):
 
     @override
     def step(self, stage: str) -> AbstractContextManager[None]:
-        is_due = self._agreed or any(dispatch.tried for dispatch in self._dispatches.values())
-        return self._carrying_out_choices() if is_due else nullcontext()
-
-    @contextmanager
-    def _carrying_out_choices(self) -> Iterator[None]:
         for dispatch in self._dispatches.values():
             if dispatch.tried:
                 dispatch.adopt_tried()
@@ -171,7 +160,7 @@ class FlashAttention(Technique):
                 if site in self._dispatches:
                     self._dispatches[site].choose(verdict.choices)
             self._switch_models()
-        yield
+        return nullcontext()
 
     @override
     def settled(self) -> None:

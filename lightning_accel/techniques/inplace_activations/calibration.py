@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -15,6 +16,10 @@ from typing_extensions import override
 from lightning_accel.techniques.inplace_activations.callers import Call
 from lightning_accel.techniques.inplace_activations.kinds import kind_of
 from lightning_accel.techniques.inplace_activations.ownership import Counts, Numbers, Site
+
+_Unary = Callable[[Tensor], Any]
+# What else may hold a tensor: a later operation that saved it, a variable, a view, another tensor on its storage, that.
+_HOLDS: tuple[_Unary, ...] = (lambda x: x * x, lambda x: x, lambda x: x[:1], Tensor.detach, Tensor.untyped_storage)
 
 _counts: Counts | None = None
 
@@ -43,7 +48,10 @@ def _calibrate() -> Counts | str:
         return "without the GIL, Python's reference counts are not exact"
     probe = _Probe()
     with torch.inference_mode(False), torch.enable_grad():
-        temporary, spent, kept, *held = (probe.numbers_of(call) for call in _CALLS)
+        temporary, spent, kept = map(probe.numbers_of, (_Probe.temporary, _Probe.spent, _Probe.kept))
+        # Saved by the operation whose result it is, for its backward pass.
+        held = [probe.numbers_of(functools.partial(_Probe.temporary, operation=torch.sigmoid))]
+        held += [probe.numbers_of(functools.partial(_Probe.temporary, hold=hold)) for hold in _HOLDS]
     if temporary is None or spent is None or None in (kept, *held):
         return "calls are made in a way here that is not known"
     extra = spent[0] - temporary[0]
@@ -70,7 +78,7 @@ class _Probe(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: list[Any] = []
+        self._held: Any = None
         self.act = nn.ReLU()
         kind = kind_of(self.act)
         assert kind is not None
@@ -79,44 +87,23 @@ class _Probe(nn.Module):
 
     def numbers_of(self, call: Callable[[_Probe], Any]) -> Numbers | None:
         self._recorder.numbers = None
-        self._held.clear()
         call(self)
         return self._recorder.numbers
 
-    def made(self, hold: Callable[[Tensor], Any], operation: Callable[[Tensor], Tensor] = torch.neg) -> Tensor:
-        x = operation(torch.ones(2, device="cpu", requires_grad=True))
-        self._held.append(hold(x))
+    def made(self, operation: _Unary = torch.neg, hold: _Unary = lambda x: None) -> Tensor:
+        x: Tensor = operation(torch.ones(2, device="cpu", requires_grad=True))
+        self._held = hold(x)
         return x
 
-    def temporary(self, hold: Callable[[Tensor], Any]) -> Tensor:
-        return self.act(self.made(hold))  # type: ignore[no-any-return]
-
-    def saved(self) -> Tensor:
-        return self.act(self.made(_nothing, torch.sigmoid))  # type: ignore[no-any-return]
+    def temporary(self, operation: _Unary = torch.neg, hold: _Unary = lambda x: None) -> Tensor:
+        return self.act(self.made(operation, hold))  # type: ignore[no-any-return]
 
     def spent(self) -> Tensor:
-        x = self.made(_nothing)
+        x = self.made()
         x = self.act(x)
         return x  # type: ignore[no-any-return]
 
     def kept(self) -> tuple[Tensor, Tensor]:
-        x = self.made(_nothing)
+        x = self.made()
         y = self.act(x)
         return x, y
-
-
-def _nothing(x: Tensor) -> None:
-    return None
-
-
-_CALLS: tuple[Callable[[_Probe], Any], ...] = (
-    lambda probe: probe.temporary(_nothing),
-    _Probe.spent,
-    _Probe.kept,
-    _Probe.saved,  # by the operation whose result it is, for its backward pass
-    lambda probe: probe.temporary(lambda x: x * x),  # saved by a later operation
-    lambda probe: probe.temporary(lambda x: x),
-    lambda probe: probe.temporary(lambda x: x[:1]),
-    lambda probe: probe.temporary(Tensor.detach),
-    lambda probe: probe.temporary(Tensor.untyped_storage),
-)

@@ -89,10 +89,8 @@ def is_rewired(module: nn.Module) -> bool:
 
 def only_reads(module: nn.Module | None) -> bool:
     """Whether ``module`` neither overwrites nor hands on what it is given: one of torch's own, as it was made."""
-    while isinstance(module, nn.Sequential) and len(module) and _is_plain(module, nn.Sequential.forward):
-        module = next(iter(module))
-    return module is not None and _is_plain(module, type(module).forward) and type(module).forward in _READERS
-
-
-def _is_plain(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    return type(module).forward is forward and not is_rewired(module) and not any(hooks_of(module))
+    while module is not None and not is_rewired(module) and not any(hooks_of(module)):
+        if not (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward):
+            return type(module).forward in _READERS
+        module = next(iter(module), None)
+    return False

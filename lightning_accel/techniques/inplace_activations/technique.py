@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.inplace_activations.calibration import calibration
-from lightning_accel.techniques.inplace_activations.kinds import Kind, kind_of, unfit
+from lightning_accel.techniques.inplace_activations.kinds import kind_of, unfit
 from lightning_accel.techniques.inplace_activations.ownership import SMALLEST, Site
 from lightning_accel.techniques.registry import register
 
@@ -79,37 +80,22 @@ class InplaceActivations(Technique):
         skip = self._skip()
         for site, module in model.named_modules():
             kind = kind_of(module)
-            if kind is not None:
-                yield self._claim(model, site, module, kind, frozenset(names[module]), host, skip)
-
-    def _claim(
-        self,
-        model: nn.Module,
-        site: str,
-        module: nn.Module,
-        kind: Kind,
-        names: frozenset[str],
-        host: Host,
-        skip: Mapping[str, str],
-    ) -> Patch | Refusal:
-        counts = calibration(anew=not self.sites)
-        reason = _skipped(site, skip) or unfit(module, host) or (counts if isinstance(counts, str) else None)
-        if reason is None and is_inside_compiled(model, site):
-            reason = "inside a compiled module: the compiler plans memory itself"
-        if reason is not None:
-            return Refusal(site, reason)
-
-        def step_aside(reason: str) -> None:
-            self.notes.refuse(site, reason)
-
-        self.sites[site] = owner = Site(kind, names, calibration, self._smallest, step_aside)
-        change = "overwrites its input where nobody else can read it"
-        change += f", without gradients only ({kind.not_in_training})" if kind.not_in_training else ""
-        return MethodPatch(site, change, module, "forward", owner.rebound)
+            if kind is None:
+                continue
+            counts = calibration(anew=not self.sites)
+            reason = _skipped(site, skip) or unfit(module, host) or (counts if isinstance(counts, str) else None)
+            if reason is None and is_inside_compiled(model, site):
+                reason = "inside a compiled module: the compiler plans memory itself"
+            if reason is not None:
+                yield Refusal(site, reason)
+                continue
+            step_aside = functools.partial(self.notes.refuse, site)
+            owner = Site(kind, frozenset(names[module]), calibration, self._smallest, step_aside)
+            self.sites[site] = owner
+            change = "overwrites its input where nobody else can read it"
+            change += f", without gradients only ({kind.not_in_training})" if kind.not_in_training else ""
+            yield MethodPatch(site, change, module, "forward", owner.rebound)
 
 
 def _skipped(site: str, skip: Mapping[str, str]) -> str | None:
-    for prefix, reason in skip.items():
-        if not prefix or site == prefix or site.startswith(f"{prefix}."):
-            return reason
-    return None
+    return next((why for prefix, why in skip.items() if not prefix or f"{site}.".startswith(f"{prefix}.")), None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accel.techniques.flash_attention.hand_finder import find_hand_written
+from lightning_accel.techniques.flash_attention.finder import find_sites
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from support.attention_inductor import PATTERNS
 from support.attention_lookalikes import LEFT_ALONE
@@ -60,7 +60,7 @@ def test_every_spelling_reaches_the_backend_and_computes_what_it_did_at_every_le
 
 def test_every_spelling_is_seen_in_the_code_of_its_module() -> None:
     for kind in (*FOUND.values(), *PATTERNS.values()):
-        assert [found.site for found in find_hand_written(nn.ModuleDict({"layer": kind()}))] == ["layer"]
+        assert [found.site for found in find_sites(nn.ModuleDict({"layer": kind()}))] == ["layer"]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from lightning_accel.cli.decisions import Decision, ExampleModel, by_default, when_asked
+from lightning_accel.cli.decisions import ExampleModel, by_default, when_asked
 from lightning_accel.core.host import Host
 from lightning_accel.core.simulated_hosts import SIMULATED_HOSTS
+from lightning_accel.techniques.base import Forecast
 
 PAGE = Path(__file__).parent.parent / "docs" / "hosts.md"
 
@@ -48,11 +49,8 @@ def _overview(hosts: dict[str, Host]) -> str:
     model = ExampleModel()
     rows = []
     for name, host in hosts.items():
-        found = {
-            decision.setting: decision.forecast.brief
-            for decision in (*by_default(host, model), *when_asked(host, model))
-        }
-        rows.append([name, *(found[setting] for setting in COLUMNS)])
+        found = by_default(host, model) | when_asked(host, model)
+        rows.append([name, *(found[setting].brief for setting in COLUMNS)])
     return _table(["", *COLUMNS.values()], rows)
 
 
@@ -64,12 +62,11 @@ def _section(name: str, host: Host) -> str:
     return "\n\n".join(parts)
 
 
-def _rows(decisions: Iterable[Decision]) -> Iterable[list[str]]:
+def _rows(forecasts: Mapping[str, Forecast]) -> Iterable[list[str]]:
     """Settings of which the same is to be said share a line, and those of one name the name."""
     lines: dict[str, dict[str, list[str]]] = {}
-    for decision in decisions:
-        name, _, value = decision.setting.partition("=")
-        said = decision.forecast
+    for setting, said in forecasts.items():
+        name, _, value = setting.partition("=")
         words = f"no: {said.words}" if said.brief == "no" else said.words
         lines.setdefault(words, {}).setdefault(name, []).append(value)
     for words, settings in lines.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import time
-from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -34,27 +33,23 @@ class Tally:
     before_backward_ms: array[float] = field(default_factory=lambda: array("d"))
 
 
-class StepClock(ABC):
+class StepClock:
     """Cuts an epoch into cycles, one a training step; each runs from the end of the step before it to its own end.
 
     A cycle has three parts: the *gap* before its first fetch (loggers, progress bar), *waiting* inside fetches, and
     the *step*, which is all the rest. :meth:`pause` takes out what is not training: the next cycle then begins with
-    its first fetch.
+    its first fetch. This clock is the host's: right on CPU, where a call returns when its work is done.
 
     Attributes:
         timed: The steps that count.
         apart: The steps that the logger itself slowed down.
-
-    Args:
-        mark: Gives the instant that the device has come to.
-        elapsed: Takes a mark and an earlier one, and gives the time between them.
-        unit_ms: Of that time.
     """
 
-    def __init__(self, mark: Callable[[], Any], elapsed: Callable[[Any, Any], float], *, unit_ms: float) -> None:
-        self._mark = mark
-        self._elapsed = elapsed
-        self._unit_ms = unit_ms
+    def __init__(self) -> None:
+        # Functions of Python's own, without a frame for each: a step calls them eight times.
+        self._mark: Callable[[], Any] = time.perf_counter_ns  # the instant that the device has come to
+        self._elapsed: Callable[[Any, Any], float] = operator.sub  # from the second mark to the first
+        self._unit_ms = 1e-6
         self.restart()
 
     def restart(self) -> None:
@@ -96,43 +91,26 @@ class StepClock(ABC):
         if not self._fetches:
             self._began = None
 
-    @abstractmethod
     def settle(self) -> None:
         """Completes both tallies. The only call that may wait for the device."""
 
-    @abstractmethod
     def _complete(self, *cycle: Any) -> None:
-        """Has :meth:`_add` called with the same arguments, once the marks among them can be read."""
-
-    def _add(self, began: Any, fetches: list[Any], backward: Any, ended: Any, samples: int, is_apart: bool) -> None:
+        began, fetches, backward, ended, samples, is_apart = cycle
         elapsed, ms = self._elapsed, self._unit_ms
         opened = fetches[0]
         waited = elapsed(fetches[1], opened)
         if len(fetches) > 2:
             waited += sum(map(elapsed, fetches[3::2], fetches[2::2]))
-        cycle = elapsed(ended, opened)
+        took = elapsed(ended, opened)
         tally = self.apart if is_apart else self.timed
-        tally.step_ms.append((cycle - waited) * ms)
+        tally.step_ms.append((took - waited) * ms)
         if began is not None:
-            cycle += elapsed(opened, began)
-        tally.train_ms += cycle * ms
+            took += elapsed(opened, began)
+        tally.train_ms += took * ms
         tally.wait_ms += waited * ms
         tally.samples += samples
         if backward is not None:
             tally.before_backward_ms.append(elapsed(backward, opened if began is None else began) * ms)
-
-
-class HostClock(StepClock):
-    """By the host's clock: right on CPU, where a call returns when its work is done."""
-
-    def __init__(self) -> None:
-        # Functions of Python's own, without a frame for each: a step calls them eight times.
-        super().__init__(time.perf_counter_ns, operator.sub, unit_ms=1e-6)
-
-    @override
-    def settle(self) -> None: ...
-
-    _complete = StepClock._add
 
 
 _ENDED = 3  # the place of that mark in a cycle
@@ -154,14 +132,9 @@ class EventClock(StepClock):
         self._current_stream = current_stream
         self._pending: deque[tuple[Any, ...]] = deque()
         self._pool: list[Any] = []
-        super().__init__(self._record, lambda event, earlier: earlier.elapsed_time(event), unit_ms=1.0)
-
-    @classmethod
-    def for_cuda(cls, device: torch.device) -> EventClock:
-        return cls(
-            lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
-            lambda: torch.cuda.current_stream(device),
-        )
+        super().__init__()
+        self._mark, self._unit_ms = self._record, 1.0
+        self._elapsed = lambda event, earlier: earlier.elapsed_time(event)
 
     @override
     def restart(self) -> None:
@@ -189,7 +162,7 @@ class EventClock(StepClock):
         return event
 
     def _read_next(self) -> None:
-        self._add(*(cycle := self._pending.popleft()))
+        super()._complete(*(cycle := self._pending.popleft()))
         began, fetches, backward, *_ = cycle
         # A cycle's end stays: it is the next one's begin. A step without a fetch has one mark twice.
         self._pool += {id(mark): mark for mark in (*fetches, backward, began) if mark is not None}.values()
@@ -197,4 +170,9 @@ class EventClock(StepClock):
 
 def clock_for(device: torch.device) -> StepClock:
     """The clock that tells the truth on ``device``."""
-    return EventClock.for_cuda(device) if device.type == "cuda" else HostClock()
+    if device.type != "cuda":
+        return StepClock()
+    return EventClock(
+        lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+        lambda: torch.cuda.current_stream(device),
+    )

@@ -15,10 +15,11 @@ from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._epoch_ends import EpochEnds, is_last_of_epoch, reaches_max_steps
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib, memory_meter_for
-from lightning_accel.callbacks._ranks import RankEpoch, gathered, put_together, thinned
+from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
 from lightning_accel.callbacks._samples import SampleCounter
 from lightning_accel.core.host import usable_cores
 from lightning_accel.core.patch import MethodPatch, PatchSet
+from lightning_accel.core.ranks import gather
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
@@ -87,7 +88,7 @@ class FitInstruments:
         """
         rank = self._measured()
         is_together = self.ends is None or self.ends.are_together()
-        ranks = gathered(rank) if is_together and self._trainer.world_size > 1 else [rank]
+        ranks = gather(rank) if is_together and self._trainer.world_size > 1 else [rank]
         speed = put_together(ranks, epoch=self._trainer.current_epoch, peak_memory_source=self._memory.source)
         if self.ends is not None and is_together:
             self.ends.forget()

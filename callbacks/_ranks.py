@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_accel.callbacks._epoch import EpochSpeed, Stragglers
 
@@ -42,15 +41,6 @@ def thinned(values: array[float], most: int = 4096) -> array[float]:
         return values
     ordered = sorted(values)
     return array("d", (ordered[round(at * (len(ordered) - 1) / (most - 1))] for at in range(most)))
-
-
-def gathered(rank: RankEpoch) -> list[RankEpoch]:
-    """Those of all ranks, in their order. A collective call; without a process group the rank's own alone."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [rank]
-    ranks = [rank] * dist.get_world_size()
-    dist.all_gather_object(ranks, rank)
-    return ranks
 
 
 def put_together(ranks: Sequence[RankEpoch], *, epoch: int, peak_memory_source: str) -> EpochSpeed | None:

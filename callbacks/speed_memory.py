@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
@@ -188,3 +190,15 @@ class SpeedMemoryLogger(Callback):
         fit, self._fit = self._fit, None
         if fit is not None:
             fit.close()
+
+
+def add_speed_memory_logger(trainer: Trainer, module: LightningModule) -> None:
+    """Adds one to the callbacks of a ``trainer`` that is about to run, unless it has one or is to be bare."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if trainer.barebones or any(isinstance(callback, SpeedMemoryLogger) for callback in callbacks):
+        return
+    logger = SpeedMemoryLogger()
+    # Before the checkpoint callbacks, which may monitor what it logs.
+    place = next((i for i, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), len(callbacks))
+    callbacks.insert(place, logger)
+    logger.setup(trainer, module, stage=TrainerFn.FITTING)  # the setup hooks have run already

@@ -21,11 +21,9 @@ from lightning_accel.settings import Plan
 
 # Strategies of Lightning's that refuse other precision plugins than their own, by the start of their names.
 _INSTEAD = {
-    "fsdp": "use trainer.strategy=accel_fsdp, which shards parameters, gradients and optimizer state too.",
-    "deepspeed": "use trainer.strategy=accel_fsdp, which shards what ZeRO's third stage does.",
-    "xla": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
-    "single_xla": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
-    "single_tpu": "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
+    ("fsdp",): "use trainer.strategy=accel_fsdp, which shards parameters, gradients and optimizer state too.",
+    ("deepspeed",): "use trainer.strategy=accel_fsdp, which shards what ZeRO's third stage does.",
+    ("xla", "single_xla", "single_tpu"): "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
 }
 _JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35,<5")
 # The ways in which jsonargparse says that it does not know a key: in a section, in one behind a subcommand (with the
@@ -44,7 +42,6 @@ class AccelArgumentParser(LightningArgumentParser):
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         super().error(message + _hint(message, _setting_names(self)), ex)
-        raise AssertionError("unreachable: jsonargparse's error() exits or raises")
 
 
 class AccelCLI(LightningCLI):
@@ -82,7 +79,7 @@ class AccelCLI(LightningCLI):
         try:
             return Plan.from_dict(section.as_dict())
         except (TypeError, ValueError) as error:
-            self._fail(f"accel: {error}")
+            self.parser.error(f"accel: {error}")
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -101,18 +98,18 @@ class AccelCLI(LightningCLI):
 
     def _check_no_other_precision(self, precision: Any, plugins: list[Any]) -> None:
         if precision is not None:
-            self._fail(
+            self.parser.error(
                 f"trainer.precision={precision!r} and accel.precision={self.plan.precision!r} both decide on the"
                 " precision: remove trainer.precision, and set accel.precision to what you want."
             )
         for plugin in plugins:
             if isinstance(plugin, AccelPlugin):
-                self._fail(
+                self.parser.error(
                     f"trainer.plugins has an {type(plugin).__name__} and {type(self).__name__} adds one from the"
                     " accel: section: move its init_args there, and remove it from trainer.plugins."
                 )
             if isinstance(plugin, Precision):
-                self._fail(
+                self.parser.error(
                     f"trainer.plugins has {type(plugin).__name__} and accel.precision={self.plan.precision!r}:"
                     " a Trainer takes one precision plugin. Remove the one in trainer.plugins."
                 )
@@ -122,20 +119,16 @@ class AccelCLI(LightningCLI):
             return
         known = StrategyRegistry.available_strategies()
         if strategy.lower() not in known:
-            self._fail(f"trainer.strategy={strategy!r} is not known{nearest(strategy, known)}")
+            self.parser.error(f"trainer.strategy={strategy!r} is not known{nearest(strategy, known)}")
         for family, instead in _INSTEAD.items():
             if strategy.lower().startswith(family):
-                self._fail(
+                self.parser.error(
                     f"trainer.strategy={strategy!r} takes a precision plugin of its own, and no AccelPlugin: {instead}"
                 )
 
     def _section(self, config: Any, name: str) -> Any:
         """A section of the configuration, which is within its subcommand's where there is one."""
         return config.get(str(self.subcommand), config).get(name, {})
-
-    def _fail(self, message: str) -> NoReturn:
-        self.parser.error(message)
-        raise AssertionError("unreachable: jsonargparse's error() exits or raises")
 
 
 def _hint(message: str, names: list[str]) -> str:

@@ -6,7 +6,6 @@ Nothing is computed and nothing is asked of the machine that this runs on: a hos
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,27 +18,15 @@ from lightning_accel.techniques.base import Forecast, Technique
 from lightning_accel.techniques.registry import declarations
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What becomes of one setting on one host.
-
-    Attributes:
-        setting: The setting with its value: ``'memory_format="auto"'``.
-        forecast: What the technique says of it.
-    """
-
-    setting: str
-    forecast: Forecast
-
-
 class ExampleModel(nn.Module):
     """Something for every technique: convolutions, activations, attention by hand, repeated blocks, dropout.
 
     Takes images (B, 3, 16, 16), returns logits (B, 10).
     """
 
-    def __init__(self, channels: int = 16) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        channels = 16
         self.stem = nn.Sequential(nn.Conv2d(3, channels, 3, stride=2, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
         self.convolutions = nn.ModuleList(ConvolutionBlock(channels) for _ in range(2))
         self.attention = nn.ModuleList(AttentionBlock(channels) for _ in range(2))
@@ -73,10 +60,10 @@ class ConvolutionBlock(nn.Module):
 class AttentionBlock(nn.Module):
     """(B, T, C) → (B, T, C), with dropout."""
 
-    def __init__(self, channels: int, p: float = 0.1) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
         self.qkv = nn.Linear(channels, 3 * channels)
-        self.mlp = nn.Sequential(nn.Linear(channels, channels), nn.GELU(), nn.Dropout(p))
+        self.mlp = nn.Sequential(nn.Linear(channels, channels), nn.GELU(), nn.Dropout(0.1))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
@@ -86,34 +73,29 @@ class AttentionBlock(nn.Module):
         return x + y
 
 
-def by_default(host: Host, model: nn.Module) -> list[Decision]:
+def by_default(host: Host, model: nn.Module) -> dict[str, Forecast]:
     """What the settings that are on by default, those of ``AccelPlugin()``, come to on ``host``.
 
     Args:
         host: The machine.
         model: What is looked at for sites; it is left as it is, and need not be on the host's device.
+
+    Returns:
+        What the technique says of each setting, which is written with its value: ``'memory_format="auto"'``.
     """
-    return _decisions(Plan(), host, model)
+    return _forecasts(Plan(), host, model)
 
 
-def when_asked(host: Host, model: nn.Module) -> list[Decision]:
-    """What every other setting comes to on ``host`` when it is asked for by itself.
-
-    Args:
-        host: The machine.
-        model: As in :func:`by_default`.
-    """
+def when_asked(host: Host, model: nn.Module) -> dict[str, Forecast]:
+    """The same, as :func:`by_default` gives it, of every other setting when it is asked for by itself."""
     nothing = {name: one.off for name, one in declarations().items()}
-    asked = ({**nothing, name: value} for name, one in declarations().items() for value in one.shown)
-    return [decision for settings in asked for decision in _decisions(Plan(**settings), host, model)]
+    asked = [{**nothing, name: value} for name, one in declarations().items() for value in one.shown]
+    return {setting: said for one in asked for setting, said in _forecasts(Plan(**one), host, model).items()}
 
 
-def _decisions(plan: Plan, host: Host, model: nn.Module) -> list[Decision]:
+def _forecasts(plan: Plan, host: Host, model: nn.Module) -> dict[str, Forecast]:
     around = surroundings_for(plan, model, host, device=torch.device(host.device_type), in_plain_loop=True)
-    return [
-        Decision(f'{technique.name}="{getattr(plan, technique.name)}"', _forecast(technique, host, model))
-        for technique in around.techniques
-    ]
+    return {f'{one.name}="{getattr(plan, one.name)}"': _forecast(one, host, model) for one in around.techniques}
 
 
 def _forecast(technique: Technique, host: Host, model: nn.Module) -> Forecast:

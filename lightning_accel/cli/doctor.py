@@ -9,8 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import psutil
 import torch
 from packaging.requirements import Requirement
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from lightning_accel.cli.decisions import ExampleModel, by_default
 from lightning_accel.core.host import Host, usable_cores
@@ -34,8 +38,6 @@ _PURPOSE = {
 }
 _NVIDIA_ONLY = ("cuda12", "cuda13", "flash", "tensorrt")
 
-State = Literal["ready", "missing", "not for this machine"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
@@ -51,7 +53,7 @@ class Extra:
 
     name: str
     purpose: str
-    state: State
+    state: Literal["ready", "missing", "not for this machine"]
     found: tuple[str, ...]
     wanting: tuple[str, ...]
 
@@ -90,10 +92,6 @@ def examine(host: Host | None = None) -> Diagnosis:
 
 def show(diagnosis: Diagnosis) -> None:
     """Prints the findings as two tables."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     console = Console()
     # Commands are there to be copied: a pipe has no width that would justify wrapping them.
     console = console if console.is_terminal else Console(width=200)
@@ -116,18 +114,15 @@ def _not_had(host: Host) -> Iterator[str]:
             "Trainer: Lightning's strategies for XLA take its own precision plugin only, and so no AccelPlugin;"
             " lightning_accel.accelerate(model) is for a loop without Lightning"
         )
-    for decision in by_default(host, ExampleModel()):
-        if not decision.forecast.acts and not decision.setting.startswith("precision"):  # which is a fact above
-            yield f"{decision.setting}: {decision.forecast.words}"
+    for setting, said in by_default(host, ExampleModel()).items():
+        if not said.acts and not setting.startswith("precision"):  # which is a fact above
+            yield f"{setting}: {said.words}"
     reason = Compilation("on").unavailable(host)
     if reason is not None:
         yield f"compile: {reason}"
 
 
-def _extras_table(extras: tuple[Extra, ...]) -> object:
-    from rich.markup import escape
-    from rich.table import Table
-
+def _extras_table(extras: tuple[Extra, ...]) -> Table:
     table = Table("extra", "for", "state", "packages", "get it with")
     colours = {"ready": "green", "missing": "yellow", "not for this machine": "dim"}
     for extra in extras:
@@ -143,11 +138,12 @@ def _extras_table(extras: tuple[Extra, ...]) -> object:
 
 
 def _facts(host: Host) -> dict[str, str]:
+    is_known = host.kind in ("cuda", "rocm", "cpu")
     facts = {
         "device": host.described,
         "memory": _memory(host),
-        "CPU cores": _cores(),
-        "bfloat16": _bfloat16(host),
+        "CPU cores": f"{usable_cores()} usable of {os.cpu_count() or 1}, torch computes on {torch.get_num_threads()}",
+        "bfloat16": "native" if host.native_bf16 else "not native" if is_known else "not known",
         "compiler": host.compiler or "none",
         "attention backends": ", ".join(backend.name for backend in installed_backends(host)),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
@@ -165,28 +161,12 @@ def _facts(host: Host) -> dict[str, str]:
 
 
 def _memory(host: Host) -> str:
-    parts = []
-    if host.kind in ("cuda", "rocm") and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        parts.append(f"device {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free")
-    try:
-        import psutil
-
-        memory = psutil.virtual_memory()
-        parts.append(f"host {memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free")
-    except ModuleNotFoundError:
-        parts.append("host unknown: pip install psutil")
-    return "; ".join(parts)
-
-
-def _bfloat16(host: Host) -> str:
-    if host.native_bf16:
-        return "native"
-    return "not native" if host.kind in ("cuda", "rocm", "cpu") else "not known"
-
-
-def _cores() -> str:
-    return f"{usable_cores()} usable of {os.cpu_count() or 1}, torch computes on {torch.get_num_threads()}"
+    memory = psutil.virtual_memory()
+    of_host = f"host {memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free"
+    if host.kind not in ("cuda", "rocm") or not torch.cuda.is_available():
+        return of_host
+    free, total = torch.cuda.mem_get_info()
+    return f"device {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free; {of_host}"
 
 
 def _version(package: str) -> str | None:
@@ -206,10 +186,9 @@ def _extras(host: Host) -> Iterator[Extra]:
         found, wanting = [], []
         for requirement in _required_by(name, requirements):
             version = _version(requirement.name)
-            if version is None:
-                wanting.append(f"{requirement.name}{requirement.specifier}")
-            elif not requirement.specifier.contains(version, prereleases=True):
-                wanting.append(f"{requirement.name}{requirement.specifier} (has {version})")
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
+                has = "" if version is None else f" (has {version})"
+                wanting.append(f"{requirement.name}{requirement.specifier}{has}")
             else:
                 found.append(f"{requirement.name} {version}")
                 wanting += _missing_parts(requirement)
@@ -246,9 +225,6 @@ def _missing_parts(requirement: Requirement) -> list[str]:
 
 
 def _suits(extra: str, host: Host) -> bool:
-    if extra not in _NVIDIA_ONLY:
-        return True
-    if host.kind != "cuda":
-        return False
     cuda = (torch.version.cuda or "").partition(".")[0]
-    return not (extra.startswith("cuda") and cuda and extra != f"cuda{cuda}")
+    is_for_another = cuda and extra.startswith("cuda") and extra != f"cuda{cuda}"
+    return extra not in _NVIDIA_ONLY or (host.kind == "cuda" and not is_for_another)

@@ -96,7 +96,8 @@ def show(arguments: argparse.Namespace) -> None:
     from rich.table import Table
 
     run, devices = _run_of(arguments), arguments.gpus
-    plans = {strategy: memory_per_device(strategy, run, devices) for strategy in _strategies(devices)}
+    strategies: tuple[Strategy, ...] = ("accel",) if devices == 1 else get_args(Strategy)
+    plans = {strategy: memory_per_device(strategy, run, devices) for strategy in strategies}
     console = Console()
     # As the doctor: a line is there to be copied, and a pipe has no width to wrap it at.
     console = console if console.is_terminal else Console(width=120)
@@ -144,10 +145,6 @@ def _run_of(given: argparse.Namespace) -> Run:
         optimizer=given.optimizer,
         checkpointing=given.checkpointing,
     )
-
-
-def _strategies(devices: int) -> tuple[Strategy, ...]:
-    return ("accel",) if devices == 1 else get_args(Strategy)
 
 
 def _rows(plans: list[DeviceMemory], run: Run) -> dict[str, list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,9 +41,11 @@ class Attempt:
         self._trained = [] if module.automatic_optimization else _training_versions(module)
         self._is_kept = True
         self._given_versions: list[tuple[Tensor, int]] = []
-        self._restores: list[Restore] = [*_random_states(module.device), *_logged(module)]
+        streams = random_streams(module.device).values()
+        self._restores: list[Restore] = [functools.partial(write, read()) for read, write in streams]
+        self._restores += _logged(module)
         if state is None:
-            self._restores += _whole_state(module, given)
+            self._restores += [Snapshot(module).restore, *_contents(given)]
         else:
             self._given_versions = [(t, version_of(t)) for t in tensors_in(given) if not t.is_inference()]
             self._restores.append(state.keep())
@@ -107,13 +110,9 @@ class SmallState:
 
 def _kept(tensors: list[Tensor]) -> Restore:
     """Copies tensors at the cost of one copy of each kind: every step keeps the running statistics of all norms."""
-    kinds: dict[Any, list[Tensor]] = {}
+    kinds: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        kind = type(tensor), tensor.dtype, tensor.device
-        if kind in kinds:
-            kinds[kind].append(tensor)
-        else:
-            kinds[kind] = [tensor]
+        kinds[type(tensor), tensor.dtype, tensor.device].append(tensor)
     copies = [torch.cat([tensor.detach().reshape(-1) for tensor in alike]) for alike in kinds.values()]
 
     def put_back() -> None:
@@ -137,13 +136,7 @@ def _training_versions(module: nn.Module) -> list[tuple[int, ...]]:
     ]
 
 
-def _random_states(device: torch.device) -> Iterator[Restore]:
-    for get_state, set_state in random_streams(device).values():
-        yield functools.partial(set_state, get_state())
-
-
-def _whole_state(module: LightningModule, given: Any) -> Iterator[Restore]:
-    yield Snapshot(module).restore
+def _contents(given: Any) -> Iterator[Restore]:
     for tensor in tensors_in(given):
         if not tensor.is_inference() and can_be_put_back(tensor):  # no count is kept of what is written into the former
             yield functools.partial(_put_back, tensor, tensor.clone(), version_of(tensor))

@@ -39,7 +39,7 @@ class AutocastingPrecision(Precision):
     def __init__(self, precision: ResolvedPrecision) -> None:
         self.scaler: CountingGradScaler | None = None
         self.device = "cpu"
-        self._repeats_in_float32 = False
+        self._repeats_in_float32 = False  # autocast is left out of a step, whatever the precision
         self._set_precision(precision)
 
     def _set_precision(self, precision: ResolvedPrecision) -> None:
@@ -59,23 +59,9 @@ class AutocastingPrecision(Precision):
         # With manual optimization every optimizer of this step has had its turn.
         scaler.finish_step()
 
-    @contextmanager
-    def _in_float32(self) -> Iterator[None]:
-        """Leaves autocast out of the steps inside, whatever the precision."""
-        self._repeats_in_float32 = True
-        try:
-            yield
-        finally:
-            self._repeats_in_float32 = False
-
-    def _left_behind(self) -> dict[str, Any]:
-        """What copies of the plugin, and other processes, do not get."""
-        return {}
-
     @override
     def __reduce__(self) -> Any:
-        # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
-        return _copied, (self._plain_class or type(self), {**vars(self), **self._left_behind()})
+        return _copied, (self._plain_class or type(self), dict(vars(self)))
 
 
 @contextmanager
@@ -93,12 +79,9 @@ class _Autocasting(MixedPrecision):
 
     @override
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return Precision.forward_context(self) if self._repeats_in_float32 else self._autocast()
-
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        with without_mha_fast_path(self.device), super().forward_context():
-            yield
+        if self._repeats_in_float32:
+            return Precision.forward_context(self)
+        return nested(without_mha_fast_path(self.device), super().forward_context())
 
     @override
     def optimizer_step(  # type: ignore[override]

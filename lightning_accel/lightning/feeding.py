@@ -15,11 +15,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.torch_private import map_parts
 from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
 from lightning_accel.engine import Engine
-from lightning_accel.lightning.hooks import followed_by
 from lightning_accel.lightning.private import combined_loader, is_sequential
 
 _DEPTH = 2  # batches prepared ahead
@@ -36,55 +35,70 @@ class Feeding:
 
     Args:
         trainer: About to run.
-        preprocess: What to do with each batch; None: only the transfer, where there is a device to transfer to.
-        note: Told of loaders whose batches cannot be prepared ahead.
+        engine: Whose report says what happens to the batches.
+        transforms: What to do with each batch; none: only the transfer, where there is a device to transfer to.
+        dtype: What images come out in.
+        channels_last: Says for each batch whether images are to be laid out so.
     """
 
-    def __init__(self, trainer: Trainer, preprocess: Preprocess | None, note: Callable[[str], None]) -> None:
-        self.preprocess = preprocess
+    def __init__(
+        self,
+        trainer: Trainer,
+        engine: Engine,
+        transforms: Sequence[Transform],
+        dtype: torch.dtype,
+        channels_last: Callable[[], bool],
+    ) -> None:
         # A training step that takes its batches from the loader itself: Lightning then transfers none.
         self._takes_loader = is_param_in_hook_signature(
             trainer.lightning_module.training_step, "dataloader_iter", explicit=True
         )
-        self.why_inline = "" if self._takes_loader else _why_inline(trainer)  # empty where there is a pipeline
+        self._why_inline = "" if self._takes_loader else _why_inline(trainer)  # empty where there is a pipeline
         self._trainer = trainer
-        self._note = note
+        self._report = engine.report
         self._pipelines: weakref.WeakSet[DevicePipeline] = weakref.WeakSet()
+        self._preprocess: Preprocess | None = None
+        if transforms:
+            self._preprocess = Preprocess(
+                transforms,
+                device=trainer.strategy.root_device,
+                dtype=dtype,
+                channels_last=channels_last,
+                rank=trainer.global_rank,
+            )
+            if self._preprocess.complaint:
+                engine.degrade(f"preprocess: {self._preprocess.complaint}. Until then NumPy does it on the host.")
+            when = f"at the transfer of each batch: {self._why_inline}" if self._why_inline else ""
+            record = engine.report.of("preprocess")
+            record.is_on = True
+            record.status = f"{self._preprocess.describe()}; {when or 'the next batches while one is in work'}"
 
     def patches(self) -> Iterator[Patch]:
-        """The edits to the Trainer's strategy; none to one that asks :meth:`pipe` by itself."""
+        """The edits to the Trainer's strategy."""
         strategy, wrap = self._trainer.strategy, functools.partial(followed_by, self.pipe)
-        if self.why_inline:
-            if self.preprocess is not None:
-                yield MethodPatch("preprocess", "at the transfer", strategy, "batch_to_device", self._transferring)
-        elif not getattr(strategy, "feeds_itself", False):
+        if not self._why_inline:
             yield MethodPatch("preprocess", "in a pipeline", strategy, "process_dataloader", wrap)
+        elif self._preprocess is not None:
+            yield MethodPatch("preprocess", "at the transfer", strategy, "batch_to_device", self._transferring)
 
     def pipe(self, loader: Any) -> Any:
         """A pipeline around ``loader``; the loader itself where its batches have to pass through Lightning's hooks."""
-        if self.why_inline or (self._takes_loader and self.preprocess is None):
+        if self._why_inline or (self._takes_loader and self._preprocess is None):
             return loader
         strategy = self._trainer.strategy
-        has_work = self.preprocess is not None or strategy.root_device.type != "cpu"
+        has_work = self._preprocess is not None or strategy.root_device.type != "cpu"
         depth = _DEPTH if has_work and _can_be_ahead(loader) else 0
-        if self.preprocess is not None and depth == 0:
-            self._note(
+        if self._preprocess is not None and depth == 0:
+            self._report.note(
                 f"preprocess: batches of this {type(loader).__name__} are prepared when they are asked for, not"
                 " ahead: it may follow the training, or use its memory again. A DataLoader over a map-style"
                 " dataset, or one with workers, does not."
             )
         pipeline = DevicePipeline(
-            loader, strategy.root_device, self.preprocess, depth, position=lambda: self._position(pipeline)
+            loader, strategy.root_device, self._preprocess, depth, position=lambda: self._position(pipeline)
         )
         self._pipelines.add(pipeline)
         return pipeline
-
-    def status(self) -> str:
-        """What happens to the batches, in a line for the report."""
-        if self.preprocess is None:
-            return "off"
-        where = f"at the transfer of each batch: {self.why_inline}" if self.why_inline else ""
-        return f"{self.preprocess.describe()}; {where or 'the next batches while one is in work'}"
 
     def close(self) -> None:
         """Ends all pipelines, and gives the Trainer's loops the user's own loaders back."""
@@ -100,26 +114,22 @@ class Feeding:
 
     def _transferring(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def batch_to_device(strategy: Strategy, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            around, owner = PatchSet(), strategy.lightning_module
-            if owner is not None:
-                datamodule = getattr(self._trainer, "datamodule", None)
-                if datamodule is not None and is_overridden(_TRANSFER, datamodule):  # by which Lightning chooses, too
-                    owner = datamodule
-                # Between the user's two other hooks. Only here: Lightning moves example inputs through the same.
-                around.add(MethodPatch("preprocess", "between hooks", owner, _TRANSFER, self._hooking))
-            around.apply()
+            owner, datamodule = self._trainer.lightning_module, self._trainer.datamodule  # type: ignore[attr-defined]
+            if datamodule is not None and is_overridden(_TRANSFER, datamodule):  # by which Lightning chooses, too
+                owner = datamodule
+            # Between the user's two other hooks. Only here: Lightning moves example inputs through the same.
+            between = MethodPatch("preprocess", "between hooks", owner, _TRANSFER, self._hooking)
+            between.apply()
             try:
                 return original(strategy, batch, *args, **kwargs)
             finally:
-                around.undo()
+                between.undo()
 
         return batch_to_device
 
     def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def transfer_batch_to_device(owner: Any, batch: Any, *args: Any) -> Any:
-            if self.preprocess is None:
-                return original(owner, batch, *args)
-            if self.preprocess.on_host:
+            if self._preprocess is not None and self._preprocess.on_host:
                 return original(owner, self._each_loaders(batch), *args)
             return self._each_loaders(original(owner, batch, *args))
 
@@ -133,8 +143,8 @@ class Feeding:
         return map_parts(self._preprocessed, batch, combined.iterables)
 
     def _preprocessed(self, loader_idx: int, batch: Any) -> Any:
-        assert self.preprocess is not None
-        return None if batch is None else self.preprocess(batch, self._position_of(loader_idx))
+        assert self._preprocess is not None
+        return None if batch is None else self._preprocess(batch, self._position_of(loader_idx))
 
     def _position(self, pipeline: DevicePipeline) -> Position:
         """Where the first batch of an iteration of ``pipeline`` stands."""
@@ -156,32 +166,13 @@ class Feeding:
         )
 
 
-def feeding_for(
-    trainer: Trainer,
-    engine: Engine,
-    transforms: Sequence[Transform],
-    dtype: torch.dtype,
-    channels_last: Callable[[], bool],
-) -> Feeding:
-    """How batches get to the device, noted in the report of ``engine``.
+def followed_by(change: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A strategy's method whose result passes through ``change``."""
 
-    Images come out in ``dtype``; ``channels_last()`` says for each batch whether they are to be laid out so.
-    """
-    preprocess: Preprocess | None = None
-    if transforms:
-        preprocess = Preprocess(
-            transforms,
-            device=trainer.strategy.root_device,
-            dtype=dtype,
-            channels_last=channels_last,
-            rank=trainer.global_rank,
-        )
-        if preprocess.complaint:
-            engine.degrade(f"preprocess: {preprocess.complaint}. Until then NumPy does it on the host.")
-    feeding = Feeding(trainer, preprocess, engine.report.note)
-    record = engine.report.of("preprocess")
-    record.is_on, record.status = preprocess is not None, feeding.status()
-    return feeding
+    def method(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+        return change(original(strategy, *args, **kwargs))
+
+    return method
 
 
 def _can_be_ahead(loader: Any) -> bool:
@@ -209,7 +200,7 @@ def _why_inline(trainer: Trainer) -> str:
     module, datamodule = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     strategy = type(trainer.strategy)
     brings_loaders = strategy.process_dataloader is not Strategy.process_dataloader
-    if brings_loaders and not getattr(strategy, "feeds_itself", False):
+    if brings_loaders and not getattr(strategy, "wants_pipeline", False):
         return f"{strategy.__name__} brings loaders of its own"
     for hook in _HOOKS_BEFORE:
         for owner in (module, datamodule):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -22,26 +23,23 @@ from typing_extensions import override
 
 from lightning_accel.arguments import Arguments
 from lightning_accel.assembly import surroundings_for
+from lightning_accel.callbacks.speed_memory import add_speed_memory_logger
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import restore_layouts
-from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.ranks import check_devices, gather
 from lightning_accel.core.report import Report
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Decisions, Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
-from lightning_accel.lightning.feeding import Feeding, feeding_for
-from lightning_accel.lightning.hooks import strategy_hooks
+from lightning_accel.lightning.feeding import Feeding, followed_by
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
+from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.memory_format import MemoryFormat
-from lightning_accel.techniques.mixed_precision import (
-    DTYPES,
-    check_optimizer,
-    resolve_precision,
-)
+from lightning_accel.techniques.mixed_precision import DTYPES, check_optimizer, resolve_precision
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import declarations
 
@@ -107,26 +105,47 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         self.teardown()
         assert isinstance(module, LightningModule)
         trainer = module.trainer
+        strategy = trainer.strategy
         self._is_fitting = trainer.state.fn == TrainerFn.FITTING
-        host = Host.detect(trainer.strategy.root_device)
+        host = Host.detect(strategy.root_device)
         precision, reason = resolve_precision(self.plan.precision, host)
-        has_others = trainer.world_size > 1
-        if has_others:
+        if trainer.world_size > 1:
             check_devices(host, precision)
+        self.device = host.device_type
+        self._set_precision(cast(ResolvedPrecision, precision))
+        around = surroundings_for(self.plan, module, host, device=strategy.root_device)
+        engine = self._engine = self._engine_for(module, host, around.techniques)
+        self._report = engine.report
+        record = self._report.of("precision")
+        record.is_on, record.status = precision != "32-true", f"{precision}: {reason}"
+        if self._is_in_force():
+            if not isinstance(strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
+                self._net = SafetyNet(module, engine, self._is_in_force, self._without_precision)
+                self._hook(self._net.patches(strategy))
+            self._hook(self._passages(strategy, engine))
+        if self.plan.preprocess or getattr(strategy, "wants_pipeline", False):
+            transforms, dtype = self.plan.of("preprocess").transforms, DTYPES.get(self.precision, torch.float32)
+            self._feeding = Feeding(trainer, engine, transforms, dtype, around.wants_channels_last)
+            self._hook(self._feeding.patches())
+        if self._is_fitting:
+            if self.plan.log:
+                add_speed_memory_logger(trainer, module)
+            rank_zero_info(self._report.summary())
+        return module
+
+    def _engine_for(self, module: LightningModule, host: Host, techniques: Sequence[Technique]) -> Engine:
+        trainer = module.trainer
         is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
         # Training keeps the ranks in step. Evaluating, each has as many batches as it has, and none at all perhaps:
         # only where shards are gathered does one depend on another, and may wait for what rank 0 decides.
-        steps_with_others = has_others and (self._is_fitting or is_sharded)
-        self.device = host.device_type
-        self._set_precision(cast(ResolvedPrecision, precision))
+        steps_with_others = trainer.world_size > 1 and (self._is_fitting or is_sharded)
         if self._decided_for is None or self._decided_for() is not module:
             self._decisions, self._decisions_without_gradients = {}, {}
             self._decided_for = weakref.ref(module)
-        around = surroundings_for(self.plan, module, host, device=trainer.strategy.root_device)
-        self._engine = Engine(
+        engine = Engine(
             module,
             host,
-            around.techniques,
+            techniques,
             names=list(declarations()),
             strict=self.plan.strict,
             agree=trainer.strategy.broadcast if steps_with_others else None,
@@ -137,27 +156,10 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         )
         if self._is_fitting:
             self._memory_schedule = None
-            self._decisions = self._engine.decisions
+            self._decisions = engine.decisions
         else:
-            self._decisions_without_gradients = self._engine.decisions
-        self._report = self._engine.report
-        self._report.of("precision").is_on = precision != "32-true"
-        self._report.of("precision").status = f"{precision}: {reason}"
-        self._net = None
-        if self._is_in_force():
-            if not isinstance(trainer.strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
-                self._net = SafetyNet(module, self._engine, self._is_in_force, self._without_precision)
-                self._hook(self._net.patches(trainer.strategy))
-            self._hook(strategy_hooks(trainer.strategy, self._engine, self._restore_layouts))
-        if self.plan.preprocess or getattr(trainer.strategy, "feeds_itself", False):
-            self._feed(trainer, around.wants_channels_last)
-        if self._is_fitting:
-            if self.plan.log:
-                from lightning_accel.callbacks.joining import add_speed_memory_logger
-
-                add_speed_memory_logger(trainer, module)
-            rank_zero_info(self._report.summary())
-        return module
+            self._decisions_without_gradients = engine.decisions
+        return engine
 
     @override
     def connect(
@@ -287,42 +289,48 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         if self.plan.precision != "auto" or self.precision == "32-true":
             yield
             return
-        with self._in_float32():
+        self._repeats_in_float32 = True
+        try:
             yield
+        finally:
+            self._repeats_in_float32 = False
         if _NAMES_DTYPE.search(str(error)):
             self._set_precision("32-true")
             record = self._report.of("precision")
             record.is_on, record.status = False, f"32-true: {one_line(error)}"
-
-    def _feed(self, trainer: Trainer, channels_last: Callable[[], bool]) -> None:
-        assert self._engine is not None
-        self._feeding = feeding_for(
-            trainer,
-            self._engine,
-            self.plan.of("preprocess").transforms,
-            DTYPES.get(self.precision, torch.float32),
-            channels_last,
-        )
-        self._hook(self._feeding.patches())
-
-    def piped(self, loader: Any) -> Any:
-        """A loader as this package's strategies iterate over it: in the device pipeline, where there is one."""
-        return loader if self._feeding is None else self._feeding.pipe(loader)
 
     def _hook(self, patches: Iterable[Patch]) -> None:
         for patch in patches:
             self._hooks.add(patch)
         self._hooks.apply()
 
+    def _passages(self, strategy: Strategy, engine: Engine) -> Iterator[Patch]:
+        """The edits that have a strategy's batches, predictions and weights go through ``engine``."""
+        for name, change in (
+            ("batch_to_device", engine.batch),
+            ("predict_step", engine.predictions),
+            # Not left to `on_save_checkpoint`, which is not called for a checkpoint of weights only.
+            ("lightning_module_state_dict", self._with_own_layouts),
+        ):
+            yield MethodPatch(name, "in the run's layouts", strategy, name, functools.partial(followed_by, change))
+
+    def _with_own_layouts(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._restore_layouts(checkpoint := {"state_dict": state_dict})
+        return checkpoint["state_dict"]
+
     def _restore_layouts(self, checkpoint: dict[str, Any]) -> None:
+        """Brings the tensors of a checkpoint into the layouts that the user's own have."""
         memory_format = None if self._engine is None else self._engine.technique(MemoryFormat)
         if self._engine is not None and memory_format is not None:
             module = cast(LightningModule, self._engine.model)
             restore_layouts(checkpoint, module, module.trainer.optimizers, memory_format.strides())
 
     @override
-    def _left_behind(self) -> dict[str, Any]:
-        return {"_engine": None, "_net": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
+    def __reduce__(self) -> Any:
+        # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
+        make, (kind, state) = super().__reduce__()
+        state |= {"_engine": None, "_net": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
+        return make, (kind, state)
 
     def __repr__(self) -> str:
         defaults = vars(Plan())

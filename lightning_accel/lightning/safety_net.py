@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.core.checks import SettingError
-from lightning_accel.core.patch import AttributePatch, MethodPatch, Patch
+from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.report import AccelError
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
@@ -148,7 +147,11 @@ class SafetyNet:
         args, kwargs = self._engine.predictions(attempt.given)  # the batch, too, as the user's loader gave it
         remark = f"a step raised {one_line(error)}"
         self._engine.stand_aside(remark)
-        with self._without_precision(error), _buffers_not_sent(self._module.trainer.strategy.model):
+        model = self._module.trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            # No buffers are sent again: the other ranks are past that. DDP's forward sets this for the next one.
+            model.require_forward_param_sync = False
+        with self._without_precision(error):
             outputs = attempt.step(*args, **kwargs)
         self._engine.join_after_failure()
         return outputs
@@ -156,20 +159,6 @@ class SafetyNet:
     def _tell(self, error: Exception) -> None:
         remark = f"a step raised {one_line(error)}, and ran when it was repeated without the edits of this plugin"
         self._engine.degrade(f"{remark}: all of them are taken back")
-
-
-@contextmanager
-def _buffers_not_sent(model: nn.Module | None) -> Iterator[None]:
-    """A repeated forward of DistributedDataParallel sends no buffers: the other ranks are in their backward pass."""
-    if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    unsent = AttributePatch("", "sends no buffers", model, "require_forward_param_sync", False)
-    unsent.apply()
-    try:
-        yield
-    finally:
-        unsent.undo()
 
 
 def _without_frames(error: Exception) -> Exception:

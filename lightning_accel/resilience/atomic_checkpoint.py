@@ -88,13 +88,13 @@ def commit(temporary: Path, path: str | Path) -> None:
         OSError: ``path`` is as it was, and ``temporary`` is still there.
     """
     target = _target(path)
-    _flush(temporary)
+    _flush(*temporary.rglob("*"), temporary)
     left = temporary
     if target.exists() and (temporary.is_dir() or target.is_dir()):
         left = _swap(temporary, target)
     else:
         temporary.replace(target)
-    _flush_one(target.parent)
+    _flush(target.parent)
     discard(left)  # what was there before; nothing, where a file took its place
 
 
@@ -163,20 +163,16 @@ def _exchange(one: Path, other: Path) -> bool:
     return not failed
 
 
-def _flush(written: Path) -> None:
-    """Returns when a file, or a folder with all that is in it, is on the disk."""
-    for path in (*written.rglob("*"), written):
-        _flush_one(path)
-
-
-def _flush_one(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _flush(*paths: Path) -> None:
+    """Returns when these files, and the names in these folders, are on the disk."""
+    for path in paths:
+        if os.name == "nt" and path.is_dir():
+            continue  # Windows opens no folders
+        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _failed_write(error: BaseException | None) -> OSError | None:

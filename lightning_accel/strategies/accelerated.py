@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
 from lightning_accel.lightning.plugin import AccelPlugin
@@ -36,7 +36,7 @@ class Accelerated(Strategy):
     norms on CPUs too, acts on SLURM's signals between two steps, and names the process that died when a run breaks off.
     """
 
-    feeds_itself = True  # what lightning_accel.lightning.feeding asks
+    wants_pipeline = True  # what lightning_accel.lightning.feeding asks
     # What to say beside errors of torch's, by a part of their text.
     explanations: ClassVar[Mapping[str, str]] = {
         "Cannot copy out of meta tensor": "The module was made on the meta device: accel_fsdp gives it memory and"
@@ -94,8 +94,7 @@ class Accelerated(Strategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         _check_samples(dataloader)
-        plugin = self.precision_plugin
-        return plugin.piped(dataloader) if isinstance(plugin, AccelPlugin) else dataloader
+        return super().process_dataloader(dataloader)
 
     @override
     def on_train_start(self) -> None:
@@ -152,9 +151,7 @@ def _check_samples(dataloader: object) -> None:
     """Raises a ``ValueError`` for a loader whose samples do not go round."""
     if not isinstance(dataloader, DataLoader):
         return
-    sampler = dataloader.sampler
-    if isinstance(dataloader.batch_sampler, BatchSampler):
-        sampler = dataloader.batch_sampler.sampler
+    sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
     if not isinstance(sampler, DistributedSampler):
         return
     samples = len(sampler.dataset)  # type: ignore[arg-type]

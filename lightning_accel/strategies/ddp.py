@@ -74,6 +74,7 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         check_names(settings, allowed=sorted(known - {"self", "kwargs", "module"}), owner="AccelDDPStrategy")
         settings.setdefault("gradient_as_bucket_view", True)
         super().__init__(**settings)
+        self._syncs_first = settings.get("init_sync", True)
         self.timeout = settings.get("timeout")
         self._find_unused_parameters = find_unused_parameters
         self._static_graph = static_graph
@@ -103,19 +104,16 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         # Wrapped even when the first step goes without: that checks that the ranks have the same parameters, and gives
         # them the values of rank 0. What is given holds; what is not follows from it, and with manual optimization from
         # what always works.
-        self._wrap(find=bool(find) or (find is None and not static and not is_automatic), static=bool(static))
+        always_find = find is None and not static and not is_automatic
+        self._wrap(find=bool(find) or always_find, static=bool(static), init_sync=self._syncs_first)
         if self._is_observing:
             self.model = module
 
-    def _wrap(self, *, find: bool, static: bool, **others: Any) -> None:
+    def _wrap(self, *, find: bool, static: bool, init_sync: bool) -> None:
         self._is_first_static_pass = static
-        settings = ddp_settings(self)
-        given = dict(settings)
-        settings.update(find_unused_parameters=find, static_graph=static, **others)
+        ddp_settings(self).update(find_unused_parameters=find, static_graph=static, init_sync=init_sync)
         self.model = self.module
         super().configure_ddp()
-        settings.clear()
-        settings.update(given)
         wrapped = cast(DistributedDataParallel, self.model)
         self._ignored = wrapped.parameters_to_ignore
         if self._compression is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -39,7 +39,15 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._saves_shards:
             return super().lightning_module_state_dict()
-        return full_model_state(self.module, keep=self.is_global_zero)
+        state: dict[str, Any] = self.module.state_dict()
+        parameters = {name: id(parameter) for name, parameter in self.module.named_parameters(remove_duplicate=False)}
+        wholes: dict[int, Any] = {}  # tied weights share their memory in the checkpoint too
+        for name, value in state.items():
+            identity = parameters.get(name, id(value))
+            if identity not in wholes:
+                wholes[identity] = gathered(value, keep=self.is_global_zero)
+            state[name] = wholes[identity]
+        return state if self.is_global_zero else {}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -100,13 +108,31 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._loads_whole_checkpoint:
-            load_full_model_state(self.module, checkpoint["state_dict"], strict=strict)
+        if not self._loads_whole_checkpoint:
+            return
+        own = self.module.state_dict()
+        shards = {name: _as_sharded(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
+        try:
+            self.module.load_state_dict(shards, strict=strict)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The checkpoint is of another model: {error}\nLoad it into the model that saved it, or set"
+                " strict_loading = False on the module for names that may differ."
+            ) from None
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_full_optimizer_state(optimizer, state)
+            # The groups hold as many parameters, in the same order, as those of the one that was saved.
+            places = [place for group in state["param_groups"] for place in group["params"]]
+            parameters = dict(
+                zip(places, (p for group in optimizer.param_groups for p in group["params"]), strict=False)
+            )
+            shards = {
+                place: {key: _as_sharded(value, parameters.get(place)) for key, value in values.items()}
+                for place, values in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": shards})
 
 
 def gathered(data: Any, *, keep: bool) -> Any:
@@ -121,50 +147,6 @@ def gathered(data: Any, *, keep: bool) -> Any:
 
     has_shards = any(isinstance(leaf, DTensor) for leaf in leaves(data))
     return map_leaves(whole, data, DTensor) if has_shards else data
-
-
-def full_model_state(module: nn.Module, *, keep: bool) -> dict[str, Any]:
-    """A sharded module's ``state_dict()``, put together as by :func:`gathered`; tied weights share their memory."""
-    state: dict[str, Any] = module.state_dict()
-    parameters = {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
-    wholes: dict[int, Any] = {}
-    for name, value in state.items():
-        identity = parameters.get(name, id(value))
-        if identity not in wholes:
-            wholes[identity] = gathered(value, keep=keep)
-        state[name] = wholes[identity]
-    return state if keep else {}
-
-
-def load_full_model_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Loads a whole ``state_dict()``, the same on every rank; each takes its shards out of it.
-
-    Raises:
-        RuntimeError: Names (with ``strict``) or shapes are not those of ``module``; it says which.
-    """
-    own = module.state_dict()
-    try:
-        with torch.no_grad():
-            module.load_state_dict({n: _as_sharded(value, own.get(n)) for n, value in state.items()}, strict=strict)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"The checkpoint is of another model: {error}\nLoad it into the model that saved it, or set"
-            " strict_loading = False on the module for names that may differ."
-        ) from None
-
-
-def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads a whole ``state_dict()``, the same on every rank, into an optimizer over sharded parameters.
-
-    Its groups hold as many parameters, in the same order, as those of the one that was saved.
-    """
-    places = [place for group in state["param_groups"] for place in group["params"]]
-    parameters = dict(zip(places, (p for group in optimizer.param_groups for p in group["params"]), strict=False))
-    shards = {
-        place: {key: _as_sharded(value, parameters.get(place)) for key, value in values.items()}
-        for place, values in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": shards})
 
 
 def _as_sharded(value: Any, like: Any) -> Any:

@@ -20,25 +20,18 @@ _FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)  # of all of torc
 class AnyDeviceSyncBatchNorm(TorchSyncBatchNorm):
     """Lightning's ``Trainer(sync_batchnorm=True)``, on every device.
 
-    The user's own modules are back afterwards; not under ``accel_fsdp``, which leaves a module as it has sharded it.
+    A batch norm with a ``forward`` of its own keeps each rank's statistics, and is named in a warning: what it adds
+    (an activation, say) would be lost in another class. The user's own modules are back afterwards; not under
+    ``accel_fsdp``, which leaves a module as it has sharded it.
     """
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
-        return synchronized(model)
+        return _replaced(model, _synchronized)
 
     @override
     def revert(self, model: nn.Module) -> nn.Module:
         return _replaced(model, _separated)
-
-
-def synchronized(model: nn.Module) -> nn.Module:
-    """``model``, or what replaces it, with batch norms that share statistics over the ranks, and the same parameters.
-
-    A batch norm with a ``forward`` of its own keeps each rank's statistics, and is named in a warning: what it adds
-    (an activation, say) would be lost in another class.
-    """
-    return _replaced(model, _synchronized)
 
 
 class GlobalBatchNorm(nn.BatchNorm1d):

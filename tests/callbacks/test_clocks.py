@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_accel.callbacks import _clocks
-from lightning_accel.callbacks._clocks import EventClock, HostClock, StepClock
+from lightning_accel.callbacks._clocks import EventClock, StepClock, clock_for
 
 
 class SimulatedDevice:
@@ -188,7 +188,7 @@ def run_on_host(clock: StepClock, host_ms: list[float], *parts: tuple[str, float
 
 
 def test_the_host_clock_tells_wait_step_and_gap_apart(host_ms: list[float]) -> None:
-    clock = HostClock()
+    clock = StepClock()
     run_on_host(clock, host_ms, ("fetch", 3), ("step", 10), ("gap", 1), ("fetch", 4), ("step", 20), ("pause", 500))
     run_on_host(clock, host_ms, ("fetch", 0), ("step", 30))
     assert list(clock.timed.step_ms) == pytest.approx([10, 20, 30])
@@ -197,21 +197,21 @@ def test_the_host_clock_tells_wait_step_and_gap_apart(host_ms: list[float]) -> N
 
 
 def test_two_fetches_before_a_step_are_both_wait(host_ms: list[float]) -> None:
-    clock = HostClock()
+    clock = StepClock()
     run_on_host(clock, host_ms, ("fetch", 3), ("fetch", 4), ("step", 10))
     assert clock.timed.wait_ms == pytest.approx(7)
     assert list(clock.timed.step_ms) == pytest.approx([10])
 
 
 def test_without_fetch_marks_the_wait_is_part_of_the_gap(host_ms: list[float]) -> None:
-    clock = HostClock()
+    clock = StepClock()
     run_on_host(clock, host_ms, ("step", 10), ("gap", 5), ("step", 10))
     assert clock.timed.train_ms == pytest.approx(25)
     assert clock.timed.wait_ms == 0
 
 
 def test_what_comes_before_the_first_backward_pass_is_gap_wait_and_forward(host_ms: list[float]) -> None:
-    clock = HostClock()
+    clock = StepClock()
 
     def step(*parts: tuple[str, float]) -> None:
         clock.step_began()
@@ -228,7 +228,7 @@ def test_what_comes_before_the_first_backward_pass_is_gap_wait_and_forward(host_
 
 
 def test_a_backward_pass_outside_of_the_steps_is_none_of_theirs(host_ms: list[float]) -> None:
-    clock = HostClock()
+    clock = StepClock()
     run_on_host(clock, host_ms, ("backward", 5), ("fetch", 3), ("step", 10), ("backward", 5), ("fetch", 3))
     assert len(clock.timed.before_backward_ms) == 0
 
@@ -250,7 +250,7 @@ def test_the_way_to_the_backward_pass_is_the_devices(clock: EventClock, device: 
 
 def test_a_pause_within_a_cycle_does_nothing(host_ms: list[float]) -> None:
     """``trainer.save_checkpoint`` called from ``training_step``: part of the user's step."""
-    clock = HostClock()
+    clock = StepClock()
     run_on_host(clock, host_ms, ("fetch", 3), ("pause", 5), ("step", 10))
     assert clock.timed.train_ms == pytest.approx(18)
 
@@ -259,7 +259,7 @@ def test_a_pause_within_a_cycle_does_nothing(host_ms: list[float]) -> None:
 @pytest.mark.filterwarnings("ignore:.*[Ss]ynchronization debug mode is a prototype")
 def test_cuda_events_time_the_device_without_synchronising() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    clock = EventClock.for_cuda(device)
+    clock = clock_for(device)
     x = torch.randn(2048, 2048, device=device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

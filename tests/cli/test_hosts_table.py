@@ -49,8 +49,8 @@ def test_every_kind_of_host_is_on_the_page() -> None:
 @pytest.mark.parametrize("name", SIMULATED_HOSTS)
 def test_what_is_not_to_be_had_has_a_reason(name: str) -> None:
     model = ExampleModel()
-    decisions = [*by_default(SIMULATED_HOSTS[name], model), *when_asked(SIMULATED_HOSTS[name], model)]
-    assert all(decision.forecast.words for decision in decisions)
+    forecasts = by_default(SIMULATED_HOSTS[name], model) | when_asked(SIMULATED_HOSTS[name], model)
+    assert all(forecast.words for forecast in forecasts.values())
 
 
 def test_looking_leaves_the_model_as_it_was() -> None:

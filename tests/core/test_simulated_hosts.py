@@ -87,13 +87,13 @@ def test_all_that_is_asked_for_trains_but_for_what_is_not_to_be_had_each_a_warni
     host = SIMULATED_HOSTS[name]
     plain = ExampleModel()
     model = copy.deepcopy(plain)
-    had = {decision.setting: decision.forecast.acts for decision in when_asked(host, model)}
+    forecasts = when_asked(host, model)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", AccelWarning)
         handle = accelerate(model, Plan(**NOTHING, **ASKED_FOR), host=host)
     assert trained(model, handle) == pytest.approx(trained(plain, None), rel=1e-5)
     for setting, value in ASKED_FOR.items():
-        is_had = had[f'{setting}="{value}"']
+        is_had = forecasts[f'{setting}="{value}"'].acts
         assert handle.report.of(setting).is_on is is_had
         assert sum(str(warning.message).startswith(f"{setting}: ") for warning in said) == (not is_had)
     handle.undo()
@@ -103,8 +103,8 @@ def test_all_that_is_asked_for_trains_but_for_what_is_not_to_be_had_each_a_warni
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_offloading", "sparse_activations", "compile"])
 def test_strict_makes_an_error_of_what_is_not_to_be_had(host: Host, name: str) -> None:
     setting = {**ASKED_FOR, "compile": "on"}[name]
-    (decision,) = (d for d in when_asked(host, ExampleModel()) if d.setting == f'{name}="{setting}"')
-    with nullcontext() if decision.forecast.acts else pytest.raises(AccelError, match=rf"{name}: .*\(strict=True\)"):
+    forecast = when_asked(host, ExampleModel())[f'{name}="{setting}"']
+    with nullcontext() if forecast.acts else pytest.raises(AccelError, match=rf"{name}: .*\(strict=True\)"):
         accelerate(ExampleModel(), Plan(**NOTHING, **{name: setting}, strict=True), host=host).undo()
 
 

@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_previous_one(
 ) -> None:
     write_folder(tmp_path / "last.ckpt", "old")
     if when == "after it is on the disk":
-        monkeypatch.setattr(atomic_checkpoint, "_flush", lambda written: None)
+        monkeypatch.setattr(atomic_checkpoint, "_flush", lambda *paths: None)
     with pytest.raises(OSError, match="No such file"), replacing_folder(tmp_path / "last.ckpt") as folder:
         discard(folder)  # as if somebody had cleaned up
     assert (tmp_path / "last.ckpt" / "part" / "0").read_text() == "old"

@@ -189,8 +189,7 @@ def test_a_resumed_lightning_run_decides_as_the_first_one_did(
 
 @pytest.mark.usefixtures("gentle")
 def test_it_is_on_the_page_of_hosts() -> None:
-    decisions = {decision.setting: decision.forecast for decision in when_asked(HOST, ExampleModel())}
-    assert decisions['gentle="on"'].words == "2 sites, tried on the first batch"
+    assert when_asked(HOST, ExampleModel())['gentle="on"'].words == "2 sites, tried on the first batch"
 
 
 @pytest.mark.usefixtures("gentle")

@@ -28,12 +28,16 @@ from lightning_accel.strategies import AccelDDPStrategy
 from support.strategies.forks import in_ranks
 
 _PATIENCE_S = 60
-# The strategy, whether with the plugin, and the step in which rank 1 raises if its network is edited.
-RUNS: dict[str, tuple[type[Strategy], bool, int]] = {
-    "plain": (DDPStrategy, False, 0),
-    "a trial step, ddp": (DDPStrategy, True, 0),
-    "a later step, ddp": (DDPStrategy, True, 5),
-    "a later step, accel_ddp": (AccelDDPStrategy, True, 5),
+# The strategy, whether with the plugin, the step in which rank 1 raises if its network is edited, and how many steps'
+# gradients are added up.
+RUNS: dict[str, tuple[type[Strategy], bool, int, int]] = {
+    "plain": (DDPStrategy, False, 0, 1),
+    "a trial step, ddp": (DDPStrategy, True, 0, 1),
+    "a later step, ddp": (DDPStrategy, True, 5, 1),
+    "a later step, accel_ddp": (AccelDDPStrategy, True, 5, 1),
+    "plain, accumulating": (DDPStrategy, False, 0, 2),
+    "the first step of two, accumulating": (DDPStrategy, True, 4, 2),
+    "the second step of two, accumulating": (DDPStrategy, True, 5, 2),
 }
 CANNOT_BE_KEPT_AGAIN = "no step raises, and none can be kept again, ddp"
 WEIGHTS_ONLY = "weights only"
@@ -115,7 +119,9 @@ class SavesWeights(Callback):
         trainer.save_checkpoint(self.file, weights_only=True)
 
 
-def fit(module: LightningModule, data: Tensor, plugins: list[Any], *callbacks: Callback, strategy: Any) -> None:
+def fit(
+    module: LightningModule, data: Tensor, plugins: list[Any], *callbacks: Callback, strategy: Any, accumulated: int = 1
+) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -123,6 +129,7 @@ def fit(module: LightningModule, data: Tensor, plugins: list[Any], *callbacks: C
         plugins=plugins,
         callbacks=list(callbacks),
         max_epochs=1,
+        accumulate_grad_batches=accumulated,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -134,11 +141,12 @@ def fit(module: LightningModule, data: Tensor, plugins: list[Any], *callbacks: C
 
 
 def run(name: str, folder: Path, rank: int) -> None:
-    strategy, is_ours, raises_at = RUNS.get(name, (DDPStrategy, True, -1))
+    strategy, is_ours, raises_at, accumulated = RUNS.get(name, (DDPStrategy, True, -1, 1))
     seed_everything(0, verbose=False)
     plugin = AccelPlugin(precision="32-true", log=False)
     module = CannotBeKeptAgain(raises_at) if name == CANNOT_BE_KEPT_AGAIN else Net(raises_at)
-    fit(module, torch.randn(64, 16), [plugin] if is_ours else [], strategy=strategy)
+    plugins = [plugin] if is_ours else []
+    fit(module, torch.randn(64, 16), plugins, strategy=strategy, accumulated=accumulated)
     outcome: dict[str, Any] = {
         "weights": [p.double().sum().item() for p in module.parameters()],
         "statistics": [b.double().sum().item() for b in module.buffers()],

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accel.strategies.sync_batch_norm import AnyDeviceSyncBatchNorm, synchronized
+from lightning_accel.strategies.sync_batch_norm import AnyDeviceSyncBatchNorm
 
 BATCH_SIZE = 12  # of all ranks together
 IMAGES = (3, 5, 4)
@@ -107,7 +107,7 @@ def train(case: Case, layer: nn.Module, rows: slice = slice(None)) -> dict[str, 
 
 def single_value() -> str:
     """What is said when the ranks together have one value per channel; rank 0 has it."""
-    layer = synchronized(nn.BatchNorm1d(3))
+    layer = AnyDeviceSyncBatchNorm().apply(nn.BatchNorm1d(3))
     try:
         layer(torch.ones(1 if dist.get_rank() == 0 else 0, 3))
     except ValueError as error:
@@ -150,10 +150,10 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     os.environ |= {"TORCHELASTIC_RUN_ID": "batch norm", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(world_size)}
     dist.init_process_group("gloo", f"file://{folder}/store{world_size}", rank=rank, world_size=world_size)
     for name, case in CASES.items():
-        said = train(case, synchronized(case.layer()), rows_of(case, rank, world_size))
+        said = train(case, AnyDeviceSyncBatchNorm().apply(case.layer()), rows_of(case, rank, world_size))
         torch.save(said, folder / f"{name}.{world_size}.{rank}.pt")
     torch.save(single_value(), folder / f"single value.{world_size}.{rank}.pt")
-    compiled = torch.compile(synchronized(IMAGE_NORM()), backend="eager")
+    compiled = torch.compile(AnyDeviceSyncBatchNorm().apply(IMAGE_NORM()), backend="eager")
     case = CASES["(B, C, H, W)"]
     said = train(case, compiled, rows_of(case, rank, world_size))
     torch.save(said["outputs"], folder / f"compiled.{world_size}.{rank}.pt")

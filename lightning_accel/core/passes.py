@@ -35,14 +35,14 @@ class Passes:
 
     def results(self, call: Call, args: Any, kwargs: Any) -> list[Tensor]:
         """Outputs, then gradients of inputs and parameters: floating-point tensors only, detached, dense, real."""
-        leaves, inputs = self._copies(args, kwargs)
+        leaves, inputs = self.copies(args, kwargs)
         results = self._forward_and_backward(call, leaves, inputs, _random_cotangent)
         self.writes_to_input |= any(version_of(t) for t in tensors_in(inputs) if not t.is_inference())
         return [_comparable(t) for t in results]
 
     def seconds(self, call: Call, args: Any, kwargs: Any, device: torch.device) -> float:
         """How long one pass takes."""
-        leaves, inputs = self._copies(args, kwargs)
+        leaves, inputs = self.copies(args, kwargs)
         synchronize(device)
         start = time.perf_counter()
         self._forward_and_backward(call, leaves, inputs, torch.ones_like)
@@ -58,12 +58,12 @@ class Passes:
             saved[storage] = storage.nbytes() // tensor.element_size()
             return tensor.detach()  # a result that its own node holds would keep itself alive, unseen by Python
 
-        _, inputs = self._copies(args, kwargs)
+        _, inputs = self.copies(args, kwargs)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             call(*inputs[0], **inputs[1])
         return sum(saved.values())
 
-    def _copies(self, args: Any, kwargs: Any) -> tuple[list[Tensor], tuple[Any, Any]]:
+    def copies(self, args: Any, kwargs: Any) -> tuple[list[Tensor], tuple[Any, Any]]:
         """What gradients are asked of, and copies to call with: a call may write into its input (``x -= mean``)."""
         with torch.set_grad_enabled(self.with_gradients):
             originals = map_tensors(_fresh_leaf if self.with_gradients else Tensor.detach, (args, kwargs))

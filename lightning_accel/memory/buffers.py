@@ -69,7 +69,6 @@ class Pool(ABC):
         self.live_bytes = 0
         self._free: list[Region] = []  # by size
         self._uncut: Region | None = None
-        self._failure = ""  # why the system had no more
 
     def take(self, nbytes: int) -> Region:
         """A region of at least ``nbytes``.
@@ -98,11 +97,8 @@ class Pool(ABC):
         self.total_bytes = self.live_bytes = 0
 
     @abstractmethod
-    def _segment(self, size: int) -> Region | None:
-        """At least ``size`` bytes from the system; None when it has no more: ``_failure`` says why."""
-
-    @abstractmethod
-    def _refusal(self, size: int) -> OffloadingError: ...
+    def _segment(self, size: int) -> Region:
+        """At least ``size`` bytes from the system. Raises an :class:`OffloadingError` when it has no more."""
 
     def _reuse(self, size: int) -> Region | None:
         """The smallest free region that is large enough, unless it is larger than twice that."""
@@ -113,9 +109,12 @@ class Pool(ABC):
         """The next ``size`` bytes of the newest segment, or of a newer one."""
         if self._uncut is None or self._uncut.size < size:
             wanted = max(size, min(self.total_bytes // 4, SEGMENT_BYTES))
-            segment = self._segment(wanted) or (self._segment(size) if wanted > size else None)
-            if segment is None:
-                raise self._refusal(size)
+            try:
+                segment = self._segment(wanted)
+            except OffloadingError:
+                if wanted == size:
+                    raise
+                segment = self._segment(size)
             self.total_bytes += segment.size
             if self._uncut is not None:
                 insort_left(self._free, self._uncut, key=_SIZE)
@@ -132,23 +131,19 @@ class HostPool(Pool):
     def __init__(self, *, pinned: bool) -> None:
         super().__init__()
         self._pinned = pinned
+        self._failure = ""  # why the system had no more
 
     @override
-    def _segment(self, size: int) -> Region | None:
-        if self._failure:
-            return None  # not to be asked for again at every tensor: it takes the system long to say no
-        # Torch rounds what it pins up to a power of two, and leaves the rest unused.
-        size = 1 << (size - 1).bit_length() if self._pinned else size
-        try:
-            return Region(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned), self)
-        except RuntimeError as error:
-            self._failure = str(error).partition("\n")[0]
-            return None
-
-    @override
-    def _refusal(self, size: int) -> OffloadingError:
+    def _segment(self, size: int) -> Region:
+        if not self._failure:  # else it is not asked again at every tensor: it takes the system long to say no
+            # Torch rounds what it pins up to a power of two, and leaves the rest unused.
+            rounded = 1 << (size - 1).bit_length() if self._pinned else size
+            try:
+                return Region(torch.empty(rounded, dtype=torch.uint8, pin_memory=self._pinned), self)
+            except RuntimeError as error:
+                self._failure = str(error).partition("\n")[0]
         kind = "pinned host memory" if self._pinned else "host memory"
-        return OffloadingError(
+        raise OffloadingError(
             f"no {format_bytes(size)} more of {kind} beyond the {format_bytes(self.total_bytes)} in use"
             f" ({self._failure}). Raise min_bytes, free memory of the host, or use activation_offloading='disk'."
         )
@@ -193,15 +188,21 @@ class SpillFile(Pool):
         self._file.close()
 
     @override
-    def _segment(self, size: int) -> Region | None:
+    def _segment(self, size: int) -> Region:
         size = -(-size // _PAGE) * _PAGE
         try:
             self._reserve(size)
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            self._failure = os.strerror(error.errno)
-            return None
+            free = shutil.disk_usage(self._folder).free
+            raise OffloadingError(
+                f"activation_offloading='disk' needs {format_bytes(size)} more in {self._folder!r}, beyond the"
+                f" {format_bytes(self.total_bytes)} there: {os.strerror(error.errno)} ({format_bytes(free)} free). This"
+                " step is lost, parameters and optimizer are as before it, and the file is removed. Free some space,"
+                " name another folder (activation_offloading={'to': 'disk', 'folder': ...}), raise min_bytes, or use"
+                " activation_offloading='host'."
+            ) from error
         mapping = mmap.mmap(self._file.fileno(), size, offset=self.total_bytes)
         return Region(torch.frombuffer(mapping, dtype=torch.uint8), self, mapping)
 
@@ -213,17 +214,6 @@ class SpillFile(Pool):
         if shutil.disk_usage(self._folder).free < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.ftruncate(self._file.fileno(), self.total_bytes + size)
-
-    @override
-    def _refusal(self, size: int) -> OffloadingError:
-        free = shutil.disk_usage(self._folder).free
-        return OffloadingError(
-            f"activation_offloading='disk' needs {format_bytes(size)} more in {self._folder!r}, beyond the"
-            f" {format_bytes(self.total_bytes)} there: {self._failure} ({format_bytes(free)} free). This step is lost,"
-            " parameters and optimizer are as before it, and the file is removed. Free some space, name another folder"
-            " (activation_offloading={'to': 'disk', 'folder': ...}), raise min_bytes, or use"
-            " activation_offloading='host'."
-        )
 
 
 def _rounded(nbytes: int) -> int:

@@ -6,20 +6,19 @@ Measured, not modelled: the block runs, forward and backward, on copies of its r
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, get_args
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.device import device_of, synchronize
+from lightning_accel.core.device import device_of
 from lightning_accel.core.isolation import isolated
-from lightning_accel.core.tree import map_tensors, storage_of, storages_of, tensors_in
+from lightning_accel.core.passes import Call, Passes
+from lightning_accel.core.tree import storage_of, storages_of, tensors_in
 from lightning_accel.memory.meter import END, START, Meter, MeterBusyError
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.recompute import keeps_statistics, recomputed
@@ -62,17 +61,18 @@ class BlockCosts:
     def of_call(self, elements: float, shared_bytes: int) -> dict[Policy, Cost]:
         """The costs of one call, in proportion to its size; what it keeps includes arguments that only it holds."""
         factor = elements / self.argument_elements if self.argument_elements else 1.0
-        scaled = {policy: cost.scaled(factor) if factor != 1 else cost for policy, cost in self.by_policy.items()}
-
-        def own(policy: Policy, cost: Cost) -> Cost:
-            arguments = max(0, cost.argument_bytes - shared_bytes)
-            kept = replace(cost, kept_bytes=cost.kept_bytes + arguments)
-            if not torch.are_deterministic_algorithms_enabled():
-                return kept
-            # A time that no clock has a part in: the more a policy does, and the more there is to do.
-            return replace(kept, ms=POLICIES.index(policy) * scaled.get("keep", cost).kept_bytes / 2**20)
-
-        return {policy: own(policy, cost) for policy, cost in scaled.items()}
+        scaled = {policy: cost.scaled(factor) for policy, cost in self.by_policy.items()}
+        costs = {
+            policy: replace(cost, kept_bytes=cost.kept_bytes + max(0, cost.argument_bytes - shared_bytes))
+            for policy, cost in scaled.items()
+        }
+        if not torch.are_deterministic_algorithms_enabled():
+            return costs
+        # A time that no clock has a part in: the more a policy does, and the more there is to do.
+        return {
+            policy: replace(cost, ms=POLICIES.index(policy) * scaled.get("keep", scaled[policy]).kept_bytes / 2**20)
+            for policy, cost in costs.items()
+        }
 
 
 def run_block(
@@ -119,75 +119,74 @@ def measure_block(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     meter: Meter,
-    *,
-    policies: tuple[Policy, ...] = POLICIES,
-    offloader: Offloader | None = None,
+    offloader: Offloader | None,
 ) -> BlockCosts:
-    """Runs the block by each of ``policies`` that it can, and leaves no trace. One that raises is left out.
+    """Runs the block by each policy that it can, and leaves no trace. One that raises is left out.
 
     Raises:
         MeterBusyError: Another profiler is at work.
     """
+
+    def following(policy: Policy) -> Call:
+        return lambda *args, **kwargs: run_block(policy, block, original, args, kwargs, offloader)
+
+    passes = Passes(block)
     costs: dict[Policy, Cost] = {}
-    runs: dict[Policy, _Run] = {}
-    tally = _Tally()
-    for policy in policies if offloader is not None else [p for p in policies if p not in OFFLOADING]:
-        run = partial(run_block, policy, block, original, offloader=offloader)
+    saved: dict[str, int] = {}
+    for policy in POLICIES if offloader is not None else [p for p in POLICIES if p not in OFFLOADING]:
         try:
             with isolated(block):
                 if policy == "keep":
-                    with saving(tally, block):
-                        _Pass(block, args, kwargs).forward(run)
-                costs[policy] = _metered(_Pass(block, args, kwargs), run, meter, offloader)
+                    saved = _saved_by_operator(passes, following(policy), args, kwargs)
+                costs[policy] = _metered(passes, following(policy), args, kwargs, meter, offloader)
         except MeterBusyError:
             raise
         except Exception:
             continue
-        runs[policy] = run
-    costs |= {policy: replace(costs[policy], ms=ms) for policy, ms in _timed(block, runs, args, kwargs).items()}
+    ms = _timed(passes, {policy: following(policy) for policy in costs}, args, kwargs)
     elements = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
-    return BlockCosts(by_policy=costs, argument_elements=elements, saved_by_operator=dict(tally.saved))
+    by_policy = {policy: replace(cost, ms=ms[policy]) for policy, cost in costs.items()}
+    return BlockCosts(by_policy=by_policy, argument_elements=elements, saved_by_operator=saved)
 
 
-_Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _timed(block: nn.Module, runs: Mapping[Policy, _Run], args: Any, kwargs: Any) -> dict[Policy, float]:
+def _timed(passes: Passes, runs: Mapping[Policy, Call], args: Any, kwargs: Any) -> dict[Policy, float]:
     """Milliseconds, forward and backward: the least of a few runs, the policies in turns."""
-    device = device_of(block)
+    device = device_of(passes.module)
     ms = dict.fromkeys(runs, float("inf"))
-    with isolated(block):
+    with isolated(passes.module):
         for _ in range(TIMED_RUNS):
             for policy, run in runs.items():
-                once = _Pass(block, args, kwargs)
-                synchronize(device)
-                start = time.perf_counter()
-                once.forward(run)
-                once.backward(once.gradients())
-                synchronize(device)
-                ms[policy] = min(ms[policy], 1e3 * (time.perf_counter() - start))
+                ms[policy] = min(ms[policy], 1e3 * passes.seconds(run, args, kwargs, device))
     # Whatever recomputes or moves does all that keeping does, and more: less time is the clock's noise, and must not
     # make a roomy budget recompute.
     least = LEAST_EXTRA * ms.get("keep", 0.0)
     return {policy: took if policy == "keep" else max(took, least) for policy, took in ms.items()}
 
 
-def _metered(once: _Pass, run: _Run, meter: Meter, offloader: Offloader | None) -> Cost:
-    meter.start(once.arguments())
+def _metered(passes: Passes, run: Call, args: Any, kwargs: Any, meter: Meter, offloader: Offloader | None) -> Cost:
+    """One run, forward and backward. What is still alive of its arguments when forward has ended, the block holds."""
+    leaves, inputs = passes.copies(args, kwargs)
+    wanted = leaves + [p for p in passes.module.parameters() if p.requires_grad]
+    arguments = WeakSet(storages_of(tensors_in(inputs)))
+    argument_bytes = _bytes_of(arguments)
+    meter.start(tensors_in(inputs))
     try:
-        once.forward(run)
+        with torch.enable_grad():
+            results = [t for t in tensors_in(run(*inputs[0], **inputs[1])) if t.requires_grad]
+        del inputs
         if offloader is not None:
             offloader.drain()  # as the blocks that follow give it time for
         meter.mark("between")
-        result_bytes, held_bytes = once.result_bytes(), once.held_bytes()
-        gradients = once.gradients()
+        result_bytes, held_bytes = _bytes_of(storages_of(results).difference(arguments)), _bytes_of(arguments)
+        gradients = [torch.ones_like(t) for t in results]
         meter.mark("backward")
-        once.backward(gradients)
+        if results and wanted:
+            torch.autograd.grad(results, wanted, gradients, allow_unused=True)
         meter.mark(END)
     finally:
         intervals = {interval.mark: interval for interval in meter.stop()}
     forward, between, back = (intervals[mark] for mark in (START, "between", "backward"))
-    freed_bytes = once.argument_bytes - held_bytes
+    freed_bytes = argument_bytes - held_bytes
     return Cost(
         kept_bytes=max(0, between.level_bytes - forward.level_bytes - result_bytes + freed_bytes),
         argument_bytes=held_bytes,
@@ -197,50 +196,16 @@ def _metered(once: _Pass, run: _Run, meter: Meter, offloader: Offloader | None) 
     )
 
 
-class _Pass:
-    """One run of a block on copies of its arguments, forward and backward.
+def _bytes_of(storages: Iterable[torch.UntypedStorage]) -> int:
+    return sum(storage.nbytes() for storage in storages)
 
-    The copies are handed over and not held on to: what is still alive of them afterwards, the block holds.
-    """
 
-    def __init__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self._wanted: list[Tensor] = [p for p in block.parameters() if p.requires_grad]
-        self._given: tuple[Any, Any] | None = map_tensors(self._copied, (args, kwargs))
-        self._storages = WeakSet(storages_of(self.arguments()))
-        self._results: list[Tensor] = []
-        self.argument_bytes = self.held_bytes()
-
-    def _copied(self, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor.detach().clone()
-        leaf = tensor.detach().clone().requires_grad_()
-        self._wanted.append(leaf)
-        with torch.enable_grad():
-            return leaf.clone()
-
-    def arguments(self) -> list[Tensor]:
-        return tensors_in(self._given)
-
-    def forward(self, run: _Run) -> None:
-        assert self._given is not None
-        given, self._given = self._given, None
-        with torch.enable_grad():
-            outputs = run(*given)
-        self._results = [t for t in tensors_in(outputs) if t.requires_grad]
-
-    def result_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in storages_of(self._results).difference(self._storages))
-
-    def held_bytes(self) -> int:
-        """Of the arguments, what is still there."""
-        return sum(storage.nbytes() for storage in self._storages)
-
-    def gradients(self) -> list[Tensor]:
-        return [torch.ones_like(t) for t in self._results]
-
-    def backward(self, gradients: list[Tensor]) -> None:
-        if self._results and self._wanted:
-            torch.autograd.grad(self._results, self._wanted, gradients, allow_unused=True)
+def _saved_by_operator(passes: Passes, run: Call, args: Any, kwargs: Any) -> dict[str, int]:
+    tally = _Tally()
+    _, inputs = passes.copies(args, kwargs)
+    with torch.enable_grad(), saving(tally, passes.module):
+        run(*inputs[0], **inputs[1])
+    return dict(tally.saved)
 
 
 class _Tally:

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,8 @@ class _ProfilerMeter(Meter):
     _PREFIX = "lightning_accel.mark."
 
     def __init__(self) -> None:
-        self._is_on = self._gave_way = self._has_frozen = False
+        self._is_on = self._gave_way = False
+        self._around = ExitStack()
         self._marks: list[Hashable] = []
         self._base_bytes = 0
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
@@ -131,22 +133,23 @@ class _ProfilerMeter(Meter):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated
             profiler = profiler_legacy.profile(profile_memory=True)  # type: ignore[no-untyped-call]
-        # What is garbage already must not be freed in the midst of what is metered, and does not count before either.
-        self._has_frozen = gc.get_freeze_count() == 0
-        if self._has_frozen:
-            gc.freeze()
         storages = storages_of(alive)
         self._base_bytes = sum(storage.nbytes() for storage in storages)
         self._watched = [weakref.ref(storage, self._on_free(storage.nbytes())) for storage in storages]
         del storages
-        try:
-            profiler.__enter__()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            self._thaw()
-            raise MeterBusyError("another profiler is at work") from error
-        self._marks, self._is_on, self._gave_way = [], True, False
         weak = weakref.ref(self)
-        self._let_others_be = before_profilers(lambda: None if (meter := weak()) is None else meter._give_way())
+        with ExitStack() as stack:
+            # What is garbage already must not be freed in the midst of what is metered, and does not count before.
+            if gc.get_freeze_count() == 0:
+                gc.freeze()
+                stack.callback(gc.unfreeze)
+            try:
+                profiler.__enter__()  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                raise MeterBusyError("another profiler is at work") from error
+            stack.callback(before_profilers(lambda: None if (meter := weak()) is None else meter._give_way()))
+            self._around = stack.pop_all()
+        self._marks, self._is_on, self._gave_way = [], True, False
         self.mark(START)
 
     @override
@@ -160,13 +163,8 @@ class _ProfilerMeter(Meter):
         if not self._is_on:
             return []
         self._is_on = False
-        self._thaw()
-        self._let_others_be()
+        self._around.close()
         return stop_legacy_profiler()
-
-    def _thaw(self) -> None:
-        if self._has_frozen:
-            gc.unfreeze()
 
     def _give_way(self) -> None:
         if self._is_on:

@@ -46,8 +46,7 @@ class Mover(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._outward: deque[Flight] = deque()
-        self._homeward: deque[Flight] = deque()
+        self._flights: deque[Flight] = deque()  # in the order in which they start, and end
         self._numbers = itertools.count()
 
     def out(self, source: Tensor, region: Region, *, in_flight: int) -> None:
@@ -57,20 +56,14 @@ class Mover(ABC):
         so that it may have their memory.
         """
         assert source.numel() <= region.size
-        flight = Flight(next(self._numbers), source, region, outward=True)
-        self._start(flight)
-        self._outward.append(flight)
-        while len(self._outward) > in_flight:
-            self._release(self._outward.popleft())
+        self._begin(source, region, outward=True)
+        while sum(flight.outward for flight in self._flights) > in_flight:
+            self._release()
 
     def back(self, region: Region, nbytes: int, device: torch.device) -> Flight:
         """Starts to copy the first ``nbytes`` of ``region`` to new memory of the device."""
         assert nbytes <= region.size
-        target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        flight = Flight(next(self._numbers), target, region, outward=False)
-        self._start(flight)
-        self._homeward.append(flight)
-        return flight
+        return self._begin(torch.empty(nbytes, dtype=torch.uint8, device=device), region, outward=False)
 
     def land(self, flight: Flight) -> Tensor:
         """The bytes that a homeward copy brings, which what computes from here on may use."""
@@ -78,30 +71,32 @@ class Mover(ABC):
         self._wait(flight, current)
         if current is not None and current != flight.stream:
             flight.bytes.record_stream(current)  # the allocator knows only of the stream that asked for it
-        for held in (self._outward, self._homeward):
-            while held and held[0].number <= flight.number:  # these, too, are over
-                self._release(held.popleft())
+        while self._flights and self._flights[0].number <= flight.number:  # those before it are over, too
+            self._release()
         return flight.bytes
 
     def settle(self) -> None:
         """Lets go of what has arrived, without waiting for anything."""
-        for held in (self._outward, self._homeward):
-            while held and held[0].is_over():
-                self._release(held.popleft())
+        while self._flights and self._flights[0].is_over():
+            self._release()
 
     def drain(self) -> None:
-        """Waits for the outward copies under way, and lets go of what they held."""
-        while self._outward:
-            self._release(self._outward.popleft())
+        """Waits for the copies under way, and lets go of what they held."""
+        while self._flights:
+            self._release()
 
     def close(self) -> None:
         """Sees the copies under way to their end, and lets go of everything."""
-        for flight in (*self._outward, *self._homeward):
-            self._release(flight)
-        self._outward.clear()
-        self._homeward.clear()
+        self.drain()
 
-    def _release(self, flight: Flight) -> None:
+    def _begin(self, on_device: Tensor, region: Region, *, outward: bool) -> Flight:
+        flight = Flight(next(self._numbers), on_device, region, outward)
+        self._start(flight)
+        self._flights.append(flight)
+        return flight
+
+    def _release(self) -> None:
+        flight = self._flights.popleft()
         self._wait(flight, flight.stream)
 
     @abstractmethod
@@ -172,8 +167,7 @@ class ThreadMover(Mover):
     @override
     def close(self) -> None:
         self._thread.shutdown()  # with nobody there to raise what a copy raised
-        self._outward.clear()
-        self._homeward.clear()
+        self._flights.clear()
 
 
 def _copy(

@@ -11,8 +11,8 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Literal
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -74,11 +74,9 @@ class Offloader:
         self._done = OffloadStats()
         self._pool: Pool | None = None
         self._mover: Mover | None = None
-        # By what counts their changes: pieces of one storage may each have a counter, at the same number.
-        self._known: WeakKeyDictionary[torch.UntypedStorage, list[tuple[Tensor, _Entries]]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[torch.UntypedStorage, WeakSet[_Entry]] = WeakKeyDictionary()
         self._live: WeakValueDictionary[int, _Entry] = WeakValueDictionary()  # by their turn
         self._packed = 0
-        self._said: set[str] = set()
         # Entries die whenever the collector pleases, in the midst of what is guarded by the lock: they only leave
         # their buffers here.
         self._left: deque[Region] = deque()
@@ -146,52 +144,49 @@ class Offloader:
 
     def _entry(self, tensor: Tensor, nbytes: int) -> _Entry | None:
         """The one that holds this tensor's part of its storage as it is now; a new one if there is none."""
-        storage = tensor.untyped_storage()
-        counted = self._known.setdefault(storage, [])
-        entries = next((found for counter, found in counted if shares_counter(counter, tensor)), None)
-        if entries is None:
-            entries = WeakValueDictionary()
-            counted.append((counter_of(tensor), entries))
-        version, size = version_of(tensor), int(storage.nbytes())
+        storage, version = tensor.untyped_storage(), version_of(tensor)
+        known = self._known.setdefault(storage, WeakSet())
         start = int(tensor.storage_offset()) * tensor.element_size()
-        end, start = start + nbytes, start // _ALIGNMENT * _ALIGNMENT
-        key = (version, 0, size) if 2 * nbytes >= size else (version, start, end - start)
-        entry = entries.get((version, 0, size)) or entries.get(key)
-        if entry is None:
-            entry = self._move_out(storage, *key[1:])
-            if entry is not None:
-                entries[key] = entry
+        end, size = start + nbytes, int(storage.nbytes())
+        for entry in known:
+            # Pieces of one storage may each have a counter, at the same number.
+            if entry.holds(start, end, version) and shares_counter(entry.counter, tensor):
+                return entry
+        start, end = (0, size) if 2 * nbytes >= size else (start // _ALIGNMENT * _ALIGNMENT, end)
+        region = self._move_out(storage, start, end - start)
+        if region is None:
+            return None
+        entry = _Entry(self, self._packed, tensor, version, start, end, region)
+        self._live[self._packed] = entry
+        self._packed += 1
+        known.add(entry)
         return entry
 
-    def _move_out(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> _Entry | None:
+    def _move_out(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Region | None:
         self._collect()
         on_gpu, to_disk = storage.device.type == "cuda", self._offloading.to == "disk"
         if self._pool is None or self._mover is None:
             self._pool = SpillFile(self._offloading.folder) if to_disk else HostPool(pinned=on_gpu)
             self._mover = (StreamMover if on_gpu and not to_disk else ThreadMover)(storage.device)
-        pool, mover = self._pool, self._mover
-        mover.settle()
+        self._mover.settle()
         try:
-            region = pool.take(nbytes)
+            region = self._pool.take(nbytes)
         except OffloadingError as error:
             if to_disk:
                 raise
             self._complain(f"{error} Until then the tensors stay on the device.")
             return None
-        entry = _Entry(self, self._packed, weakref.ref(storage), storage.device, start, nbytes, region)
-        self._live[self._packed] = entry
-        self._packed += 1
         # Enough of them to keep the copies going, where there is room for any.
         in_flight = 1 if self.prefetch_depth == 0 else min(max(self.prefetch_depth, 2), 4)
-        mover.out(_as_bytes(storage)[start : start + nbytes], region, in_flight=in_flight)
+        self._mover.out(_as_bytes(storage)[start : start + nbytes], region, in_flight=in_flight)
         self._done.bytes_out += nbytes
         self._done.tensors_out += 1
-        return entry
+        return region
 
     def _complain(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            self.complaints.append(f"activation_offloading: {reason}")
+        complaint = f"activation_offloading: {reason}"
+        if complaint not in self.complaints:
+            self.complaints.append(complaint)
 
     # -- and back ----------------------------------------------------------------------------------------------
 
@@ -200,7 +195,7 @@ class Offloader:
         with self._lock:
             self._collect()
             storage = entry.storage()
-            if storage is not None and storage.nbytes() >= entry.start + entry.nbytes:
+            if storage is not None and storage.nbytes() >= entry.end:
                 found = _as_bytes(storage), 0  # still on its way out, or held by somebody else: nothing to bring back
             elif entry.region is None or self._mover is None:
                 raise OffloadingError(_GONE)
@@ -219,8 +214,9 @@ class Offloader:
         if flight is None:
             assert self._mover is not None
             assert entry.region is not None
-            flight = entry.homeward = self._mover.back(entry.region, entry.nbytes, entry.device)
-            self._done.bytes_in += entry.nbytes
+            nbytes = entry.end - entry.start
+            flight = entry.homeward = self._mover.back(entry.region, nbytes, entry.device)
+            self._done.bytes_in += nbytes
         return flight
 
     def _prefetch(self, entry: _Entry) -> None:
@@ -254,28 +250,24 @@ class Offloader:
             pool.close()
 
 
-_Entries: TypeAlias = "WeakValueDictionary[tuple[int, int, int], _Entry]"
-
-
-@dataclass(eq=False)
 class _Entry:
     """Part of a storage, as it was at one version, away from the device. Its handles own it, and nothing else does."""
 
-    owner: Offloader
-    turn: int
-    storage: weakref.ref[torch.UntypedStorage]
-    device: torch.device
-    start: int
-    nbytes: int
-    region: Region | None
-    homeward: Flight | None = None
-    waiting: int = 0  # handles that have not been unpacked yet
+    def __init__(
+        self, owner: Offloader, turn: int, tensor: Tensor, version: int, start: int, end: int, region: Region
+    ) -> None:
+        self.owner = owner
+        self.turn = turn
+        self.storage = weakref.ref(tensor.untyped_storage())
+        self.device = tensor.device
+        self.counter, self.version = counter_of(tensor), version
+        self.start, self.end = start, end  # in bytes
+        self.region: Region | None = region
+        self.homeward: Flight | None = None
+        self.waiting = 0  # handles that have not been unpacked yet
 
-    def no_longer_waits(self) -> None:
-        """One handle less that is to be unpacked; after the last one, the copy on the device goes."""
-        self.waiting -= 1
-        if self.waiting == 0:
-            self.homeward = None
+    def holds(self, start: int, end: int, version: int) -> bool:
+        return self.version == version and self.start <= start and end <= self.end
 
     def __del__(self) -> None:
         if self.region is not None:
@@ -285,29 +277,30 @@ class _Entry:
 class _Handle:
     """One saved tensor, as a view of an entry."""
 
-    __slots__ = ("_dtype", "_entry", "_offset", "_sizes", "_was_unpacked")
+    __slots__ = ("_dtype", "_entry", "_offset", "_sizes", "_waits")
 
     def __init__(self, entry: _Entry, tensor: Tensor) -> None:
         self._entry = entry
         self._dtype, self._offset, self._sizes = tensor.dtype, tensor.storage_offset(), (tensor.shape, tensor.stride())
-        self._was_unpacked = False
+        self._waits = True
         entry.waiting += 1
 
     def unpack(self) -> Tensor:
-        entry = self._entry
-        found, start = entry.owner.bytes_of(entry)
+        found, start = self._entry.owner.bytes_of(self._entry)
         tensor = torch.empty(0, dtype=self._dtype, device=found.device)
         tensor.set_(found.untyped_storage(), self._offset - start // self._dtype.itemsize, *self._sizes)
-        if not self._was_unpacked:
-            self._was_unpacked = True
-            entry.no_longer_waits()
-        elif entry.waiting == 0:
-            entry.homeward = None
+        self._end_waiting()
         return tensor
 
     def __del__(self) -> None:
-        if not self._was_unpacked:
-            self._entry.no_longer_waits()
+        self._end_waiting()
+
+    def _end_waiting(self) -> None:
+        """After the last handle that is to be unpacked, the copy on the device goes."""
+        self._entry.waiting -= self._waits
+        self._waits = False
+        if self._entry.waiting == 0:
+            self._entry.homeward = None
 
 
 def _extent(tensor: Tensor) -> int:

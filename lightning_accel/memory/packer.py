@@ -12,17 +12,17 @@ import statistics
 import time
 import weakref
 from collections import Counter, deque
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
+from lightning_accel.core.device import Span
 from lightning_accel.core.torch_private import has_saved_result, version_of
 from lightning_accel.memory import packing
 from lightning_accel.memory.packing import Layout, NonZeros, OneBit, is_packable
-from lightning_accel.memory.packing_budget import DENSE, MAX_TIME_SHARE, TRIALS, PackingReport, Place, Span, choose
+from lightning_accel.memory.packing_budget import DENSE, MAX_TIME_SHARE, TRIALS, PackingReport, Place, choose
 from lightning_accel.memory.saved import Packed
 
 MIN_BYTES = 64 << 10
@@ -137,10 +137,10 @@ class Packer:
 
     def _pack(self, tensor: Tensor, place: Place, is_own: bool, seen: _Seen) -> _Handle | None:
         span = None if place.is_decided else Span(tensor.device)
-        with span or nullcontext():
-            packed = _encode(tensor, place, is_own)
-            if packed is not None:
-                packed, after_bytes = seen.share_bits(packed)
+        packed = _encode(tensor, place, is_own)
+        after_bytes = 0 if packed is None else seen.share_bits(packed)
+        if span is not None:
+            span.stop()
         if packed is None:
             place.overflows += 1
             if place.overflows == _MAX_OVERFLOWS:
@@ -151,7 +151,7 @@ class Packer:
         seen.handles.add(handle)
         if span is not None:
             place.leader = None if seen.leader is place else seen.leader
-            handle.spans = [span]
+            handle.spans.append(span)
             place.sightings = [*place.sightings[1 - TRIALS :], handle.spans]
             self._unsettled.append((place, weakref.ref(tensor.untyped_storage())))
         return handle
@@ -163,7 +163,7 @@ class _Handle:
     def __init__(self, packer: Packer, packed: OneBit | NonZeros, tensor: Tensor, is_own: bool) -> None:
         self.packed = packed
         self.saves = 1
-        self.spans: list[Span] | None = None
+        self.spans: list[Span] = []  # what packing and unpacking took, on trial
         self._packer = packer
         self.identity = _identity(tensor, is_own)
         self._unpacks = 0
@@ -173,10 +173,10 @@ class _Handle:
         self._packer.end_step()  # a backward pass within the step: what it frees must not pass for freed by packing
         tensor = self._unpacked
         if tensor is None:
-            span = None if self.spans is None else Span(self.packed.layout.device)
-            with span or nullcontext():
-                tensor = self.packed.unpack()
-            if self.spans is not None and span is not None:
+            span = Span(self.packed.layout.device) if self.spans else None
+            tensor = self.packed.unpack()
+            if span is not None:
+                span.stop()
                 self.spans.append(span)
         self._unpacks += 1
         self._unpacked = tensor if self._unpacks % self.saves else None
@@ -200,16 +200,17 @@ class _Seen:
         identity = _identity(tensor, is_own)
         return next((handle for handle in self.handles if handle.identity == identity), None)
 
-    def share_bits(self, packed: OneBit | NonZeros) -> tuple[OneBit | NonZeros, int]:
-        """The same with bits that are there already, and what it takes beyond them.
+    def share_bits(self, packed: OneBit | NonZeros) -> int:
+        """Has it use bits that are there already, and returns the bytes that it takes beyond them.
 
         A ReLU and the layer after it save one tensor; the bits of the one are nearly always those of the other.
         """
         if isinstance(packed, NonZeros):
             for bits in (handle.packed.bits for handle in self.handles):
                 if bits.shape == packed.bits.shape and torch.equal(bits, packed.bits):
-                    return packed.with_bits(bits), packed.nbytes - bits.nbytes
-        return packed, packed.nbytes
+                    packed.split.bits = bits
+                    return packed.nbytes - bits.nbytes
+        return packed.nbytes
 
 
 def _first_sight(tensor: Tensor, is_own: bool) -> Place:

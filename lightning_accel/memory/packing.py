@@ -6,7 +6,7 @@ back with the same bits, dtype, device, shape and strides. Which tensors to pack
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,13 +14,12 @@ from torch import Tensor
 from lightning_accel.memory.words import Split, fill_words, join_words, mask_bits, split_words
 from lightning_accel.ops.nonzeros import WORDS, passes_relu, word_of
 
-_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 PACKABLE = frozenset(
     (
         *(torch.bool, torch.float64, torch.float32, torch.float16, torch.bfloat16),
         *(torch.int8, torch.int16, torch.int32, torch.int64),
         *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-        *(getattr(torch, name) for name in _FLOAT8 if hasattr(torch, name)),  # not every build has every one
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
     )
 )
 """The dtypes that can be packed: all that are real, and whole bytes."""
@@ -84,10 +83,6 @@ class NonZeros:
     @property
     def nbytes(self) -> int:
         return self.split.bits.nbytes + self.split.values.nbytes
-
-    def with_bits(self, bits: Tensor) -> NonZeros:
-        """The same with equal bits that lie elsewhere."""
-        return NonZeros(self.layout, replace(self.split, bits=bits))
 
     def unpack(self) -> Tensor:
         tensor = self.layout.empty()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.device import Span
 
 MAX_TIME_SHARE = 0.1
 """Packing and unpacking may add this share to the time that a step takes without them."""
@@ -19,34 +17,6 @@ TRIALS = 3
 
 DENSE = "dense"
 SLOW = "not worth the time"
-
-
-class Span:
-    """The time that a block of code takes on its device; on a GPU between two events, which keeps nobody waiting."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._seconds = 0.0
-
-    def __enter__(self) -> None:
-        if self._stream is None:
-            self._start = time.perf_counter()
-        else:
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-            self._events[0].record(self._stream)
-
-    def __exit__(self, *error: object) -> None:
-        if self._stream is None:
-            self._seconds = time.perf_counter() - self._start
-        else:
-            self._events[1].record(self._stream)
-
-    def seconds(self) -> float:
-        """The time taken; waits for the device when it is not there yet."""
-        if self._stream is None:
-            return self._seconds
-        self._events[1].synchronize()
-        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 
 @dataclass(eq=False, slots=True)

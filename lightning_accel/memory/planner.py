@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -27,8 +28,9 @@ from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.costs import BlockCosts, Cost, Policy, kind_of, measure_block, run_block
 from lightning_accel.memory.meter import Interval, MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader, Offloading
-from lightning_accel.memory.recorder import Call, OptimizerWatch, SharedArguments, StepRecorder
+from lightning_accel.memory.recorder import Call, OptimizerWatch, StepRecorder
 from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Policies, Rounds, by_call, leanest, solve
+from lightning_accel.memory.saved import saving
 from lightning_accel.memory.schedule import BlockSchedule, FixedMemory, MemorySchedule, state_of
 from lightning_accel.memory.solve import Choice, Problem
 
@@ -86,13 +88,14 @@ class Planner:
         self._rounds = Rounds(budget_bytes, may_offload=offloading is not None)
         self._steps = self._waited = self._most_calls = 0
         self._busy = ""
+        self._is_closed = False
         # Of the step in progress:
         self._called: Counter[str] = Counter()
         self._elements: dict[Call, int] = {}
         self._last_policies: Policies = {}
         self._recorder: StepRecorder | None = None
         self._window_start: float | None = None
-        self._arguments = SharedArguments()
+        self._shared_bytes: Mapping[Call, int] = {}  # of the arguments
         # Of those before:
         self._base_ms = 0.0  # of a step in which every block follows its leanest policy
         self._times: list[float] = []
@@ -107,6 +110,8 @@ class Planner:
         self, site: str, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Calls a block by the policy that is planned for it."""
+        if self._is_closed:  # a copy of the model outlives the run
+            return original(block, *args, **kwargs)
         # A copy of the block, a trial of another technique, a recomputation of the user's own: not the step's calls.
         if self._blocks.get(site) is not block or is_trial() or is_in_backward():
             policy = self._last_policies.get(site, "full")
@@ -128,8 +133,7 @@ class Planner:
         run = partial(run_block, policy, block, original, args, kwargs, self.offloader)
         if self._recorder is None:
             return run()
-        self._arguments.note(call, tensors)
-        return self._recorder.record(call, run)
+        return self._recorder.record(call, tensors, run)
 
     def learn(
         self, site: str, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -141,13 +145,19 @@ class Planner:
             if self._recorder is not None:
                 return
             try:
-                self._kinds[kind] = measure_block(block, original, args, kwargs, self._meter, offloader=self.offloader)
+                self._kinds[kind] = measure_block(block, original, args, kwargs, self._meter, self.offloader)
             except MeterBusyError as error:
                 self._busy = str(error)
                 return
         self._unlearned.discard(site)
         if self._kinds[kind].by_policy:
             self._costs[site] = self._kinds[kind]
+
+    def around_step(self) -> AbstractContextManager[None]:
+        """Offloads what is saved outside all blocks too, where that was decided."""
+        if self.state.offloads_rest and self.offloader is not None and torch.is_grad_enabled():
+            return saving(self.offloader, self._model)
+        return nullcontext()
 
     # -- between steps -----------------------------------------------------------------------------------------
 
@@ -172,7 +182,8 @@ class Planner:
             self._begin_window()
 
     def close(self) -> None:
-        """Stops watching, and releases what was offloaded."""
+        """Stops watching, and releases what was offloaded. Blocks then run as they are written."""
+        self._is_closed = True
         self.optimizers.stop()
         if self._recorder is not None:
             self._recorder.close()
@@ -213,7 +224,7 @@ class Planner:
                 self._busy = str(error)
                 return
             self._recorder = StepRecorder(self._meter)
-            self._arguments = SharedArguments()
+            self._shared_bytes = self._recorder.shared_bytes
         synchronize(self._device)
         self._window_start = time.perf_counter()
 
@@ -255,11 +266,11 @@ class Planner:
         problem = self._last = Problem.of(calls, intervals, chosen, costs)
         found = self._rounds.next(problem, policies, max(i.peak_bytes for i in intervals), self._costs)
         policies = {**self.state.policies, **found.policies}
-        state = replace(self.state, policies=policies, offloads_rest=found.offloads_rest)
+        state = replace(self.state, policies=policies, offloads_rest=self._rounds.offloads_rest)
         if found.least_bytes is not None:
             state = replace(state, error=self._impossible(found.least_bytes))
         elif found.is_final:
-            schedule = self._scheduled(problem, found.policies, found.offloads_rest)
+            schedule = self._scheduled(problem, found.policies, state.offloads_rest)
             key = frozenset(found.policies.items())
             schedule = replace(
                 schedule,
@@ -297,7 +308,7 @@ class Planner:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _costs_of(self, call: Call, elements: float) -> dict[Policy, Cost]:
-        return self._costs[call.site].of_call(elements, self._arguments.shared_bytes[call])
+        return self._costs[call.site].of_call(elements, self._shared_bytes.get(call, 0))
 
     def _scheduled(self, problem: Problem, policies: Policies, offloads_rest: bool) -> MemorySchedule:
         """The schedule in which each block follows its policy, and what it is predicted to need."""

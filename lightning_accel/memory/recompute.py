@@ -7,12 +7,12 @@ mode keeps what is expensive to recompute, as in Korthikanti et al. (2022), http
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
@@ -77,20 +77,20 @@ def recomputed(
     pieces = pieces_of(block) if mode == "selective" and is_sequence else []
     if not pieces:
         # Bound by partial: checkpoint() would take a block's own argument named, say, `debug` for one of its own.
-        return _whole(functools.partial(original, block, **kwargs), args, block, mode, has_statistics)
+        return _whole(functools.partial(original, block, **kwargs), args, mode, block if has_statistics else None)
     x = args[0]
     for piece in pieces:
         if len(piece) == 1:
             x = piece[0](x)
         else:
-            x = _whole(functools.partial(_run_layers, piece), (x,), block, "full", any(map(keeps_statistics, piece)))
+            frozen = block if any(map(keeps_statistics, piece)) else None
+            x = _whole(functools.partial(_run_layers, piece), (x,), "full", frozen)
     return x
 
 
-def _whole(
-    function: Callable[..., Any], args: tuple[Any, ...], block: nn.Module, mode: Recomputation, has_statistics: bool
-) -> Any:
-    context_fn = _context_fn(block, mode, has_statistics)
+def _whole(function: Callable[..., Any], args: tuple[Any, ...], mode: Recomputation, frozen: nn.Module | None) -> Any:
+    """Recomputes ``function`` as one; the running statistics of ``frozen`` stay."""
+    context_fn = _context_fn(mode, frozen)
     if context_fn is None:
         return checkpoint(function, *args, use_reentrant=False)
     # Selective recomputation counts operators: it must not meet a cast that the first time found in the cache.
@@ -122,39 +122,61 @@ def _run_layers(layers: Sequence[nn.Module], x: Any) -> Any:
     return x
 
 
-def _context_fn(block: nn.Module, mode: str, has_statistics: bool) -> Callable[[], Contexts] | None:
+def _context_fn(mode: Recomputation, frozen: nn.Module | None) -> Callable[[], Contexts] | None:
     selective = functools.partial(create_selective_checkpoint_contexts, _policy) if mode == "selective" else None
     # A compiled graph is walked once, holds each update of the statistics once, and cannot trace a context of ours.
-    if torch.compiler.is_compiling() or (selective is None and not has_statistics):
+    if torch.compiler.is_compiling() or (selective is None and frozen is None):
         return selective
 
     def contexts() -> Contexts:
         first, cached = selective() if selective is not None else (nullcontext(), nullcontext())
-        again = _CachedOnce(cached)
-        return first, _FrozenStatistics(block, again) if has_statistics else again
+        return first, _Again(cached, frozen)
 
     return contexts
 
 
-class _CachedOnce(AbstractContextManager[None]):
-    """What was kept is given back to the first recomputation, and then gone: a second one computes it all.
+class _Again(AbstractContextManager[None]):
+    """Around every recomputation of a call: there is one for each backward pass through a retained graph.
 
-    Torch's own context refuses a second backward pass through a retained graph, which plain training allows.
+    What was kept is given back to the first of them, and then gone: a second one computes it all. Torch's own context
+    refuses a second backward pass, which plain training allows.
+
+    Args:
+        cached: Gives back what was kept.
+        frozen: Whose running statistics must not move a second time.
     """
 
-    def __init__(self, cached: AbstractContextManager[Any]) -> None:
-        self._cached: AbstractContextManager[Any] | None = cached
-        self._entered: list[AbstractContextManager[Any]] = []
+    def __init__(self, cached: AbstractContextManager[Any], frozen: nn.Module | None) -> None:
+        self._cached = cached
+        self._frozen = frozen
+        self._entered: list[ExitStack] = []
 
     @override
     def __enter__(self) -> None:
-        context, self._cached = self._cached or nullcontext(), None
-        self._entered.append(context)
-        context.__enter__()
+        cached, self._cached = self._cached, nullcontext()
+        with ExitStack() as stack:
+            if self._frozen is not None:
+                stack.enter_context(_frozen_statistics(self._frozen))
+            stack.enter_context(cached)
+            self._entered.append(stack.pop_all())
 
     @override
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
+
+
+@contextmanager
+def _frozen_statistics(block: nn.Module) -> Iterator[None]:
+    """With a momentum of zero running statistics stay, and autograd saves as many tensors as the first time."""
+    norms = [m for m in block.modules() if isinstance(m, NORMS) and m.training and m.track_running_stats]
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm, _, count in before:
+        norm.momentum, norm.num_batches_tracked = 0.0, None if count is None else count.clone()
+    try:
+        yield
+    finally:
+        for norm, momentum, count in before:
+            norm.momentum, norm.num_batches_tracked = momentum, count
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -185,30 +207,3 @@ def _makes_scores(operator: Any, args: Any) -> bool:
 def keeps_statistics(block: nn.Module) -> bool:
     """Whether a training pass through ``block`` moves running statistics."""
     return any(isinstance(m, NORMS) and m.track_running_stats for m in block.modules())
-
-
-class _FrozenStatistics(AbstractContextManager[None]):
-    """Recomputing a norm must not move its running statistics a second time.
-
-    With a momentum of zero they stay, and autograd still saves as many tensors as the first time. A class, as it is
-    entered again for every backward pass through a retained graph.
-    """
-
-    def __init__(self, block: nn.Module, around: AbstractContextManager[Any]) -> None:
-        self._block = block
-        self._around = around
-        self._before: list[tuple[Any, float | None, Tensor | None]] = []
-
-    @override
-    def __enter__(self) -> None:
-        norms = [m for m in self._block.modules() if isinstance(m, NORMS) and m.training and m.track_running_stats]
-        self._before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-        for norm, _, count in self._before:
-            norm.momentum, norm.num_batches_tracked = 0.0, None if count is None else count.clone()
-        self._around.__enter__()
-
-    @override
-    def __exit__(self, *error: Any) -> None:
-        self._around.__exit__(*error)
-        for norm, momentum, count in self._before:
-            norm.momentum, norm.num_batches_tracked = momentum, count

@@ -36,44 +36,31 @@ class Mark:
     call: Call
 
 
-class SharedArguments:
-    """Arguments that several calls are given: a mask that all blocks get is not freed when one of them lets go of it.
-
-    Attributes:
-        shared_bytes: Call → bytes of its arguments that another call has too.
-    """
-
-    def __init__(self) -> None:
-        self.shared_bytes: Counter[Call] = Counter()
-        self._holders: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Call]] = weakref.WeakKeyDictionary()
-
-    def note(self, call: Call, arguments: Iterable[Tensor]) -> None:
-        """Tells that ``call`` is given ``arguments``."""
-        for storage in storages_of(arguments):
-            holders = self._holders.setdefault(storage, [])
-            holders.append(call)
-            if len(holders) > 1:
-                for holder in holders if len(holders) == 2 else (call,):
-                    self.shared_bytes[holder] += storage.nbytes()
-
-
 class StepRecorder:
     """Marks a meter where blocks begin and end, forward and backward.
 
     Nothing is inserted into the graph: the marks hang on nodes that are there (hooks on nodes, not on tensors, and
     no identity functions, which would make the results of a block views that must not be written into).
+
+    Attributes:
+        calls: Those that have ended their forward pass.
+        shared_bytes: Call → bytes of its arguments that another call has too: a mask that all blocks get is not freed
+            when one of them lets go of it.
     """
 
     def __init__(self, meter: Meter) -> None:
         self._meter: Meter | None = meter
         self.calls: list[Call] = []
+        self.shared_bytes: Counter[Call] = Counter()
+        self._holders: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Call]] = weakref.WeakKeyDictionary()
 
     def close(self) -> None:
         """Marks no more, though graphs that it watches may still be walked."""
         self._meter = None
 
-    def record(self, call: Call, run: Callable[[], Any]) -> Any:
+    def record(self, call: Call, arguments: Iterable[Tensor], run: Callable[[], Any]) -> Any:
         """Runs a block's forward, and watches it and its backward pass."""
+        self._note_holder(call, arguments)
         first = _next_sequence_number()
         self._mark(Mark("forward", call))
         outputs = run()
@@ -87,6 +74,14 @@ class StepRecorder:
             last = min(nodes, key=sequence_number)
             last.register_hook(lambda *gradients: self._mark(Mark("backward ended", call)))
         return outputs
+
+    def _note_holder(self, call: Call, arguments: Iterable[Tensor]) -> None:
+        for storage in storages_of(arguments):
+            holders = self._holders.setdefault(storage, [])
+            holders.append(call)
+            if len(holders) > 1:
+                for holder in holders if len(holders) == 2 else (call,):
+                    self.shared_bytes[holder] += storage.nbytes()
 
     def _mark(self, mark: Mark) -> None:
         if self._meter is not None:

@@ -22,7 +22,6 @@ class Proposal:
 
     policies: Policies
     is_final: bool  # whether that is the answer, measured to fit
-    offloads_rest: bool = False  # whether what is saved outside all blocks is to be offloaded too
     least_bytes: int | None = None  # the least budget that has an answer, where none was found; the rest says nothing
 
 
@@ -32,9 +31,9 @@ class Rounds:
     def __init__(self, budget_bytes: int, *, may_offload: bool) -> None:
         self.measured_bytes: dict[frozenset[tuple[str, Policy]], int] = {}  # the peak with some policies
         self.predicted_bytes: dict[frozenset[tuple[str, Policy]], int] = {}  # likewise, before they ran
+        self.offloads_rest = False  # whether what is saved outside all blocks is to be offloaded too
         self._budget = budget_bytes
-        self._may_offload_rest = may_offload
-        self._offloads_rest = False
+        self._may_offload = may_offload
 
     def next(self, problem: Problem, policies: Policies, peak_bytes: int, costs: Mapping[str, BlockCosts]) -> Proposal:
         """What to run next, now that a step with these ``policies`` was metered, and showed ``problem``."""
@@ -46,19 +45,19 @@ class Rounds:
             rounds_left = MAX_ROUNDS - len(self.measured_bytes)
             if found is not None and rounds_left > 0 and (key := frozenset(found.items())) not in self.measured_bytes:
                 self.predicted_bytes[key] = problem.peak(by_call(problem, found))
-                return Proposal(found, is_final=False, offloads_rest=self._offloads_rest)
+                return Proposal(found, is_final=False)
             fitting = [dict(key) for key, peak in self.measured_bytes.items() if peak <= self._budget]
             if fitting:
                 fastest = min(fitting, key=lambda each: problem.ms(by_call(problem, each)))
-                return Proposal(fastest, is_final=True, offloads_rest=self._offloads_rest)
-            if self._may_offload_rest:
-                self._may_offload_rest, self._offloads_rest = False, True
+                return Proposal(fastest, is_final=True)
+            if self._may_offload and not self.offloads_rest:
+                self.offloads_rest = True
                 self.measured_bytes.clear()  # none of it fitted
                 smallest = {site: _smallest(of_block) for site, of_block in costs.items()}
-                return Proposal(smallest, is_final=False, offloads_rest=True)
+                return Proposal(smallest, is_final=False)
             if found is None or rounds_left <= 0:
                 least = min(*(variant.least() for variant in _variants(problem)), *self.measured_bytes.values())
-                return Proposal(policies, is_final=True, offloads_rest=self._offloads_rest, least_bytes=least)
+                return Proposal(policies, is_final=True, least_bytes=least)
             target *= 1 - SLACK  # predicted to fit, and measured not to
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -166,7 +166,8 @@ class MemorySchedule:
         rows: list[tuple[str, ...]] = [
             ("block", "class", "does", "keeps", "of", "extra time", "saved, plain, by what made it")
         ]
-        rows += [_row(first, last, count) for first, last, count in _runs(self.blocks)]
+        alike = attrgetter("kind", "policy", "kept_bytes", "plain_bytes")
+        rows += [_row(list(group)) for _, group in itertools.groupby(self.blocks, alike)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         fixed = self.fixed
@@ -239,19 +240,12 @@ def _offloading(offloader: Offloader) -> Run:
     return run
 
 
-def _runs(blocks: Iterable[BlockSchedule]) -> list[tuple[BlockSchedule, BlockSchedule, int]]:
-    """Neighbours that are alike in everything but the name: first, last, how many."""
-    groups = (list(group) for _, group in itertools.groupby(blocks, _LIKENESS))
-    return [(group[0], group[-1], len(group)) for group in groups]
-
-
-_LIKENESS = attrgetter("kind", "policy", "kept_bytes", "plain_bytes")
-
-
-def _row(first: BlockSchedule, last: BlockSchedule, count: int) -> tuple[str, ...]:
+def _row(alike: Sequence[BlockSchedule]) -> tuple[str, ...]:
+    """For neighbours that are alike in everything but the name."""
+    first, last = alike[0], alike[-1]
     operators = sorted(first.saved_by_operator.items(), key=lambda item: -item[1])
     return (
-        first.call if count == 1 else f"{first.call} … {last.call} ({count})",
+        first.call if first is last else f"{first.call} … {last.call} ({len(alike)})",
         first.kind,
         first.policy,
         format_bytes(first.kept_bytes),

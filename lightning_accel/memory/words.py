@@ -24,21 +24,20 @@ _GATHER = 0x8040201008040201 - (1 << 64)
 _SPREAD, _PICK = 0x0101010101010101, 0x0102040810204080
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Split:
     """The words that are not zero, and where they stood."""
 
     bits: Tensor  # (ceil(N / 8),) uint8, set where the word is not zero
     values: Tensor  # the other words, in their order
-    counts: tuple[int, ...]  # how many of the values each piece of the words has
+    counts: list[int]  # how many of the values each piece of the words has
 
 
 def mask_bits(words: Tensor, test: Test) -> Tensor:
     """The bits of ``test(words)``: (N,) words → (ceil(N / 8),) uint8."""
     library, bits = _library(words), _empty_bits(words)
-    array, packed = library.open(words), library.open(bits)
-    for piece, place in library.pieces(words):
-        packed[place] = library.to_bits(test(array[piece]))
+    for part, packed in library.pieces(words, bits):
+        packed[:] = library.to_bits(test(part))
     return bits
 
 
@@ -48,39 +47,34 @@ def split_words(words: Tensor, max_values: int) -> Split | None:
     On a GPU this waits for the device once, to learn how much memory the values need.
     """
     library, bits = _library(words), _empty_bits(words)
-    array, packed = library.open(words), library.open(bits)
     found = []
-    for piece, place in library.pieces(words):
-        mask = array[piece] != 0
-        packed[place] = library.to_bits(mask)
+    for part, packed in library.pieces(words, bits):
+        mask = part != 0
+        packed[:] = library.to_bits(mask)
         found.append(library.count(mask))
     counts = library.numbers(found)  # the one place that waits for the device
     if sum(counts) > max_values:
         return None
     values = torch.empty(sum(counts), dtype=words.dtype, device=words.device)
-    kept, start = library.open(values), 0
-    for (piece, _), count in zip(library.pieces(words), counts, strict=True):
-        library.take_nonzeros(array[piece], kept[start : start + count])
-        start += count
-    return Split(bits, values, tuple(counts))
+    for (part, _), kept in zip(library.pieces(words, bits), torch.split(values, counts), strict=True):
+        library.take_nonzeros(part, library.open(kept))
+    return Split(bits, values, counts)
 
 
 def fill_words(out: Tensor, bits: Tensor, word: int) -> None:
     """Sets every word of ``out`` (N,): to ``word`` where its bit is set, else to zero."""
     library = _library(out)
-    array, packed = library.open(out), library.open(bits)
-    for piece, place in library.pieces(out):
-        library.fill(array[piece], packed[place], word)
+    for part, packed in library.pieces(out, bits):
+        library.fill(part, packed, word)
 
 
 def join_words(out: Tensor, split: Split) -> None:
     """Sets every word of ``out`` (N,) to what it was when it was split."""
     library = _library(out)
-    array, packed, values = library.open(out), library.open(split.bits), library.open(split.values)
-    start = 0
-    for (piece, place), count in zip(library.pieces(out), split.counts, strict=True):
-        library.put_nonzeros(array[piece], packed[place], values[start : start + count])
-        start += count
+    for (part, packed), values in zip(
+        library.pieces(out, split.bits), torch.split(split.values, split.counts), strict=True
+    ):
+        library.put_nonzeros(part, packed, library.open(values))
 
 
 def _empty_bits(words: Tensor) -> Tensor:
@@ -97,11 +91,12 @@ class _Torch:
     piece = 1 << 24  # words; a multiple of 8, so that it ends where a byte of bits ends
 
     @classmethod
-    def pieces(cls, words: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Slices of the words, each with the slice of its bits."""
-        for start in range(0, words.numel(), cls.piece):
-            stop = min(start + cls.piece, words.numel())
-            yield slice(start, stop), slice(start // 8, (stop + 7) // 8)
+    def pieces(cls, words: Tensor, bits: Tensor) -> Iterator[tuple[Any, Any]]:
+        """The words piece by piece, each with its bits; both are views."""
+        array, packed = cls.open(words), cls.open(bits)
+        for start in range(0, len(words), cls.piece):
+            stop = min(start + cls.piece, len(words))
+            yield array[start:stop], packed[start // 8 : (stop + 7) // 8]
 
     @staticmethod
     def open(tensor: Tensor) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
 from lightning_accel.core.checks import check_choice, switch
+from lightning_accel.core.device import Span
 from lightning_accel.core.host import Host
 from lightning_accel.core.trial import NOT_SLOWER
 from lightning_accel.memory.offload import Offloader, Offloading
@@ -184,10 +184,8 @@ class DepthSearch:
         self.depth = 2
         self._device = device
         self._left_to_warm_up = WARM_UP_STEPS
-        self._taken: dict[int, int] = dict.fromkeys(DEPTHS, 0)
-        self._running: tuple[int, Any] | None = None
-        self._unread: list[tuple[int, Any, Any]] = []
-        self._times: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
+        self._running: Span | None = None  # of the step in progress
+        self._spans: dict[int, list[Span]] = {depth: [] for depth in DEPTHS}
         self._is_over = False
 
     def describe(self) -> str:
@@ -205,43 +203,20 @@ class DepthSearch:
         if self._left_to_warm_up > 0:
             self._left_to_warm_up -= 1
             return
-        now = self._now()
         if self._running is not None:
-            depth, start = self._running
-            self._unread.append((depth, start, now))
-            self._taken[depth] += 1
-        self._read()
-        if min(map(len, self._times.values())) >= ROUNDS:
-            self._settle()
+            self._running.stop()
+            self._spans[self.depth].append(self._running)
+        times = {depth: [span.seconds() for span in spans if span.is_over()] for depth, spans in self._spans.items()}
+        if min(map(len, times.values())) >= ROUNDS:
+            medians = {depth: statistics.median(of_depth) for depth, of_depth in times.items()}
+            self.depth = min(depth for depth in DEPTHS if medians[depth] <= NOT_SLOWER * min(medians.values()))
+            self._is_over, self._running = True, None
+            self._spans.clear()
             return
         # In turns: whatever drifts in the course of a run hits all of them.
-        self.depth = min(DEPTHS, key=lambda depth: self._taken[depth])
-        self._running = self.depth, now
+        self.depth = min(DEPTHS, key=lambda depth: len(self._spans[depth]))
+        self._running = Span(self._device)
 
     def interrupt(self) -> None:
         """Something else than a training step happens: the time until the next one tells nothing."""
         self._running = None
-
-    def _settle(self) -> None:
-        medians = {depth: statistics.median(times) for depth, times in self._times.items()}
-        self.depth = min(depth for depth in DEPTHS if medians[depth] <= NOT_SLOWER * min(medians.values()))
-        self._is_over = True
-        self._running = None
-        self._unread.clear()
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _read(self) -> None:
-        unread, self._unread = self._unread, []
-        for depth, start, end in unread:
-            if self._device.type != "cuda":
-                self._times[depth].append(1e3 * (end - start))
-            elif end.query():
-                self._times[depth].append(start.elapsed_time(end))
-            else:
-                self._unread.append((depth, start, end))

@@ -241,12 +241,9 @@ def test_closing_waits_for_what_is_under_way(staging: Staging) -> None:
 
 def test_without_pinned_memory_batches_still_move() -> None:
     """A simulated machine that has none to give: said once, then copied from where it lies."""
-
-    class Exhausted(HostPool):
-        def _segment(self, size: int) -> None:
-            self._failure = "out of memory"
-
-    stager = Stager(CPU, pool=Exhausted(pinned=True), mark=SimulatedMark)
+    pool = HostPool(pinned=True)
+    pool._failure = "out of memory"
+    stager = Stager(CPU, pool=pool, mark=SimulatedMark)
     with pytest.warns(RuntimeWarning, match=r"not pinned.*out of memory.*ulimit -l") as warned:
         moved, _ = stager.move([torch.ones(3), torch.zeros(2)])
     assert len(warned) == 1

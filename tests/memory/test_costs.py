@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.memory.costs import POLICIES, BlockCosts, Policy, kind_of, measure_block
+from lightning_accel.memory.costs import BlockCosts, kind_of, measure_block
 from lightning_accel.memory.meter import meter_for
 from lightning_accel.memory.offload import Offloader, Offloading
 
@@ -38,14 +38,13 @@ def offloader() -> Iterator[Offloader]:
     made.close()
 
 
-def measured(block: nn.Module, x: Tensor, policies: tuple[Policy, ...] = POLICIES, **options: Offloader) -> BlockCosts:
-    meter = meter_for(torch.device("cpu"))
-    return measure_block(block, type(block).forward, (x,), {}, meter, policies=policies, **options)
+def measured(block: nn.Module, x: Tensor, offloader: Offloader | None = None) -> BlockCosts:
+    return measure_block(block, type(block).forward, (x,), {}, meter_for(torch.device("cpu")), offloader)
 
 
 def test_what_is_kept_is_counted_by_every_policy(offloader: Offloader) -> None:
     torch.manual_seed(0)
-    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), offloader=offloader).by_policy
+    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), offloader).by_policy
     kept = {policy: cost.kept_bytes / UNIT for policy, cost in costs.items()}
     # The norm's result, four of up's, four of gelu's, and dropout's noise.
     assert kept["keep"] == pytest.approx(10, abs=0.2)
@@ -55,24 +54,24 @@ def test_what_is_kept_is_counted_by_every_policy(offloader: Offloader) -> None:
 
 
 def test_arguments_are_counted_apart(offloader: Offloader) -> None:
-    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), offloader=offloader).by_policy
+    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), offloader).by_policy
     held = {policy: cost.argument_bytes for policy, cost in costs.items()}
     assert held == {"keep": UNIT, "selective": UNIT, "full": UNIT, "offload": 0, "full+offload": 0}
 
 
 def test_what_recomputes_needs_its_activations_again_in_the_backward_pass() -> None:
-    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep", "full")).by_policy
+    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True)).by_policy
     assert costs["full"].backward_bytes >= costs["keep"].backward_bytes + 9 * UNIT
     assert costs["keep"].forward_bytes >= costs["keep"].kept_bytes
 
 
 def test_nothing_is_faster_than_keeping_everything() -> None:
-    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep", "selective", "full")).by_policy
+    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True)).by_policy
     assert all(cost.ms >= costs["keep"].ms > 0 for cost in costs.values())
 
 
 def test_saved_bytes_are_named_after_what_made_them() -> None:
-    saved = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep",)).saved_by_operator
+    saved = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True)).saved_by_operator
     assert saved["gelu"] == saved["addmm"] == 4 * UNIT
     assert saved["native_layer_norm"] == UNIT
 
@@ -81,7 +80,7 @@ def test_measuring_leaves_no_trace() -> None:
     block = Block()
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     before, random_state = copy.deepcopy(block.state_dict()), torch.get_rng_state()
-    measured(block, x, ("keep", "selective", "full"))
+    measured(block, x)
     torch.testing.assert_close(block.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert x.grad is None
@@ -95,7 +94,7 @@ def test_a_policy_that_fails_is_left_out() -> None:
                 raise RuntimeError("not in a backward pass")
             return super().forward(x)
 
-    costs = measured(Stubborn(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep", "full"))
+    costs = measured(Stubborn(), torch.randn(ROWS, WIDTH, requires_grad=True))
     assert list(costs.by_policy) == ["keep"]
 
 
@@ -107,13 +106,13 @@ def test_equal_blocks_with_equal_arguments_are_of_one_kind() -> None:
 
 
 def test_a_larger_call_costs_more() -> None:
-    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep",))
+    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True))
     twice = costs.of_call(2 * costs.argument_elements, shared_bytes=2 * UNIT)
     assert twice["keep"].kept_bytes == 2 * costs.by_policy["keep"].kept_bytes
     assert twice["keep"].forward_bytes == 2 * costs.by_policy["keep"].forward_bytes
 
 
 def test_an_argument_counts_as_kept_where_no_other_call_holds_it() -> None:
-    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True), ("keep",))
+    costs = measured(Block(), torch.randn(ROWS, WIDTH, requires_grad=True))
     alone, shared = (costs.of_call(costs.argument_elements, shared_bytes)["keep"] for shared_bytes in (0, UNIT))
     assert alone.kept_bytes == shared.kept_bytes + UNIT

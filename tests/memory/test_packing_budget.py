@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_accel.core.device import Span
 from lightning_accel.memory import packer as packer_module
 from lightning_accel.memory.packer import NO_ROOM, Packer
-from lightning_accel.memory.packing_budget import DENSE, SLOW, TRIALS, Place, Span, choose
+from lightning_accel.memory.packing_budget import DENSE, SLOW, TRIALS, Place, choose
 from lightning_accel.memory.saved import saving
 from support.packing_steps import SIZE, patient, sparse, step
 

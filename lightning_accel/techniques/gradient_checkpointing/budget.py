@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,6 @@ from lightning_accel.memory.meter import device_memory_bytes
 from lightning_accel.memory.offload import Offloading
 from lightning_accel.memory.planner import Planner, State
 from lightning_accel.memory.recompute import trained_patch
-from lightning_accel.memory.saved import saving
 from lightning_accel.memory.schedule import FixedMemory, MemorySchedule
 from lightning_accel.techniques.base import Refusal, Surroundings
 from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
@@ -71,10 +70,8 @@ class MemoryBudget(GradientCheckpointing):
         self._plan = plan
         self._offloading = offloading
         self._device = device
-        self._model: nn.Module = nn.Identity()
         self._planner: Planner | None = None
         self._told: State | None = None
-        self._is_closed = False
         self._refusals: Counter[str] = Counter()
 
     @classmethod
@@ -123,10 +120,8 @@ class MemoryBudget(GradientCheckpointing):
                 f" model itself. Parameters, gradients and buffers are {format_bytes(fixed.total)} ({fixed.total}"
                 " bytes), and the optimizer's state and activations come on top. Give a larger budget."
             )
-        claims = list(super().patches(model, host))
-        self._model = model
-        self._planner = Planner(model, self._blocks, budget, self._device, self._offloading)
-        return claims
+        self._planner = Planner(model, self._find_blocks(model), budget, self._device, self._offloading)
+        return super().patches(model, host)
 
     @override
     def optimizers(self, optimizers: Mapping[str, Optimizer]) -> Iterable[Patch | Refusal]:
@@ -146,12 +141,8 @@ class MemoryBudget(GradientCheckpointing):
 
     @override
     def _edit(self, site: str, block: nn.Module) -> MethodPatch:
-        return trained_patch(site, "what it does is planned", block, functools.partial(self._run, site))
-
-    def _run(self, site: str, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._planner is None or self._is_closed:  # a copy of the model outlives the run
-            return original(block, *args, **kwargs)
-        return self._planner.run(site, block, original, args, kwargs)
+        assert self._planner is not None
+        return trained_patch(site, "what it does is planned", block, functools.partial(self._planner.run, site))
 
     @override
     def _judge(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
@@ -171,28 +162,22 @@ class MemoryBudget(GradientCheckpointing):
         assert self._planner is not None
         self._planner.agree = self.agree
         self._planner.enter(is_training=stage == "train" and torch.is_grad_enabled())
-        self._tell()
-        return self._step(stage)
+        self._tell(self._planner)
+        return self._step(stage, self._planner)
 
     @contextmanager
-    def _step(self, stage: str) -> Iterator[None]:
-        assert self._planner is not None
-        rest: AbstractContextManager[Any] = nullcontext()
-        if self._planner.state.offloads_rest and self._planner.offloader is not None and torch.is_grad_enabled():
-            rest = saving(self._planner.offloader, self._model)
-        with super().step(stage), rest:
+    def _step(self, stage: str, planner: Planner) -> Iterator[None]:
+        with super().step(stage), planner.around_step():
             yield
 
     @override
     def close(self) -> None:
-        self._is_closed = True
         if self._planner is not None:
             self._planner.close()
 
-    def _tell(self) -> None:
+    def _tell(self, planner: Planner) -> None:
         """Puts what is new into what the engine reads."""
-        assert self._planner is not None
-        state, offloader = self._planner.state, self._planner.offloader
+        state, offloader = planner.state, planner.offloader
         if offloader is not None:
             for complaint in offloader.complaints:
                 self.notes.warn(complaint)

@@ -131,8 +131,7 @@ class GradientCheckpointing(Technique):
     @contextmanager
     def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
         self._untried = {patch.site: patch for patch in patches if isinstance(patch, MethodPatch)}
-        verdicts: Verdicts = {}
-        with self._tried_when_called(verdicts):
+        with self._tried_when_called() as verdicts:
             yield verdicts
         for site in self._untried:
             verdicts[site] = Verdict(keep=True, reason="not called on the first step: tried when it is")
@@ -143,19 +142,19 @@ class GradientCheckpointing(Technique):
 
     @contextmanager
     def _late_trial(self) -> Iterator[None]:
-        verdicts: Verdicts = {}
-        with self._tried_when_called(verdicts):
+        with self._tried_when_called() as verdicts:
             yield
         for site, verdict in verdicts.items():
             if not verdict.keep:
                 self.notes.refuse(site, verdict.reason)
 
     @contextmanager
-    def _tried_when_called(self, verdicts: Verdicts) -> Iterator[None]:
+    def _tried_when_called(self) -> Iterator[Verdicts]:
+        verdicts: Verdicts = {}
         probes = PatchSet(self._probe(patch, verdicts) for patch in self._untried.values())
         probes.apply()
         try:
-            yield
+            yield verdicts
         finally:
             probes.undo()
         self._untried = {site: patch for site, patch in self._untried.items() if site not in verdicts}

@@ -96,8 +96,8 @@ class _Blending(ImageTransform):
         if len(labels) != samples:
             raise ValueError(f"{name}: {len(labels)} labels for {samples} images.")
         drawn = self.change(batch, path)
-        kept = per_sample(drawn.kept.astype(np.float32), batch.arrays, dims=2)
-        batch.write(label_path, labels * kept + labels[batch.arrays.upload(drawn.partner)] * (1 - kept))
+        kept, partner = map(batch.arrays.upload, (drawn.kept.astype(np.float32)[:, None], drawn.partner))
+        batch.write(label_path, labels * kept + labels[partner] * (1 - kept))
 
     @override
     def draw(self, shape: Shape, rng: np.random.Generator | None) -> Blend:

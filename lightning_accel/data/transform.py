@@ -159,9 +159,9 @@ def has_channels_last(shape: tuple[int, ...], channels: int | None = None) -> bo
     return shape[3] in usual and shape[1] not in usual
 
 
-def per_sample(values: NumpyArray, arrays: Arrays, dims: int = 4) -> Array:
-    """A value per sample, ``(N,)``, uploaded to broadcast against ``dims`` dimensions."""
-    return arrays.upload(values).reshape(-1, *[1] * (dims - 1))
+def per_sample(values: NumpyArray, arrays: Arrays) -> Array:
+    """A value per sample, ``(N,)``, uploaded to broadcast against images."""
+    return arrays.upload(values).reshape(-1, 1, 1, 1)
 
 
 def is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:

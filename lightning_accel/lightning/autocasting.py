@@ -39,7 +39,7 @@ class AutocastingPrecision(Precision):
     def __init__(self, precision: ResolvedPrecision) -> None:
         self.scaler: CountingGradScaler | None = None
         self.device = "cpu"
-        self._repeats_in_float32 = False
+        self._repeats_in_float32 = False  # autocast is left out of a step, whatever the precision
         self._set_precision(precision)
 
     def _set_precision(self, precision: ResolvedPrecision) -> None:
@@ -58,15 +58,6 @@ class AutocastingPrecision(Precision):
             yield
         # With manual optimization every optimizer of this step has had its turn.
         scaler.finish_step()
-
-    @contextmanager
-    def _in_float32(self) -> Iterator[None]:
-        """Leaves autocast out of the steps inside, whatever the precision."""
-        self._repeats_in_float32 = True
-        try:
-            yield
-        finally:
-            self._repeats_in_float32 = False
 
     @override
     def __reduce__(self) -> Any:

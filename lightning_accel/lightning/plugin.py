@@ -289,8 +289,11 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         if self.plan.precision != "auto" or self.precision == "32-true":
             yield
             return
-        with self._in_float32():
+        self._repeats_in_float32 = True
+        try:
             yield
+        finally:
+            self._repeats_in_float32 = False
         if _NAMES_DTYPE.search(str(error)):
             self._set_precision("32-true")
             record = self._report.of("precision")

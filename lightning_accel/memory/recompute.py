@@ -77,20 +77,20 @@ def recomputed(
     pieces = pieces_of(block) if mode == "selective" and is_sequence else []
     if not pieces:
         # Bound by partial: checkpoint() would take a block's own argument named, say, `debug` for one of its own.
-        return _whole(functools.partial(original, block, **kwargs), args, block, mode, has_statistics)
+        return _whole(functools.partial(original, block, **kwargs), args, mode, block if has_statistics else None)
     x = args[0]
     for piece in pieces:
         if len(piece) == 1:
             x = piece[0](x)
         else:
-            x = _whole(functools.partial(_run_layers, piece), (x,), block, "full", any(map(keeps_statistics, piece)))
+            frozen = block if any(map(keeps_statistics, piece)) else None
+            x = _whole(functools.partial(_run_layers, piece), (x,), "full", frozen)
     return x
 
 
-def _whole(
-    function: Callable[..., Any], args: tuple[Any, ...], block: nn.Module, mode: Recomputation, has_statistics: bool
-) -> Any:
-    context_fn = _context_fn(block, mode, has_statistics)
+def _whole(function: Callable[..., Any], args: tuple[Any, ...], mode: Recomputation, frozen: nn.Module | None) -> Any:
+    """Recomputes ``function`` as one; the running statistics of ``frozen`` stay."""
+    context_fn = _context_fn(mode, frozen)
     if context_fn is None:
         return checkpoint(function, *args, use_reentrant=False)
     # Selective recomputation counts operators: it must not meet a cast that the first time found in the cache.
@@ -122,15 +122,15 @@ def _run_layers(layers: Sequence[nn.Module], x: Any) -> Any:
     return x
 
 
-def _context_fn(block: nn.Module, mode: str, has_statistics: bool) -> Callable[[], Contexts] | None:
+def _context_fn(mode: Recomputation, frozen: nn.Module | None) -> Callable[[], Contexts] | None:
     selective = functools.partial(create_selective_checkpoint_contexts, _policy) if mode == "selective" else None
     # A compiled graph is walked once, holds each update of the statistics once, and cannot trace a context of ours.
-    if torch.compiler.is_compiling() or (selective is None and not has_statistics):
+    if torch.compiler.is_compiling() or (selective is None and frozen is None):
         return selective
 
     def contexts() -> Contexts:
         first, cached = selective() if selective is not None else (nullcontext(), nullcontext())
-        return first, _Again(block if has_statistics else None, cached)
+        return first, _Again(cached, frozen)
 
     return contexts
 
@@ -142,21 +142,21 @@ class _Again(AbstractContextManager[None]):
     refuses a second backward pass, which plain training allows.
 
     Args:
-        block: Whose running statistics must not move a second time; None: it keeps none.
         cached: Gives back what was kept.
+        frozen: Whose running statistics must not move a second time.
     """
 
-    def __init__(self, block: nn.Module | None, cached: AbstractContextManager[Any]) -> None:
-        self._block = block
+    def __init__(self, cached: AbstractContextManager[Any], frozen: nn.Module | None) -> None:
         self._cached = cached
+        self._frozen = frozen
         self._entered: list[ExitStack] = []
 
     @override
     def __enter__(self) -> None:
         cached, self._cached = self._cached, nullcontext()
         with ExitStack() as stack:
-            if self._block is not None:
-                stack.enter_context(_frozen_statistics(self._block))
+            if self._frozen is not None:
+                stack.enter_context(_frozen_statistics(self._frozen))
             stack.enter_context(cached)
             self._entered.append(stack.pop_all())
 

@@ -1,19 +1,31 @@
-"""Live trials under a Trainer: what a turn is, how long it took, and which of them count."""
+"""Live trials under a Trainer: which arms there are, what a turn is, which of them count, and who is told."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_accel.core.clocks import StepClock
+from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.core.patch import Patch
+from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.core.trial import one_line
+from lightning_accel.engine import Engine
 from lightning_accel.lightning.private import fetch_patches
-from lightning_accel.tuning.trials import LiveTrials
+from lightning_accel.techniques.arms import Arm
+from lightning_accel.tuning import remembered
+from lightning_accel.tuning.comparison import Choices
+from lightning_accel.tuning.remembered import DamagedError, Key
+from lightning_accel.tuning.trials import MIN_TURNS, LiveTrials, Tuning
+
+_QUIET_BATCHES = 2  # after the trials of the parts, for caches to fill
 
 
 @dataclass
@@ -29,7 +41,7 @@ class _Turn:
 
 
 class Turns:
-    """Has live trials take their turns on the training steps of a fit.
+    """Cuts a fit into turns, and has live trials take them.
 
     A turn begins where the next batch is asked for, once an optimizer has stepped. So a switch is over before the
     clock goes on, and the batch comes to the device in the layout that its step wants.
@@ -37,7 +49,7 @@ class Turns:
     Args:
         trainer: In its fit.
         clock: Of its device.
-        make_trials: Makes the trials, once the run is ready for them; None: not yet.
+        make_trials: Makes the trials when a batch is there to train on; None: it is not time yet.
     """
 
     def __init__(self, trainer: Trainer, clock: StepClock, make_trials: Callable[[Any], LiveTrials | None]) -> None:
@@ -64,8 +76,7 @@ class Turns:
         self._turn.elements += sum(tensor.numel() for tensor in tensors_in(batch))
         self._turn.is_interrupted |= self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self.trials is None:
-            self.trials = self._make_trials(batch)
-            self._turn.is_interrupted = True  # the trials begin with the next one
+            self.trials = self._make_trials(batch)  # they begin with the next turn
 
     def interrupt(self) -> None:
         """Tells that something else than training goes on: the turn does not count."""
@@ -104,3 +115,125 @@ class Turns:
             # By element, as if every batch were as large as the first.
             scale = self._typical_elements / turn.elements if turn.elements else 1.0
             self.trials.took(None if turn.is_interrupted else turn.seconds * scale)
+
+
+class LiveTuning:
+    """Live trials of one fit: made when the techniques' own trials are over, told of to report, console and loggers.
+
+    Args:
+        trainer: In its fit.
+        engine: At work on its module.
+        own_arms: Those that no technique of the engine has.
+        resumed: What holds by the checkpoint that the run goes on from.
+
+    Attributes:
+        turns: What has to be told of batches and interruptions.
+        resumed: As given; a checkpoint may be read later.
+    """
+
+    def __init__(self, trainer: Trainer, engine: Engine, own_arms: Sequence[Arm], resumed: Tuning | None) -> None:
+        self._trainer, self._engine = trainer, engine
+        self._own_arms, self.resumed = own_arms, resumed
+        self._key: Key | None = None
+        self._known: Tuning | None = None
+        self._quiet_batches = 0
+        self._arms: list[Arm] = []
+        self.turns = Turns(trainer, clock_for(trainer.strategy.root_device), self._trials)
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What they have come to; None before they began."""
+        return self.resumed if self.turns.trials is None else self.turns.trials.tuning
+
+    def is_training(self) -> bool:
+        """Whether the loop under way trains; a fit validates, too."""
+        return self._trainer.training
+
+    def yields(self, error: Exception) -> bool:
+        """Takes an arm back that was on trial in a step that raised; whether there was one. Else all trials end."""
+        trials = self.turns.trials
+        if trials is None:
+            return False
+        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+        if trials.failed("out of memory" if is_memory else "raised an error"):
+            self._engine.report.note(f"a step with an arm on trial raised {one_line(error)}, and ran without it")
+            return True
+        trials.give_up()
+        return False
+
+    def _trials(self, batch: Any) -> LiveTrials | None:
+        if self._engine.is_trying or self._quiet_batches < _QUIET_BATCHES:
+            self._quiet_batches += not self._engine.is_trying
+            return None
+        trainer = self._trainer
+        turns = turns_left(trainer)
+        if self._key is None:
+            # A deterministic run decides nothing by the clock.
+            is_deterministic = torch.are_deterministic_algorithms_enabled()
+            self._arms = [] if is_deterministic else [*self._own_arms, *self._engine.arms()]
+            self._key = Key.of(trainer.lightning_module, batch, self._engine.host.described, self._arms)
+            self._known = self.resumed or (self._recalled(self._key) if self._arms else None)
+            if self._known is not None and self._known.choices.keys() - {arm.name for arm in self._arms}:
+                self._known = None  # by another machine, or with other settings
+        known = self._known
+        if not self._arms or (known is None and turns < MIN_TURNS):  # which may change: a search of learning rates ends
+            return None
+        return LiveTrials(
+            self._arms,
+            turns,
+            put=self._put,
+            say=self._say,
+            peak=_peak_of(trainer.strategy.root_device),
+            gather=gather if trainer.world_size > 1 else None,
+            known=known,
+            is_trusted=known is not None and known is self.resumed,
+        )
+
+    def _put(self, choices: Choices) -> None:
+        self._engine.rest(arm.name for arm in self._arms if arm.name not in choices)
+
+    def _recalled(self, key: Key) -> Tuning | None:
+        known, complaint = None, ""
+        if self._trainer.is_global_zero:
+            try:
+                known = remembered.recall(key)
+            except DamagedError as error:
+                complaint = f"{error}: what it remembers is not used. `lightning-accel cache --clear` removes it."
+        known, complaint = self._trainer.strategy.broadcast((known, complaint))
+        if complaint:
+            self._engine.report.note(complaint)
+        return known
+
+    def _say(self, line: str) -> None:
+        tuning = self.tuning
+        assert tuning is not None
+        record = self._engine.report.of("tuning")
+        record.is_on, record.status, record.details = bool(tuning.choices), tuning.line(), tuning.table()
+        rank_zero_info(f"lightning-accel: {line}")
+        if tuning.whole is None or not tuning.is_settled:
+            return
+        interval = tuning.whole.interval
+        metrics = {"ratio": interval.ratio, "low": interval.low, "arms": float(len(tuning.choices))}
+        for logger in self._trainer.loggers:
+            logger.log_metrics(
+                {f"accel/tuning/{name}": value for name, value in metrics.items()}, step=self._trainer.global_step
+            )
+        if self._trainer.is_global_zero and self._key is not None:
+            try:
+                remembered.remember(self._key, tuning)
+            except OSError as error:
+                self._engine.report.note(f"what was settled could not be remembered: {error}")
+
+
+def turns_left(trainer: Trainer) -> float:
+    """How many optimizer steps a fit still has, about; infinite where it does not end by itself."""
+    batches = trainer.num_training_batches
+    epochs = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
+    left = epochs * batches - trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    turns = left / max(1, trainer.accumulate_grad_batches)
+    return turns if trainer.max_steps == -1 else min(turns, trainer.max_steps - trainer.global_step)
+
+
+def _peak_of(device: torch.device) -> PeakMemory | None:
+    peak = PeakMemory(device)
+    return peak if peak.can_restart else None

@@ -110,10 +110,12 @@ def fetch_patches(trainer: Trainer, began: Callable[[], Any], ended: Callable[[]
     of whole steps.
     """
     profiler = cast(Any, trainer).profiler  # which Lightning sets where mypy does not look
-    profiles = type(profiler) is not PassThroughProfiler  # the default does nothing, at every action of a step
     fetch = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
 
+    # The default profiler does nothing, at every action of a step: that much need not be called.
     def told_before(original: Callable[..., Any]) -> Callable[..., Any]:
+        profiles = original is not PassThroughProfiler.start
+
         def start(profiler: Any, action_name: str) -> None:
             if action_name == fetch:
                 began()
@@ -123,6 +125,8 @@ def fetch_patches(trainer: Trainer, began: Callable[[], Any], ended: Callable[[]
         return start
 
     def told_after(original: Callable[..., Any]) -> Callable[..., Any]:
+        profiles = original is not PassThroughProfiler.stop
+
         def stop(profiler: Any, action_name: str) -> None:
             if profiles:
                 original(profiler, action_name)

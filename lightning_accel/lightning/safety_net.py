@@ -41,6 +41,7 @@ class SafetyNet:
         engine: At work on it.
         is_ours: Whether anything of ours is in force in the next step.
         without_precision: Takes the choice of a precision back around a repeated step; given what that first raised.
+        yields: Told what a step raised: takes back an arm that was on trial in it, and says whether there was one.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class SafetyNet:
         engine: Engine,
         is_ours: Callable[[], bool],
         without_precision: Callable[[Exception], AbstractContextManager[Any]],
+        yields: Callable[[Exception], bool] = lambda error: False,
     ) -> None:
         self._module = module
         self._engine = engine
         self._is_ours = is_ours
         self._without_precision = without_precision
+        self._yields = yields
         self._attempt: Attempt | None = None
         self._state: SmallState | None = None
 
@@ -105,7 +108,6 @@ class SafetyNet:
             failure = _without_frames(error)
         self._module.zero_grad(set_to_none=True)
         run_repeated(self._repeat(attempt, failure))
-        self._tell(failure)
 
     def _run(self, step: Step, args: Any, kwargs: Any) -> Any:
         self._attempt = None
@@ -127,9 +129,7 @@ class SafetyNet:
                 raise
             failure = _without_frames(error)
         # Outside of the handler, so that an error of the user's does not drag ours along.
-        outputs = self._repeat(attempt, failure)
-        self._tell(failure)
-        return outputs
+        return self._repeat(attempt, failure)
 
     def _may_repeat(self, attempt: Attempt, error: Exception) -> bool:
         return not isinstance(error, _NOT_OURS) and attempt.can_be_repeated()
@@ -145,6 +145,8 @@ class SafetyNet:
         except Exception:  # a repetition would not start from where the step did
             raise error from None
         args, kwargs = self._engine.predictions(attempt.given)  # the batch, too, as the user's loader gave it
+        if self._yields(error):
+            return attempt.step(*args, **kwargs)
         remark = f"a step raised {one_line(error)}"
         self._engine.stand_aside(remark)
         model = self._module.trainer.strategy.model
@@ -154,11 +156,10 @@ class SafetyNet:
         with self._without_precision(error):
             outputs = attempt.step(*args, **kwargs)
         self._engine.join_after_failure()
+        self._engine.degrade(
+            f"{remark}, and ran when it was repeated without the edits of this plugin: all of them are taken back"
+        )
         return outputs
-
-    def _tell(self, error: Exception) -> None:
-        remark = f"a step raised {one_line(error)}, and ran when it was repeated without the edits of this plugin"
-        self._engine.degrade(f"{remark}: all of them are taken back")
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -14,7 +14,9 @@ from lightning_accel.tuning.pairs import Interval, PairTest
 Choices = Mapping[str, str]
 """Arm → what is chosen for it; those not named are off."""
 
-Verdict = Literal["faster", "not faster", "cannot tell", "needs more memory", "out of memory", "too dear to try on"]
+Verdict = Literal[
+    "faster", "not faster", "cannot tell", "needs more memory", "out of memory", "raised an error", "too dear to try on"
+]
 
 MEMORY_RISE = 0.02
 """So much more memory at the peak, as a share of it, is a price."""
@@ -90,6 +92,7 @@ class Comparison:
     ) -> None:
         self.name = name
         self.cost = 0.0  # in turns of a plain run
+        self.original = original
         self._sides = original, candidate
         self._settle = settle
         self._max_pairs, self._allowance, self._original_gain = max_pairs, allowance, original_gain

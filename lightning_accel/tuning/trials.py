@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.tuning.comparison import Choices, Comparison, Result, Turn
+from lightning_accel.tuning.comparison import Choices, Comparison, Result, Turn, Verdict
 from lightning_accel.tuning.pairs import Interval, PairTest
 
 ALPHA = 0.01
@@ -79,6 +79,12 @@ class Tuning:
             is_settled=bool(state["is_settled"]),
         )
 
+    def table(self) -> str:
+        """A line for each comparison: what was measured, on how many turns, and what came of it."""
+        width = max(map(len, self.results), default=0)
+        rows = (f"{r.name:{width}}  {r.verdict}: {r.interval}, on {r.turns} steps" for r in self.results.values())
+        return "\n".join(rows)
+
     def line(self) -> str:
         """In a line, for the console."""
         if self.whole is None:
@@ -105,7 +111,8 @@ class LiveTrials:
         say: Told of what is decided, in a line each.
         peak: A window on the memory of the device; None where none can be had.
         gather: Maps a value of this process to those of all, in the order of their ranks; None with one process.
-        known: What holds by earlier trials: nothing is tried, and the run is only watched.
+        known: What holds by earlier trials.
+        is_trusted: Whether it does without an audit: a resumed run's own, say. Else a run that is long enough has one.
     """
 
     def __init__(
@@ -118,6 +125,7 @@ class LiveTrials:
         peak: PeakMemory | None = None,
         gather: Callable[[Any], list[Any]] | None = None,
         known: Tuning | None = None,
+        is_trusted: bool = False,
     ) -> None:
         self.tuning = known or Tuning({arm.name: arm.choices[0] for arm in arms})
         self._arms = {arm.name: arm for arm in sorted(arms, key=_gain, reverse=True)}
@@ -131,8 +139,9 @@ class LiveTrials:
         self._latest: deque[float] = deque(maxlen=_LATEST)
         self._settled_s: float | None = None
         self._gain = 1.0  # of what holds over the plain run, as far as known
+        self._has_given_up = False
         self._comparison: Comparison | None = None
-        self._course: Course = self._all_questions()
+        self._course: Course = self._all_questions(is_trusted)
         self._advance(None)
 
     # -- a turn ------------------------------------------------------------------------------------------------
@@ -159,17 +168,27 @@ class LiveTrials:
         """Takes up what the first turn that was not timed yet took; None: something else came in between."""
         self._timed.append(seconds)
 
-    def failed_in_trial(self) -> bool:
-        """Has the comparison under way end, since its candidate ran out of memory; False: it was not its turn."""
-        if not self._pending or self._comparison is None:
+    def failed(self, verdict: Verdict) -> bool:
+        """Tells that the step of the turn under way raised; whether it was a candidate's, which has lost by that.
+
+        The original is then in force. Several ranks cannot do so, as the others know nothing of it.
+        """
+        if not self._pending or self._comparison is None or self._gather is not None:
             return False
         comparison, turn = self._pending[-1]
         if comparison is not self._comparison or turn.side == 0:
             return False
-        comparison.failed("out of memory")
+        comparison.failed(verdict)
+        self._choose(comparison.original)
         self._conclude()
-        self._choose(self.tuning.choices)
         return True
+
+    def give_up(self) -> None:
+        """Has the rest of the run be the user's own, on all ranks: there is nothing left to switch on this one."""
+        self._has_given_up = True
+        self.tuning.choices, self.tuning.is_settled = {}, True
+        self._in_force = {}
+        self._arms, self._comparison, self._course = {}, None, self._nothing_more()
 
     def _take_up(self) -> None:
         """Hears what turns took: at once, or every few turns, where ranks have to hear the same."""
@@ -178,7 +197,12 @@ class LiveTrials:
         else:
             if self._begun % 8:
                 return
-            ranks: list[list[float | None]] = self._gather(list(self._timed))
+            ranks: list[Any] = self._gather(None if self._has_given_up else list(self._timed))
+            if None in ranks:
+                self._gather = None
+                self._choose({})
+                self.give_up()
+                return
             # The slowest rank's, of the turns that all have timed.
             times = [None if None in each else max(each) for each in zip(*ranks, strict=False)]  # type: ignore[type-var]
         for seconds in times:
@@ -209,14 +233,17 @@ class LiveTrials:
         self._in_force = dict(choices)
         self._put(choices)
 
+    def _nothing_more(self) -> Course:
+        while True:
+            yield None
+
     # -- what is asked -----------------------------------------------------------------------------------------
 
-    def _all_questions(self) -> Course:
+    def _all_questions(self, is_trusted: bool) -> Course:
         """Yields one comparison after the other, is sent how each ended, and yields None while there is none."""
         tuning = self.tuning
-        if not tuning.is_settled:
-            if self._arms and self._left >= MIN_TURNS:
-                yield from self._first_questions()
+        if self._arms and self._left >= MIN_TURNS and not is_trusted:
+            yield from self._audit() if tuning.is_settled else self._first_questions()
             tuning.is_settled = True
             self._say(tuning.line())
         while True:

@@ -107,8 +107,24 @@ def test_a_short_run_tries_nothing_and_does_what_the_rules_say() -> None:
 def test_what_was_settled_by_an_earlier_run_is_not_tried_again() -> None:
     known = SimulatedRun({"attention": 1.5, "layout": 0.9}).run()
     again = SimulatedRun({"attention": 1.5, "layout": 0.9}, 90)
-    again.run(known=known)
+    again.run(known=known, is_trusted=True)
     assert again.switches == [("layout", "off")]
+
+
+def test_what_an_earlier_run_has_settled_is_audited_in_a_longer_one() -> None:
+    known = SimulatedRun({"attention": 1.5}).run()
+    slower_now = SimulatedRun({"attention": 0.9})
+    assert slower_now.run(known=known).choices == {}
+
+
+def test_a_rank_that_gives_up_has_all_of_them_run_as_the_user_wrote_it() -> None:
+    run = SimulatedRun({"attention": 1.5}, 100)
+    trials = run.trials(gather=lambda mine: [mine, None])
+    for turn in range(16):
+        trials.begin()
+        trials.took(run.step(turn))
+    assert run.now == {"attention": "off"}
+    assert trials.tuning.choices == {}
 
 
 def test_steps_after_a_switch_are_charged_to_the_switch() -> None:
@@ -160,7 +176,7 @@ def test_out_of_memory_is_a_verdict() -> None:
     trials = run.trials()
     for turn in range(run.turns):
         trials.begin()
-        if run.now["hungry"] == "on" and trials.failed_in_trial():
+        if run.now["hungry"] == "on" and trials.failed("out of memory"):
             assert run.now["hungry"] == "off"
         trials.took(run.step(turn))
     assert trials.tuning.choices == {"other": "on"}

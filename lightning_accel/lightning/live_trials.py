@@ -178,6 +178,8 @@ class LiveTuning:
         known = self._known
         if not self._arms or (known is None and turns < MIN_TURNS):  # which may change: a search of learning rates ends
             return None
+        if known is not None:
+            self._record(known)
         return LiveTrials(
             self._arms,
             turns,
@@ -204,11 +206,14 @@ class LiveTuning:
             self._engine.report.note(complaint)
         return known
 
+    def _record(self, tuning: Tuning) -> None:
+        record = self._engine.report.of("tuning")
+        record.is_on, record.status, record.details = bool(tuning.choices), tuning.line(), tuning.table()
+
     def _say(self, line: str) -> None:
         tuning = self.tuning
         assert tuning is not None
-        record = self._engine.report.of("tuning")
-        record.is_on, record.status, record.details = bool(tuning.choices), tuning.line(), tuning.table()
+        self._record(tuning)
         rank_zero_info(f"lightning-accel: {line}")
         if tuning.whole is None or not tuning.is_settled:
             return

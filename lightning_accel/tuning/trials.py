@@ -204,7 +204,7 @@ class LiveTrials:
                 self.give_up()
                 return
             # The slowest rank's, of the turns that all have timed.
-            times = [None if None in each else max(each) for each in zip(*ranks, strict=False)]  # type: ignore[type-var]
+            times = [None if None in each else max(each) for each in zip(*ranks, strict=False)]
         for seconds in times:
             self._timed.popleft()
             comparison, turn = self._pending.popleft()

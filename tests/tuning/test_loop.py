@@ -56,7 +56,7 @@ def test_a_short_loop_and_one_that_is_told_not_to_try_nothing(steps: int, tune: 
 def test_bfloat16_that_we_chose_is_on_trial_and_one_that_was_asked_for_is_not() -> None:
     host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
     for precision, arms in (("auto", ["precision"]), ("bf16-mixed", []), ("32-true", [])):
-        handle = accelerate(nn.Linear(8, 2), Plan(precision=precision), host=host)  # type: ignore[arg-type]
+        handle = accelerate(nn.Linear(8, 2), Plan(precision=precision, tune="off"), host=host)  # type: ignore[arg-type]
         assert [arm.name for arm in handle.engine.arms()] == arms
         handle.undo()
 
@@ -64,7 +64,7 @@ def test_bfloat16_that_we_chose_is_on_trial_and_one_that_was_asked_for_is_not() 
 def test_a_bfloat16_arm_that_is_off_computes_in_float32() -> None:
     host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
     model = nn.Linear(8, 2)
-    handle = accelerate(model, Plan(), host=host)
+    handle = accelerate(model, Plan(tune="off"), host=host)
     (arm,) = handle.engine.arms()
     for choice, dtype in (("off", torch.float32), ("bf16-mixed", torch.bfloat16)):
         arm.choose(choice)

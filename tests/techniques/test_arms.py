@@ -90,8 +90,9 @@ def test_attention_that_is_off_is_the_users_own() -> None:
     handle.undo()
 
 
-def test_layouts_go_there_and_back_with_the_optimizers_state() -> None:
+def test_layouts_go_there_and_back_with_the_optimizers_state(determinism_restored: None) -> None:
     torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # in which no clock says that this machine is slower in the layout
     model = Attention()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     handle = accelerate(model, Plan(precision="32-true", flash_attention="off", tune="off"), optimizers=optimizer)
@@ -100,8 +101,6 @@ def test_layouts_go_there_and_back_with_the_optimizers_state() -> None:
         optimizer.step()
     weight = model.conv.weight
     arms = {arm.name: arm for arm in handle.engine.arms()}
-    if "memory_format" not in arms:
-        pytest.skip("channels_last was slower for these convolutions here")
     for choice, last in ((OFF, False), ("on", True), (OFF, False)):
         arms["memory_format"].choose(choice)
         assert weight.is_contiguous(memory_format=torch.channels_last) is last

@@ -22,6 +22,7 @@ from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import MixedPrecision
 from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning.loop import LoopTurns
+from lightning_accel.tuning.trials import Tuning
 
 
 def surroundings_for(
@@ -87,6 +88,11 @@ class Handle:
         warnings.warn("memory_plan is now memory_schedule; the old name goes in 0.3.", FutureWarning, stacklevel=2)
         return self.memory_schedule
 
+    @property
+    def tuning(self) -> Tuning | None:
+        """What live trials have come to; None before they began, and where there are none. It outlives the run."""
+        return None if self._turns is None else self._turns.tuning
+
     def step(self, stage: str = "train") -> AbstractContextManager[None]:
         """Enter it around forward and loss of every step: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
         if self._turns is not None and stage == "train":
@@ -102,7 +108,8 @@ class Handle:
 
     def undo(self) -> None:
         """Takes every edit back: the model is again the one that was passed in. The report stays."""
-        self._turns = None
+        if self._turns is not None:
+            self._turns.close()
         self.engine.undo()
 
 

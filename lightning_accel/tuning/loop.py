@@ -7,7 +7,7 @@ import torch
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.engine import Engine
 from lightning_accel.tuning.comparison import Choices
-from lightning_accel.tuning.trials import LiveTrials
+from lightning_accel.tuning.trials import LiveTrials, Tuning
 
 _QUIET_STEPS = 2  # after the trials of the parts, for caches to fill
 
@@ -29,11 +29,19 @@ class LoopTurns:
         self._steps_left = steps
         self._quiet_steps = 0
         self._read = 0
+        self._is_closed = False
         self._trials: LiveTrials | None = None
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What the trials have come to; None before they began."""
+        return None if self._trials is None else self._trials.tuning
 
     def step_begins(self) -> None:
         """Ends the turn under way, and begins the next one."""
         self._steps_left -= 1
+        if self._is_closed:
+            return
         if self._engine.is_trying or self._quiet_steps < _QUIET_STEPS:
             self._quiet_steps += not self._engine.is_trying
             return
@@ -48,6 +56,10 @@ class LoopTurns:
         self._trials.begin()
         self._clock.fetch_began()
         self._clock.fetch_ended()
+
+    def close(self) -> None:
+        """Switches nothing any more."""
+        self._is_closed = True
 
     def _made(self) -> LiveTrials:
         # A deterministic run decides nothing by the clock.

@@ -308,13 +308,14 @@ class LiveTrials:
         self._settled_s = None
         test = PairTest(ALPHA)
         while len(test) < _MAX_PAIRS:
-            for _ in range(WATCH_EVERY):
+            has_drifted = False
+            for turn in range(WATCH_EVERY):
                 yield None
-                if self._has_drifted():
+                if turn % _LATEST == 0 and (has_drifted := self._has_drifted()):
                     break
             if not self.tuning.choices:
                 continue
-            if self._has_drifted():
+            if has_drifted:
                 self._say("a step takes longer than it did: what holds is tried against the plain run again")
                 break
             result = yield self._comparing("plain", self.tuning.choices, {}, test=test, max_pairs=len(test) + 1)

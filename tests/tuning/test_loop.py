@@ -71,3 +71,16 @@ def test_a_bfloat16_arm_that_is_off_computes_in_float32() -> None:
         with handle.step():
             assert model(torch.ones(4, 8)).dtype == dtype
     handle.undo()
+
+
+def test_after_undo_nothing_is_switched_any_more() -> None:
+    with simulated(1.5) as time:
+        handle, _ = train(time)
+        handle.undo()
+        before = list(Speed.latest.switches)
+        for _ in range(300):
+            with handle.step():
+                time.advance(10)
+        assert Speed.latest.switches == before
+        assert handle.tuning is not None
+        assert handle.tuning.choices == {"speed": "on"}

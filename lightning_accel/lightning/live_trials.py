@@ -16,7 +16,6 @@ from lightning_accel.core.patch import Patch
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.private import fetch_patches
 from lightning_accel.techniques.arms import Arm
@@ -44,63 +43,72 @@ class Turns:
     """Cuts a fit into turns, and has live trials take them.
 
     A turn begins where the next batch is asked for, once an optimizer has stepped. So a switch is over before the
-    clock goes on, and the batch comes to the device in the layout that its step wants.
+    clock goes on, and the batch comes to the device in the layout that its step wants. Until there are trials, hardly
+    anything is done.
 
     Args:
         trainer: In its fit.
-        clock: Of its device.
         make_trials: Makes the trials when a batch is there to train on; None: it is not time yet.
     """
 
-    def __init__(self, trainer: Trainer, clock: StepClock, make_trials: Callable[[Any], LiveTrials | None]) -> None:
+    def __init__(self, trainer: Trainer, make_trials: Callable[[Any], LiveTrials | None]) -> None:
         self.trials: LiveTrials | None = None
         self._trainer = trainer
-        self._clock = clock
         self._make_trials = make_trials
+        self._clock = StepClock()
         self._read = 0  # of the clock's cycles
         self._turn = _Turn()
         self._cycles: deque[_Turn] = deque()  # whose time is not known yet
         self._unheard: deque[_Turn] = deque()  # turns of the trials, in their order
-        self._steps = trainer.global_step
+        self._steps = 0
         self._has_batch = False
         self._typical_elements = 0
 
     def patches(self) -> Iterator[Patch]:
         """The edits to the Trainer's profiler, which is told of every fetch."""
-        return fetch_patches(self._trainer, self._fetch_begins, self._clock.fetch_ended)
+        return fetch_patches(self._trainer, self._fetch_begins, self._fetch_ends)
 
     def batch(self, batch: Any) -> None:
         """Tells which batch the turn under way is about to train on."""
+        if self.trials is None:
+            self.trials = self._make_trials(batch)  # they begin once the optimizer has stepped next
+            if self.trials is not None:
+                self._clock = clock_for(self._trainer.strategy.root_device)
+                self._steps = self._trainer.global_step
+            return
         self._has_batch = True
         self._turn.batches += 1
         self._turn.elements += sum(tensor.numel() for tensor in tensors_in(batch))
         self._turn.is_interrupted |= self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if self.trials is None:
-            self.trials = self._make_trials(batch)  # they begin with the next turn
 
     def interrupt(self) -> None:
         """Tells that something else than training goes on: the turn does not count."""
         self._turn.is_interrupted = True
 
     def _fetch_begins(self) -> None:
+        if self.trials is None:
+            return
         if self._has_batch:  # not where a fetcher looks ahead, or an epoch begins
             self._has_batch = False
             self._clock.step_ended(0)
             self._cycles.append(self._turn)
-            if self._trainer.global_step != self._steps:
-                self._steps = self._trainer.global_step
-                self._begin()
+        if self._trainer.global_step != self._steps:
+            self._steps = self._trainer.global_step
+            self._begin(self.trials)
         self._clock.fetch_began()
 
-    def _begin(self) -> None:
-        self._turn.is_over = True
-        self._hear()
-        self._turn = _Turn()
-        if self.trials is not None:
-            self.trials.begin()
-            self._unheard.append(self._turn)
+    def _fetch_ends(self) -> None:
+        if self.trials is not None and self._clock.is_open:
+            self._clock.fetch_ended()
 
-    def _hear(self) -> None:
+    def _begin(self, trials: LiveTrials) -> None:
+        self._turn.is_over = True
+        self._hear(trials)
+        self._turn = _Turn()
+        trials.begin()
+        self._unheard.append(self._turn)
+
+    def _hear(self, trials: LiveTrials) -> None:
         """Reads the clock, and gives the trials the times of those of their turns that are known whole."""
         known = self._clock.timed.step_ms
         while self._read < len(known):
@@ -110,11 +118,10 @@ class Turns:
             self._read += 1
         while self._unheard and self._unheard[0].is_over and self._unheard[0].timed == self._unheard[0].batches:
             turn = self._unheard.popleft()
-            assert self.trials is not None
             self._typical_elements = self._typical_elements or turn.elements
             # By element, as if every batch were as large as the first.
             scale = self._typical_elements / turn.elements if turn.elements else 1.0
-            self.trials.took(None if turn.is_interrupted else turn.seconds * scale)
+            trials.took(None if turn.is_interrupted else turn.seconds * scale)
 
 
 class LiveTuning:
@@ -138,7 +145,8 @@ class LiveTuning:
         self._known: Tuning | None = None
         self._quiet_batches = 0
         self._arms: list[Arm] = []
-        self.turns = Turns(trainer, clock_for(trainer.strategy.root_device), self._trials)
+        self._too_short: tuple[Any, ...] = ()  # what the Trainer was to run for when that was too short
+        self.turns = Turns(trainer, self._trials)
 
     @property
     def tuning(self) -> Tuning | None:
@@ -156,7 +164,6 @@ class LiveTuning:
             return False
         is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
         if trials.failed("out of memory" if is_memory else "raised an error"):
-            self._engine.report.note(f"a step with an arm on trial raised {one_line(error)}, and ran without it")
             return True
         trials.give_up()
         return False
@@ -166,6 +173,8 @@ class LiveTuning:
             self._quiet_batches += not self._engine.is_trying
             return None
         trainer = self._trainer
+        if self._too_short == (limits := (trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches)):
+            return None
         turns = turns_left(trainer)
         if self._key is None:
             # A deterministic run decides nothing by the clock.
@@ -175,8 +184,13 @@ class LiveTuning:
             self._known = self.resumed or (self._recalled(self._key) if self._arms else None)
             if self._known is not None and self._known.choices.keys() - {arm.name for arm in self._arms}:
                 self._known = None  # by another machine, or with other settings
+            if trainer.world_size > 1 and self._arms:  # all of them try, or none; they settle that once
+                turns = min(gather(turns))
+                if self._known is None and turns < MIN_TURNS:
+                    self._arms = []
         known = self._known
-        if not self._arms or (known is None and turns < MIN_TURNS):  # which may change: a search of learning rates ends
+        if not self._arms or (known is None and turns < MIN_TURNS):
+            self._too_short = limits  # which change when a search of learning rates ends
             return None
         if known is not None:
             self._record(known)

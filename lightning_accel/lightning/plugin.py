@@ -133,7 +133,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             self._feeding = Feeding(trainer, engine, transforms, dtype, around.wants_channels_last)
             self._hook(self._feeding.patches())
         if self._is_fitting:
-            if self.plan.tune == "auto" and self.plan.verify:
+            if self.plan.tune == "auto" and self.plan.verify and self._is_in_force():
                 self._live = LiveTuning(trainer, engine, self._own_arms(), self._tuning)
                 self._hook(self._live.turns.patches())
             if self.plan.log:
@@ -371,6 +371,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
         make, (kind, state) = super().__reduce__()
         state |= {"_engine": None, "_net": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
+        state |= {"_live": None, "_runs_in_float32": False}
         return make, (kind, state)
 
     def __repr__(self) -> str:

@@ -57,6 +57,7 @@ class SafetyNet:
         self._is_ours = is_ours
         self._without_precision = without_precision
         self._yields = yields
+        self._has_yielded = False  # in the latest repetition
         self._attempt: Attempt | None = None
         self._state: SmallState | None = None
 
@@ -108,6 +109,7 @@ class SafetyNet:
             failure = _without_frames(error)
         self._module.zero_grad(set_to_none=True)
         run_repeated(self._repeat(attempt, failure))
+        self._tell(failure)
 
     def _run(self, step: Step, args: Any, kwargs: Any) -> Any:
         self._attempt = None
@@ -129,7 +131,9 @@ class SafetyNet:
                 raise
             failure = _without_frames(error)
         # Outside of the handler, so that an error of the user's does not drag ours along.
-        return self._repeat(attempt, failure)
+        outputs = self._repeat(attempt, failure)
+        self._tell(failure)
+        return outputs
 
     def _may_repeat(self, attempt: Attempt, error: Exception) -> bool:
         return not isinstance(error, _NOT_OURS) and attempt.can_be_repeated()
@@ -145,7 +149,8 @@ class SafetyNet:
         except Exception:  # a repetition would not start from where the step did
             raise error from None
         args, kwargs = self._engine.predictions(attempt.given)  # the batch, too, as the user's loader gave it
-        if self._yields(error):
+        self._has_yielded = self._yields(error)
+        if self._has_yielded:
             return attempt.step(*args, **kwargs)
         remark = f"a step raised {one_line(error)}"
         self._engine.stand_aside(remark)
@@ -156,10 +161,14 @@ class SafetyNet:
         with self._without_precision(error):
             outputs = attempt.step(*args, **kwargs)
         self._engine.join_after_failure()
-        self._engine.degrade(
-            f"{remark}, and ran when it was repeated without the edits of this plugin: all of them are taken back"
-        )
         return outputs
+
+    def _tell(self, error: Exception) -> None:
+        if self._has_yielded:
+            self._engine.report.note(f"a step with an arm on trial raised {one_line(error)}, and ran without it")
+            return
+        remark = f"a step raised {one_line(error)}, and ran when it was repeated without the edits of this plugin"
+        self._engine.degrade(f"{remark}: all of them are taken back")
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch.utils.data import DataLoader
 from lightning_accel import AccelPlugin
 from lightning_accel.tuning import remembered
 from support.live_runs import Speed, Timed, batches, fit, simulated
+
+pytestmark = pytest.mark.numbers
 
 
 def status(plugin: AccelPlugin) -> str:
@@ -230,3 +233,20 @@ def test_an_error_of_the_users_own_is_theirs() -> None:
 
     with simulated(1.5) as time, pytest.raises(KeyError, match="mine"):
         fit(Broken(time), 100)
+
+
+def test_a_copy_of_the_plugin_leaves_the_run_behind() -> None:
+    copies = []
+
+    class Copying(Timed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 30:
+                copies.append(pickle.loads(pickle.dumps(self.trainer.precision_plugin)))
+            return super().training_step(batch, batch_idx)
+
+    with simulated(1.5) as time:
+        fit(Copying(time), 100)
+        (copy,) = copies
+        trainer = Trainer(plugins=[copy], max_epochs=1, logger=False, enable_checkpointing=False)
+        trainer.fit(Timed(time), batches(100))
+        assert "over plain" in status(copy)

@@ -12,6 +12,8 @@ from lightning_accel import Plan, accelerate
 from lightning_accel.assembly import Handle
 from lightning_accel.techniques.arms import OFF
 
+pytestmark = pytest.mark.numbers
+
 
 class Attention(nn.Module):
     """Attention by hand, over images, with an activation: something for each technique."""

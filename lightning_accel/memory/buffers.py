@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort_left
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import IO
@@ -195,10 +196,12 @@ class SpillFile(Pool):
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            free = shutil.disk_usage(self._folder).free
+            free = "how much is free cannot be seen"
+            with suppress(OSError):
+                free = f"{format_bytes(shutil.disk_usage(self._folder).free)} free"
             raise OffloadingError(
                 f"activation_offloading='disk' needs {format_bytes(size)} more in {self._folder!r}, beyond the"
-                f" {format_bytes(self.total_bytes)} there: {os.strerror(error.errno)} ({format_bytes(free)} free). This"
+                f" {format_bytes(self.total_bytes)} there: {os.strerror(error.errno)} ({free}). This"
                 " step is lost, parameters and optimizer are as before it, and the file is removed. Free some space,"
                 " name another folder (activation_offloading={'to': 'disk', 'folder': ...}), raise min_bytes, or use"
                 " activation_offloading='host'."

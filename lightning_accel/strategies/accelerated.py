@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
 
 from lightning_accel.lightning.plugin import AccelPlugin
@@ -151,7 +151,8 @@ def _check_samples(dataloader: object) -> None:
     """Raises a ``ValueError`` for a loader whose samples do not go round."""
     if not isinstance(dataloader, DataLoader):
         return
-    sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
+    batches = dataloader.batch_sampler  # Lightning's own, for predictions, gives some processes none on purpose
+    sampler = batches.sampler if isinstance(batches, BatchSampler) else dataloader.sampler
     if not isinstance(sampler, DistributedSampler):
         return
     samples = len(sampler.dataset)  # type: ignore[arg-type]

@@ -111,8 +111,8 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
         if not self._loads_whole_checkpoint:
             return
         own = self.module.state_dict()
-        shards = {name: _as_sharded(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
         try:
+            shards = {name: _as_sharded(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
             self.module.load_state_dict(shards, strict=strict)
         except RuntimeError as error:
             raise RuntimeError(
@@ -156,4 +156,4 @@ def _as_sharded(value: Any, like: Any) -> Any:
     if isinstance(value, DTensor):
         return value
     # Every rank has the whole of it: nothing has to be sent.
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(value.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,23 @@ def test_fewer_samples_than_processes_are_refused() -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(loader.dataset, num_replicas=4, rank=0)
     with pytest.raises(ValueError, match="has 3 samples for 4 processes: some would get none"):
         strategy.process_dataloader(DataLoader(loader.dataset, sampler=sampler))
+
+
+def test_a_batch_sampler_that_gives_some_processes_nothing_on_purpose_is_let_be() -> None:
+    """As Lightning's own is, by which predictions go over every sample once."""
+
+    class Wrapper:
+        def __init__(self, sampler: DistributedSampler[Any]) -> None:
+            self.sampler = sampler
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter(())
+
+    strategy = AccelStrategy()
+    dataset = images(batches=1, batch_size=3).dataset
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=4, rank=0)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=Wrapper(sampler))  # type: ignore[arg-type]
+    strategy.process_dataloader(loader)
 
 
 def test_a_checkpoint_goes_to_a_plain_trainer_and_back(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -76,18 +77,18 @@ class HuggingFaceSite(AttentionSite):
         self._missed = self._why_not(name, args, kwargs)
         if self._missed is not None:
             return original(self.module, *args, **kwargs)
-        setattr(self.module, Request.NAME, request)
-        if name == "eager":
-            _registration.hold()
-            setattr(config, implementation_attribute(config), EAGER_MASKS)
-        try:
-            return original(self.module, *args, **kwargs)
-        finally:
-            delattr(self.module, Request.NAME)
-            self._missed = request.missed
+        with ExitStack() as undoing:
             if name == "eager":
-                setattr(config, implementation_attribute(config), name)
-                _registration.release()
+                _registration.hold()
+                undoing.callback(_registration.release)
+                undoing.callback(setattr, config, implementation_attribute(config), name)
+                setattr(config, implementation_attribute(config), EAGER_MASKS)
+            setattr(self.module, Request.NAME, request)
+            undoing.callback(delattr, self.module, Request.NAME)
+            try:
+                return original(self.module, *args, **kwargs)
+            finally:
+                self._missed = request.missed
 
     @override
     def nothing_found(self) -> str | None:

@@ -17,13 +17,12 @@ from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
 from lightning_accel.callbacks._samples import SampleCounter
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.host import usable_cores
-from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
-from lightning_accel.lightning.private import fetch_patches
+from lightning_accel.lightning.private import FetchPatch
 
 
 class FitInstruments:
@@ -52,7 +51,7 @@ class FitInstruments:
         self.clock = clock_for(self._device)
         self.flops = FlopMeter()
         self.ends = EpochEnds.open(trainer)
-        self._fetch_hooks = PatchSet(fetch_patches(trainer, self.clock.fetch_began, self.clock.fetch_ended))
+        self._fetch_hooks = FetchPatch(trainer, self.clock.fetch_began, self.clock.fetch_ended)
         self._fetch_hooks.apply()
 
     def restart(self) -> None:
@@ -105,7 +104,7 @@ class FitInstruments:
         scaler = self._scaler()
         before, now = self._skipped_before, self._skipped_steps()
         self._skipped_before = now
-        knows_samples, knows_wait = not self._has_unknown_samples, len(self._fetch_hooks) > 0
+        knows_samples, knows_wait = not self._has_unknown_samples, self._fetch_hooks.is_applied
         return RankEpoch(
             steps=len(timed.step_ms) + len(apart.step_ms),
             samples=timed.samples + apart.samples if knows_samples else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.engine import Engine
-from lightning_accel.lightning.private import fetch_patches
+from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.remembered import DamagedError, Key
 from lightning_accel.tuning.trials import MIN_TURNS, LiveTrials, Tuning
 
+_LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
 _QUIET_BATCHES = 2  # after the trials of the parts, for caches to fill
 
 
@@ -49,10 +51,15 @@ class Turns:
     Args:
         trainer: In its fit.
         make_trials: Makes the trials when a batch is there to train on; None: it is not time yet.
+
+    Attributes:
+        trials: Once they are made.
+        expects_batch: Whether the next batch is one to train on; a fit validates, too.
     """
 
     def __init__(self, trainer: Trainer, make_trials: Callable[[Any], LiveTrials | None]) -> None:
         self.trials: LiveTrials | None = None
+        self.expects_batch = False
         self._trainer = trainer
         self._make_trials = make_trials
         self._clock = StepClock()
@@ -65,11 +72,12 @@ class Turns:
         self._typical_elements = 0
 
     def patches(self) -> Iterator[Patch]:
-        """The edits to the Trainer's profiler, which is told of every fetch."""
-        return fetch_patches(self._trainer, self._fetch_begins, self._fetch_ends)
+        """The edit by which it is told of every fetch."""
+        yield FetchPatch(self._trainer, self._fetch_begins, self._fetch_ends)
 
     def batch(self, batch: Any) -> None:
         """Tells which batch the turn under way is about to train on."""
+        self.expects_batch = False
         if self.trials is None:
             self.trials = self._make_trials(batch)  # they begin once the optimizer has stepped next
             if self.trials is not None:
@@ -98,6 +106,7 @@ class Turns:
         self._clock.fetch_began()
 
     def _fetch_ends(self) -> None:
+        self.expects_batch = True
         if self.trials is not None and self._clock.is_open:
             self._clock.fetch_ended()
 
@@ -145,17 +154,14 @@ class LiveTuning:
         self._known: Tuning | None = None
         self._quiet_batches = 0
         self._arms: list[Arm] = []
-        self._too_short: tuple[Any, ...] = ()  # what the Trainer was to run for when that was too short
+        self._is_too_short = False
+        self._batches = itertools.count(1)  # since that was found
         self.turns = Turns(trainer, self._trials)
 
     @property
     def tuning(self) -> Tuning | None:
         """What they have come to; None before they began."""
         return self.resumed if self.turns.trials is None else self.turns.trials.tuning
-
-    def is_training(self) -> bool:
-        """Whether the loop under way trains; a fit validates, too."""
-        return self._trainer.training
 
     def yields(self, error: Exception) -> bool:
         """Takes an arm back that was on trial in a step that raised; whether there was one. Else all trials end."""
@@ -173,7 +179,7 @@ class LiveTuning:
             self._quiet_batches += not self._engine.is_trying
             return None
         trainer = self._trainer
-        if self._too_short == (limits := (trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches)):
+        if self._is_too_short and next(self._batches) % _LOOKS_AGAIN:
             return None
         turns = turns_left(trainer)
         if self._key is None:
@@ -190,7 +196,7 @@ class LiveTuning:
                     self._arms = []
         known = self._known
         if not self._arms or (known is None and turns < MIN_TURNS):
-            self._too_short = limits  # which change when a search of learning rates ends
+            self._is_too_short = True  # which changes when a search of learning rates ends
             return None
         if known is not None:
             self._record(known)

@@ -185,7 +185,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        if self._live is not None and self._live.is_training():
+        if self._live is not None and self._live.turns.expects_batch:
             self._live.turns.batch(data)
         return super().convert_input(data)
 

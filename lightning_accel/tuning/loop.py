@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_accel.core.clocks import clock_for
+from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.engine import Engine
 from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.trials import LiveTrials, Tuning
@@ -25,7 +25,8 @@ class LoopTurns:
 
     def __init__(self, engine: Engine, device: torch.device, steps: int) -> None:
         self._engine = engine
-        self._clock = clock_for(device)
+        self._device = device
+        self._clock = StepClock()
         self._steps_left = steps
         self._quiet_steps = 0
         self._read = 0
@@ -64,6 +65,7 @@ class LoopTurns:
     def _made(self) -> LiveTrials:
         # A deterministic run decides nothing by the clock.
         arms = [] if torch.are_deterministic_algorithms_enabled() else self._engine.arms()
+        self._clock = clock_for(self._device)
 
         def put(choices: Choices) -> None:
             self._engine.rest(arm.name for arm in arms if arm.name not in choices)

@@ -120,7 +120,7 @@ def test_other_callbacks_between_steps_are_training_time(clock: SimulatedTime) -
 
 
 def test_a_loop_without_fetch_hooks_only_loses_the_wait(monkeypatch: pytest.MonkeyPatch, clock: SimulatedTime) -> None:
-    monkeypatch.setattr(_instruments, "fetch_patches", lambda trainer, began, ended: ())
+    monkeypatch.setattr(_instruments.FetchPatch, "apply", lambda self: None)
     model = Model(lambda module, batch_idx: clock.advance(10))
     epoch = fit(model, loader(data=Vectors(5, fetch=lambda: clock.advance(30)))).last
     assert epoch is not None

@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
-from lightning_accel.callbacks._meters import host_rss_mib, memory_meter_for
+from lightning_accel.callbacks._meters import host_rss_mib
+from lightning_accel.core.peak_memory import PeakMemory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from _turns import Job
@@ -187,7 +188,7 @@ class Turns(Callback):
 
     def __init__(self, pipe: Connection, steps: int) -> None:
         self._pipe, self._steps = pipe, steps
-        self._memory = memory_meter_for(torch.device("cpu"))
+        self._memory = PeakMemory(torch.device("cpu"))
         self._starts: list[float] = []
         self._faults: list[int] = []
 
@@ -206,7 +207,7 @@ class Turns(Callback):
 
         return Turn(
             step_ms=1e3 * median(self._starts),
-            peak_mib=self._memory.peak_mib(),
+            peak_mib=self._memory.peak_bytes() / 2**20,
             resident_mib=host_rss_mib(),
             faults=median(self._faults),
         )

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_accel.callbacks._clocks import StepClock, clock_for
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._epoch_ends import EpochEnds, is_last_of_epoch, reaches_max_steps
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
-from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib, memory_meter_for
+from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
 from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
 from lightning_accel.callbacks._samples import SampleCounter
+from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.host import usable_cores
-from lightning_accel.core.patch import MethodPatch, PatchSet
+from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
+from lightning_accel.lightning.private import FetchPatch
 
 
 class FitInstruments:
@@ -45,13 +45,14 @@ class FitInstruments:
         self._has_advised = False
         self._skipped_before = self._skipped_steps()
         self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
-        self._memory = memory_meter_for(self._device)
+        self._memory = PeakMemory(self._device)
         self.energy = EnergyMeter.open(self._device)
         self._peak_flops = peak_flops_per_sec(self._device, str(trainer.precision))
         self.clock = clock_for(self._device)
         self.flops = FlopMeter()
         self.ends = EpochEnds.open(trainer)
-        self._fetch_hooks = _time_fetches(trainer, self.clock)
+        self._fetch_hooks = FetchPatch(trainer, self.clock.fetch_began, self.clock.fetch_ended)
+        self._fetch_hooks.apply()
 
     def restart(self) -> None:
         self.flops.close()
@@ -103,7 +104,7 @@ class FitInstruments:
         scaler = self._scaler()
         before, now = self._skipped_before, self._skipped_steps()
         self._skipped_before = now
-        knows_samples, knows_wait = not self._has_unknown_samples, len(self._fetch_hooks) > 0
+        knows_samples, knows_wait = not self._has_unknown_samples, self._fetch_hooks.is_applied
         return RankEpoch(
             steps=len(timed.step_ms) + len(apart.step_ms),
             samples=timed.samples + apart.samples if knows_samples else None,
@@ -112,7 +113,7 @@ class FitInstruments:
             steps_per_sec=_per(steps, seconds),
             data_wait_frac=_per(rated.wait_ms, rated.train_ms) if knows_wait else None,
             data_wait_ms=_per(rated.wait_ms, steps) if knows_wait else None,
-            peak_memory_mib=self._memory.peak_mib(),
+            peak_memory_mib=self._memory.peak_bytes() / 2**20,
             host_rss_mib=host_rss_mib(),
             flops_per_step=self.flops.flops,
             peak_flops=self._peak_flops,
@@ -165,41 +166,6 @@ class FitInstruments:
 
     def _skipped_steps(self) -> int | None:
         return getattr(self._scaler(), "skipped_steps", None)
-
-
-def _time_fetches(trainer: Trainer, clock: StepClock) -> PatchSet:
-    """Has ``clock`` told when the train dataloader is asked for a batch, and when it has given one.
-
-    Lightning has no hook there, and tells its profiler. Did it call that something else, the wait would be part of the
-    gaps between the steps, and only ``data_wait_frac`` lost.
-    """
-    fetch_began, fetch_ended = clock.fetch_began, clock.fetch_ended
-    profiler = cast(Any, trainer).profiler  # which Lightning sets where mypy does not look
-    profiles = type(profiler) is not PassThroughProfiler  # the default does nothing, at every action of a step
-    fetch = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
-
-    def began_before(original: Callable[..., Any]) -> Callable[..., Any]:
-        def start(profiler: Any, action_name: str) -> None:
-            if action_name == fetch:
-                fetch_began()
-            if profiles:
-                original(profiler, action_name)
-
-        return start
-
-    def ended_after(original: Callable[..., Any]) -> Callable[..., Any]:
-        def stop(profiler: Any, action_name: str) -> None:
-            if profiles:
-                original(profiler, action_name)
-            if action_name == fetch:
-                fetch_ended()
-
-        return stop
-
-    wraps = {"start": began_before, "stop": ended_after}
-    patches = PatchSet(MethodPatch(name, "timed", profiler, name, wrap) for name, wrap in wraps.items())
-    patches.apply()
-    return patches
 
 
 def _per(amount: float, total: float) -> float:

@@ -1,74 +1,14 @@
-"""Memory and energy over an epoch, from whoever keeps the books: the allocator, the kernel, the card."""
+"""Host memory and energy over an epoch, from whoever keeps the books: the system, the card."""
 
 from __future__ import annotations
 
 import math
-import re
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 _MIB = 1024.0**2
-
-
-@dataclass(frozen=True)
-class MemoryMeter:
-    """The largest amount of memory that was held at one time.
-
-    Attributes:
-        source: Whose peak it is, and since when, in words.
-        restart: Begins a new window, where the system can.
-        peak_mib: The peak of the window.
-    """
-
-    source: str
-    restart: Callable[[], object]
-    peak_mib: Callable[[], float]
-
-
-def memory_meter_for(device: torch.device) -> MemoryMeter:
-    """The closest books on ``device``: torch's allocator's, or else those that the system keeps of this process."""
-    if device.type == "cuda":
-        return MemoryMeter(
-            "device allocator's peak, reset per epoch",
-            lambda: torch.cuda.reset_peak_memory_stats(device),
-            lambda: torch.cuda.max_memory_allocated(device) / _MIB,
-        )
-    if may_reset_peak():
-        return MemoryMeter("process high-water mark, reset per epoch", _reset_peak, _peak_since_reset_mib)
-    return MemoryMeter("process high-water mark since its start", lambda: None, _peak_since_start_mib)
-
-
-def may_reset_peak() -> bool:
-    """Whether this process may reset its own mark, as Linux allows (``man 5 proc``, clear_refs)."""
-    try:
-        _reset_peak()
-        return _peak_since_reset_mib() > 0
-    except OSError:
-        return False
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _peak_since_reset_mib() -> float:
-    mark = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
-    return int(mark[1]) / 1024 if mark is not None else 0.0
-
-
-def _peak_since_start_mib() -> float:
-    if sys.platform == "win32":
-        return float(psutil.Process().memory_info().peak_wset) / _MIB
-    import resource
-
-    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return max_rss / _MIB if sys.platform == "darwin" else max_rss / 1024
 
 
 def host_rss_mib() -> float:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_accel.claims import command as claims_command
-from lightning_accel.cli import plan_command
+from lightning_accel.cli import cache_command, plan_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,12 +17,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     subcommands.add_parser("doctor", help="what this machine has, what is missing and how to get it")
     plan = plan_command.add_parser(subcommands)
     claims = claims_command.add_parser(subcommands)
+    cache_command.add_parser(subcommands)
     arguments = parser.parse_args(plan_command.with_values(sys.argv[1:] if argv is None else argv))
     if arguments.subcommand == "plan":
         try:
             plan_command.show(arguments)
         except ValueError as error:
             plan.error(str(error))
+        return 0
+    if arguments.subcommand == "cache":
+        cache_command.run(clear=arguments.clear)
         return 0
     if arguments.subcommand == "claims":
         try:

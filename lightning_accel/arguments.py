@@ -7,7 +7,7 @@ The techniques declare them (`techniques/registry.py`). Editors and type checker
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 from lightning_accel.core.checks import nearest
 from lightning_accel.techniques.registry import declarations, documented, on_change
@@ -17,12 +17,15 @@ class RunSettings:
     """The settings that belong to no technique.
 
     Attributes:
+        tune: ``"auto"``: what is kept is decided by whole training steps, while they train, so that the run is never
+            slower than plain; ``"off"``: by the trials of the parts alone.
         log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
         strict: Raise where the default is to warn and go on.
         verify: Try every change on the first batch and keep only those that agree with the original. Switched off,
             changes are applied untried.
     """
 
+    tune: Literal["auto", "off"] = "auto"
     log: bool = True
     strict: bool = False
     verify: bool = True

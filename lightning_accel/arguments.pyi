@@ -35,6 +35,7 @@ class Arguments:
             "off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
         ]
         | bool = "off",
+        tune: Literal["auto", "off"] = "auto",
         log: bool = True,
         strict: bool = False,
         verify: bool = True,
@@ -71,6 +72,8 @@ class Arguments:
                 limit. Or a :class:`MemoryBudgetPlan`, in YAML a mapping of ``budget``, ``blocks``.
             compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where a trial is faster;
                 or a mode of :func:`torch.compile`.
+            tune: ``"auto"``: what is kept is decided by whole training steps, while they train, so that the run is
+                never slower than plain; ``"off"``: by the trials of the parts alone.
             log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
             strict: Raise where the default is to warn and go on.
             verify: Try every change on the first batch and keep only those that agree with the original. Switched
@@ -96,6 +99,7 @@ class Values:
     compile: (
         Literal["off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | bool
     )
+    tune: Literal["auto", "off"]
     log: bool
     strict: bool
     verify: bool

@@ -21,6 +21,8 @@ from lightning_accel.techniques.base import Surroundings
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import MixedPrecision
 from lightning_accel.techniques.registry import declarations
+from lightning_accel.tuning.loop import LoopTurns
+from lightning_accel.tuning.trials import Tuning
 
 
 def surroundings_for(
@@ -63,10 +65,11 @@ class Handle:
         scaler: The gradient scaler; it passes everything through unless the precision is ``"16-mixed"``.
     """
 
-    def __init__(self, engine: Engine, scaler: torch.amp.GradScaler) -> None:
+    def __init__(self, engine: Engine, scaler: torch.amp.GradScaler, turns: LoopTurns | None = None) -> None:
         self.model = engine.model
         self.engine = engine
         self.scaler = scaler
+        self._turns = turns
 
     @property
     def report(self) -> Report:
@@ -85,8 +88,15 @@ class Handle:
         warnings.warn("memory_plan is now memory_schedule; the old name goes in 0.3.", FutureWarning, stacklevel=2)
         return self.memory_schedule
 
+    @property
+    def tuning(self) -> Tuning | None:
+        """What live trials have come to; None before they began, and where there are none. It outlives the run."""
+        return None if self._turns is None else self._turns.tuning
+
     def step(self, stage: str = "train") -> AbstractContextManager[None]:
         """Enter it around forward and loss of every step: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        if self._turns is not None and stage == "train":
+            self._turns.step_begins()
         return self.engine.step(stage)
 
     def batch(self, batch: Any, stage: str | None = None) -> Any:
@@ -98,6 +108,8 @@ class Handle:
 
     def undo(self) -> None:
         """Takes every edit back: the model is again the one that was passed in. The report stays."""
+        if self._turns is not None:
+            self._turns.close()
         self.engine.undo()
 
 
@@ -106,6 +118,7 @@ def accelerate(
     plan: Plan | None = None,
     *,
     optimizers: Optimizer | Iterable[Optimizer] = (),
+    steps: int = 1000,
     host: Host | None = None,
 ) -> Handle:
     """Accelerates a model in a plain PyTorch loop.
@@ -128,6 +141,7 @@ def accelerate(
         plan: What to do; by default what ``AccelPlugin()`` does.
         optimizers: Those that train the model. Others that hold its parameters are looked for at the first step; one
             that is made later, and given a state of another layout, would not be noticed.
+        steps: How many training steps there will be, about: what live trials may cost hangs on it.
         host: The machine to decide for; by default the one that holds the model's parameters.
 
     Raises:
@@ -140,4 +154,5 @@ def accelerate(
     engine = Engine(model, host, techniques, names=list(declarations()), strict=plan.strict)
     engine.meet([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
     scaler = next((t.scaler for t in techniques if isinstance(t, MixedPrecision)), None)
-    return Handle(engine, scaler or torch.amp.GradScaler(host.device_type, enabled=False))
+    turns = LoopTurns(engine, device_of(model), steps) if plan.tune == "auto" and plan.verify else None
+    return Handle(engine, scaler or torch.amp.GradScaler(host.device_type, enabled=False), turns)

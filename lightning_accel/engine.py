@@ -18,6 +18,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.optimizers import living_optimizers
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.report import AccelError, AccelWarning, Report, difference
+from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Refusal, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts
 
@@ -73,6 +74,7 @@ class Engine:
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
         self._available = tuple(self._techniques)
         self._at_work: list[Technique] = []  # those that a step has to do with
+        self._resting: set[str] = set()  # whose arms are off
         self._trial_step: int | None = 0 if self._techniques else None
         self._open = list(self._techniques)  # those that are not closed, among them such as stand aside
         self._owes_verdicts = False
@@ -174,6 +176,15 @@ class Engine:
     def is_trying(self) -> bool:
         """Whether the next step that may be tried on is one of the trial steps."""
         return self._trial_step is not None
+
+    def arms(self) -> list[Arm]:
+        """What live trials may switch; complete once no technique is tried any more."""
+        return [arm for technique in self._techniques for arm in technique.arms()]
+
+    def rest(self, names: Iterable[str]) -> None:
+        """Leaves these techniques out of the steps to come, until it is called again: their arms are off."""
+        self._resting = set(names)
+        self._find_at_work()
 
     def stand_aside(self, reason: str) -> None:
         """Takes every edit back for the rest of the run, and remembers it for a resumed one."""
@@ -366,7 +377,8 @@ class Engine:
             self.degrade(message)
 
     def _find_at_work(self) -> None:
-        self._at_work = [t for t in self._techniques if t.acts_without_sites or t.watches_on or self._has_sites(t)]
+        awake = [t for t in self._techniques if t.name not in self._resting]
+        self._at_work = [t for t in awake if t.acts_without_sites or t.watches_on or self._has_sites(t)]
 
     def _settle(self, technique: Technique) -> None:
         technique.settled()

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from lightning_accel.arguments import Arguments, RunSettings, Values, arguments
-from lightning_accel.core.checks import check_bool, check_names
+from lightning_accel.core.checks import check_bool, check_choice, check_names, switch
 from lightning_accel.techniques.registry import RUN_SETTINGS, declarations
 
 _RENAMED = {
@@ -43,6 +43,9 @@ class Plan(Arguments, Values):
                 vars(self)[other] = declared[other].read(value)
         for name in RUN_SETTINGS:
             vars(self)[name] = settings.get(name, getattr(RunSettings, name))
+        vars(self)["tune"] = switch(self.tune, on="auto")
+        check_choice("tune", self.tune, ("auto", "off"))
+        for name in ("log", "strict", "verify"):
             check_bool(name, vars(self)[name])
         whole = self.settings()
         for name, declaration in declared.items():

@@ -82,8 +82,9 @@ def _leaves_nothing_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a run writes beside itself (checkpoints, logs) lands in the test's own folder."""
+    """Whatever a run writes beside itself (checkpoints, logs) or remembers lands in the test's own folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", str(tmp_path / "remembered"))
 
 
 @pytest.fixture(autouse=True)

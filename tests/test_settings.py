@@ -121,6 +121,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("preprocess", ["normalize"], "the transforms of lightning_accel.data"),
     ("preprocess", "normalize", "a list"),
     ("preprocess", 3, "a list"),
+    ("tune", "on", "'auto', 'off'"),
     ("log", "false", "True, False"),
     ("strict", None, "True, False"),
     ("verify", 0, "True, False"),

@@ -39,7 +39,7 @@ class AutocastingPrecision(Precision):
     def __init__(self, precision: ResolvedPrecision) -> None:
         self.scaler: CountingGradScaler | None = None
         self.device = "cpu"
-        self._repeats_in_float32 = False  # autocast is left out of a step, whatever the precision
+        self._runs_in_float32 = False  # autocast is left out of a step, whatever the precision
         self._set_precision(precision)
 
     def _set_precision(self, precision: ResolvedPrecision) -> None:
@@ -75,11 +75,11 @@ class _Autocasting(MixedPrecision):
     """What an :class:`AutocastingPrecision` does otherwise while it autocasts."""
 
     scaler: CountingGradScaler | None
-    _repeats_in_float32: bool
+    _runs_in_float32: bool
 
     @override
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        if self._repeats_in_float32:
+        if self._runs_in_float32:
             return Precision.forward_context(self)
         return nested(without_mha_fast_path(self.device), super().forward_context())
 

@@ -33,15 +33,18 @@ from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Decisions, Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
 from lightning_accel.lightning.feeding import Feeding, followed_by
+from lightning_accel.lightning.live_trials import LiveTuning
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import DTYPES, check_optimizer, resolve_precision
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import declarations
+from lightning_accel.tuning.trials import Tuning
 
 _NAMES_DTYPE = re.compile(r"dtype|scalar type|[Hh]alf|[Bb]?[Ff]loat(16|32)")
 
@@ -71,6 +74,8 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         self._memory_schedule: MemorySchedule | None = None
         self._hooks = PatchSet()
         self._feeding: Feeding | None = None
+        self._live: LiveTuning | None = None
+        self._tuning: Tuning | None = None  # that a checkpoint has
         self._decided_for: weakref.ref[nn.Module] | None = None
         self._decisions: Decisions = {}
         self._decisions_without_gradients: Decisions = {}
@@ -120,7 +125,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         record.is_on, record.status = precision != "32-true", f"{precision}: {reason}"
         if self._is_in_force():
             if not isinstance(strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
-                self._net = SafetyNet(module, engine, self._is_in_force, self._without_precision)
+                self._net = SafetyNet(module, engine, self._is_in_force, self._without_precision, self._yields)
                 self._hook(self._net.patches(strategy))
             self._hook(self._passages(strategy, engine))
         if self.plan.preprocess or getattr(strategy, "wants_pipeline", False):
@@ -128,6 +133,9 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             self._feeding = Feeding(trainer, engine, transforms, dtype, around.wants_channels_last)
             self._hook(self._feeding.patches())
         if self._is_fitting:
+            if self.plan.tune == "auto" and self.plan.verify and self._is_in_force():
+                self._live = LiveTuning(trainer, engine, self._own_arms(), self._tuning)
+                self._hook(self._live.turns.patches())
             if self.plan.log:
                 add_speed_memory_logger(trainer, module)
             rank_zero_info(self._report.summary())
@@ -140,7 +148,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         # only where shards are gathered does one depend on another, and may wait for what rank 0 decides.
         steps_with_others = trainer.world_size > 1 and (self._is_fitting or is_sharded)
         if self._decided_for is None or self._decided_for() is not module:
-            self._decisions, self._decisions_without_gradients = {}, {}
+            self._decisions, self._decisions_without_gradients, self._tuning = {}, {}, None
             self._decided_for = weakref.ref(module)
         engine = Engine(
             module,
@@ -176,12 +184,20 @@ class AccelPlugin(Arguments, AutocastingPrecision):
     # -- a step ------------------------------------------------------------------------------------------------
 
     @override
+    def convert_input(self, data: Any) -> Any:
+        if self._live is not None and self._live.turns.expects_batch:
+            self._live.turns.batch(data)
+        return super().convert_input(data)
+
+    @override
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         step = self._step("train")
         return step if self.scaler is None else self._scaled(step, self.scaler)
 
     @override
     def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        if self._live is not None:
+            self._live.turns.interrupt()
         return self._step("validate")
 
     @override
@@ -229,6 +245,9 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         state: dict[str, Any] = {"decisions": decisions} if decisions else {}
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
+        tuning = self._tuning if self._live is None else self._live.tuning
+        if tuning is not None and tuning.is_settled:
+            state["tuning"] = tuning.to_dict()
         return state
 
     @override
@@ -239,6 +258,10 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         }
         if self._engine is not None:
             self._engine.carry_out(decisions)
+        if "tuning" in state_dict:
+            self._tuning = Tuning.from_dict(state_dict["tuning"])
+            if self._live is not None:
+                self._live.resumed = self._tuning
         # The bare state of a scaler: what Lightning kept as "native_amp_scaling_state" before 1.6.
         scaler_state = state_dict if "scale" in state_dict else state_dict.get("scaler")
         if self.scaler is not None and scaler_state:
@@ -246,6 +269,8 @@ class AccelPlugin(Arguments, AutocastingPrecision):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._live is not None:
+            self._live.turns.interrupt()
         if self.scaler is not None:
             # Where Lightning's own precision="16-mixed" looks for it.
             checkpoint[MixedPrecision.__qualname__] = self.scaler.state_dict()
@@ -263,6 +288,9 @@ class AccelPlugin(Arguments, AutocastingPrecision):
 
     @override
     def teardown(self) -> None:
+        if self._live is not None:
+            self._tuning, self._live = self._live.tuning, None
+            self._runs_in_float32 = False
         self._hooks.undo()
         self._hooks = PatchSet()
         if self._feeding is not None:
@@ -281,7 +309,20 @@ class AccelPlugin(Arguments, AutocastingPrecision):
     def _is_in_force(self) -> bool:
         """Whether a step runs otherwise than the user wrote it: edited, or in a precision that we chose."""
         has_edits = self._engine is not None and self._engine.has_edits
-        return has_edits or (self.precision != "32-true" and self.plan.precision == "auto")
+        has_chosen = self.precision != "32-true" and self.plan.precision == "auto"
+        return has_edits or (has_chosen and not self._runs_in_float32)
+
+    def _yields(self, error: Exception) -> bool:
+        return self._live is not None and self._live.yields(error)
+
+    def _own_arms(self) -> list[Arm]:
+        # float16 needs its scaler, and with it a step of another kind: that stays as the rules have it.
+        if self.plan.precision != "auto" or self.precision != "bf16-mixed":
+            return []
+        return [Arm("precision", ("bf16-mixed",), self._have_precision)]
+
+    def _have_precision(self, choice: str) -> None:
+        self._runs_in_float32 = choice == OFF
 
     @contextmanager
     def _without_precision(self, error: Exception) -> Iterator[None]:
@@ -289,11 +330,11 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         if self.plan.precision != "auto" or self.precision == "32-true":
             yield
             return
-        self._repeats_in_float32 = True
+        before, self._runs_in_float32 = self._runs_in_float32, True
         try:
             yield
         finally:
-            self._repeats_in_float32 = False
+            self._runs_in_float32 = before
         if _NAMES_DTYPE.search(str(error)):
             self._set_precision("32-true")
             record = self._report.of("precision")
@@ -330,6 +371,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
         make, (kind, state) = super().__reduce__()
         state |= {"_engine": None, "_net": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
+        state |= {"_live": None, "_runs_in_float32": False}
         return make, (kind, state)
 
     def __repr__(self) -> str:

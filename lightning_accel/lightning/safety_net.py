@@ -41,6 +41,7 @@ class SafetyNet:
         engine: At work on it.
         is_ours: Whether anything of ours is in force in the next step.
         without_precision: Takes the choice of a precision back around a repeated step; given what that first raised.
+        yields: Told what a step raised: takes back an arm that was on trial in it, and says whether there was one.
     """
 
     def __init__(
@@ -49,11 +50,14 @@ class SafetyNet:
         engine: Engine,
         is_ours: Callable[[], bool],
         without_precision: Callable[[Exception], AbstractContextManager[Any]],
+        yields: Callable[[Exception], bool] = lambda error: False,
     ) -> None:
         self._module = module
         self._engine = engine
         self._is_ours = is_ours
         self._without_precision = without_precision
+        self._yields = yields
+        self._has_yielded = False  # in the latest repetition
         self._attempt: Attempt | None = None
         self._state: SmallState | None = None
 
@@ -145,6 +149,9 @@ class SafetyNet:
         except Exception:  # a repetition would not start from where the step did
             raise error from None
         args, kwargs = self._engine.predictions(attempt.given)  # the batch, too, as the user's loader gave it
+        self._has_yielded = self._yields(error)
+        if self._has_yielded:
+            return attempt.step(*args, **kwargs)
         remark = f"a step raised {one_line(error)}"
         self._engine.stand_aside(remark)
         model = self._module.trainer.strategy.model
@@ -157,6 +164,9 @@ class SafetyNet:
         return outputs
 
     def _tell(self, error: Exception) -> None:
+        if self._has_yielded:
+            self._engine.report.note(f"a step with an arm on trial raised {one_line(error)}, and ran without it")
+            return
         remark = f"a step raised {one_line(error)}, and ran when it was repeated without the edits of this plugin"
         self._engine.degrade(f"{remark}: all of them are taken back")
 

@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
 
 if TYPE_CHECKING:
@@ -190,6 +191,13 @@ class Technique:
 
     def close(self) -> None:
         """Releases what is neither a patch nor a context."""
+
+    def arms(self) -> Iterable[Arm]:
+        """What live trials may switch between two steps; asked once the technique's own trial is over.
+
+        Nothing for what the user asked for by name, nor for what changes training.
+        """
+        return ()
 
     def forecast(self, host: Host) -> Forecast | None:
         """What it will do on ``host``, whatever the model; None: that is for its sites to say."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -18,9 +19,10 @@ from lightning_accel.core.compiled import compile_call, eager_call, is_compiled,
 from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
-from lightning_accel.core.torch_private import inductor_options
+from lightning_accel.core.torch_private import compiled_call, inductor_options, set_compiled_call
 from lightning_accel.core.tree import changeable_argument
 from lightning_accel.core.trial import NOT_SLOWER, Contender, Trial
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
@@ -53,6 +55,7 @@ class CompilePatch(Patch):
         self.eager_random = eager_random
         self._prepare = prepare
         self._options = inductor_options(mode)
+        self._paused: Any = None
         if eager_random:
             # Dropout draws what it would draw eagerly, so that a compiled run has the numbers of a plain one. On a
             # GPU the compiler's own generator is most of what compiling a dropout gains.
@@ -65,6 +68,14 @@ class CompilePatch(Patch):
     @override
     def _undo(self) -> None:
         undo_compile(self.block)
+
+    def have(self, choice: str) -> None:
+        """Runs the block eagerly while the choice is ``"off"``; what was compiled waits."""
+        if choice == OFF:
+            self._paused = compiled_call(self.block)
+            set_compiled_call(self.block, None)
+        elif self._paused is not None:
+            set_compiled_call(self.block, self._paused)
 
 
 @register(
@@ -95,6 +106,7 @@ class Compilation(Technique):
         self._must_be_faster = setting == "auto"
         self._mode = "default" if setting in ("on", "auto") else str(setting)
         self._verify = verify
+        self._patches: list[CompilePatch] = []
         self._settings = ExitStack()  # torch's own, as they were before
 
     @classmethod
@@ -143,7 +155,9 @@ class Compilation(Technique):
             if isinstance(block, torch.jit.ScriptModule) or any(is_compiled(part) for part in block.modules()):
                 yield Refusal(site, "already compiled")
             else:
-                yield CompilePatch(site, block, self._mode, self._prepare, eager_random=host.kind == "cpu")
+                patch = CompilePatch(site, block, self._mode, self._prepare, eager_random=host.kind == "cpu")
+                self._patches.append(patch)
+                yield patch
         # After a graph break the compiler begins anew in the block's own code, which blocks of a class share, and with
         # it one allowance of compiled versions. Past it torch runs a block eagerly and only logs it.
         limit = max(torch.compiler.config.recompile_limit, 8 + 4 * len(blocks))
@@ -173,6 +187,17 @@ class Compilation(Technique):
             verdicts[patch.site] = self._try(patch, args, kwargs)
 
         return at_first_call(patch.site, patch.block, meet)
+
+    @override
+    def arms(self) -> Iterable[Arm]:
+        compiled = [patch for patch in self._patches if patch.is_applied]
+        # Of sharded blocks the forward is compiled, within the hooks that gather them: that is not switched.
+        if self._must_be_faster and compiled and not any(is_gathered_by_hooks(patch.block) for patch in compiled):
+            yield Arm(self.name, ("on",), functools.partial(self._have, compiled))
+
+    def _have(self, compiled: Sequence[CompilePatch], choice: str) -> None:
+        for patch in compiled:
+            patch.have(choice)
 
     @override
     def close(self) -> None:

@@ -5,7 +5,8 @@ https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -24,6 +25,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.layout import FORMAT_NAMES, OptimizerLayouts, WeightLayout, reads_by_layout, to_channels_last
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.tree import map_tensors
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.layout_rescue import LayoutRescue
 from lightning_accel.techniques.layout_trial import BREAKS_THE_HEAP, LayoutTrial, breaks_the_heap
@@ -245,6 +247,19 @@ class MemoryFormat(Technique):
     @override
     def decided(self, verdicts: Verdicts) -> None:
         self._is_decided = True
+
+    @override
+    def arms(self) -> Iterable[Arm]:
+        # Where DistributedDataParallel has laid out its buckets, weights cannot change their layout any more.
+        if self._is_auto and self._is_in_force() and not _has_buckets():
+            weights = [weight for weight in self._weights if weight.is_applied]
+            yield Arm(self.name, ("on",), functools.partial(self._have, weights), settle=1)
+
+    def _have(self, weights: Sequence[WeightLayout], choice: str) -> None:
+        for weight in weights if choice != OFF else reversed(weights):
+            (weight.undo if choice == OFF else weight.apply)()
+        if self._optimizers is not None:
+            self._optimizers.match()
 
     def _hold(self) -> None:
         for weight in self._weights:

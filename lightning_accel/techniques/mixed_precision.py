@@ -20,6 +20,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.core.torch_private import optimizer_states
+from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Forecast, Surroundings, Technique
 from lightning_accel.techniques.registry import register
 
@@ -249,6 +250,15 @@ class MixedPrecision(Technique):
             return Forecast(self.precision != "32-true", f"`{self.precision}`", words)
         as_asked = self.precision == self._setting
         return Forecast(as_asked, "yes" if as_asked else "no", self._reason if as_asked else words)
+
+    @override
+    def arms(self) -> Iterable[Arm]:
+        # float16 needs its scaler, and with it a step of another kind: that stays as the rules have it.
+        if self._setting == "auto" and self.precision == "bf16-mixed":
+            yield Arm(self.name, (self.precision,), self._have)
+
+    def _have(self, choice: str) -> None:
+        self.dtype = DTYPES.get(choice)
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:

@@ -1,12 +1,11 @@
-"""Energy and memory meters, against books that are simulated."""
+"""The energy meter, against a card that is simulated."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lightning_accel.callbacks import _meters
-from lightning_accel.callbacks._meters import EnergyMeter, memory_meter_for
+from lightning_accel.callbacks._meters import EnergyMeter
 
 
 class SimulatedCard:
@@ -60,11 +59,3 @@ def test_a_cpu_has_no_energy_counter() -> None:
     meter.restart()
     assert meter.joules() is None
     meter.close()
-
-
-def test_a_process_that_may_not_reset_its_mark_says_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_meters, "may_reset_peak", lambda: False)
-    meter = memory_meter_for(torch.device("cpu"))
-    assert meter.source == "process high-water mark since its start"
-    meter.restart()
-    assert meter.peak_mib() > 10

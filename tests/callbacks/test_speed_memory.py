@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
 from lightning_accel.callbacks import SpeedMemoryLogger
-from lightning_accel.callbacks._meters import may_reset_peak
+from lightning_accel.core.peak_memory import may_reset_peak
 from support.measured_runs import ALWAYS_LOGGED, BATCH_SIZE, STEP_FLOPS, Model, fit
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
-from lightning_accel.callbacks import _clocks
+from lightning_accel.core import clocks as _clocks
 from lightning_accel.data import DevicePipeline, Map, Preprocess
 from lightning_accel.data.advice import waiting_advice
 

@@ -82,7 +82,7 @@ def test_with_everything_off_a_step_is_lightnings_own(make_trainer: Callable[...
 def test_the_defaults_cost_a_step_a_tenth_of_lightnings_own(
     make_trainer: Callable[..., Any], net: Callable[[], nn.Module]
 ) -> None:
-    assert added_calls(make_trainer, net, plugins=[AccelPlugin(precision="32-true")]) < 170
+    assert added_calls(make_trainer, net, plugins=[AccelPlugin(precision="32-true")]) < 180
 
 
 def test_the_logger_costs_little_more_than_its_two_hooks(make_trainer: Callable[..., Any]) -> None:

@@ -61,6 +61,7 @@ class Dispatch(Patch):
         self.tried: dict[str, str] = {}  # in this step, whose backward pass may recompute its forward: in force later
         self.is_open = False  # whether calls may go elsewhere than to the original yet
         self.is_refused = False  # whether none ever may
+        self.is_paused = False  # whether none may in this step
         self.is_differentiated_twice = False  # by a gradient penalty: kernels have no second derivative
         self._judge = judge
         self._revise = revise
@@ -78,7 +79,8 @@ class Dispatch(Patch):
     @property
     def is_fusing(self) -> bool:
         """Whether some class of calls goes to a backend."""
-        return self.is_open and not self.is_refused and any(choice != ORIGINAL for choice in self.choices.values())
+        is_closed = not self.is_open or self.is_refused or self.is_paused
+        return not is_closed and any(choice != ORIGINAL for choice in self.choices.values())
 
     def remove(self) -> None:
         """Takes the site's forward back; what was bound over it must be gone by then."""
@@ -112,7 +114,7 @@ class Dispatch(Patch):
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # A deep copy of the module (EMA, the oracle of a trial) is not the site. A compiler is to see the original.
             is_compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-            if self is not dispatch.attention.module or dispatch.is_refused or is_compiled:
+            if self is not dispatch.attention.module or dispatch.is_refused or dispatch.is_paused or is_compiled:
                 return original(self, *args, **kwargs)
             return dispatch._route(original, args, kwargs)
 

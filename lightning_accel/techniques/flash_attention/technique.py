@@ -13,6 +13,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
 from lightning_accel.techniques.flash_attention.dispatch import Dispatch, Judge
@@ -177,6 +178,16 @@ class FlashAttention(Technique):
         self._switches.undo()
         self._switches = PatchSet(model_switches(self._model, kept))
         self._switches.apply()
+
+    @override
+    def arms(self) -> Iterable[Arm]:
+        if self._plan.backend == "auto" and any(dispatch.is_fusing for dispatch in self._dispatches.values()):
+            yield Arm(self.name, ("on",), self._have)
+
+    def _have(self, choice: str) -> None:
+        for dispatch in self._dispatches.values():
+            dispatch.is_paused = choice == OFF
+        self._switch_models()
 
     @override
     def close(self) -> None:

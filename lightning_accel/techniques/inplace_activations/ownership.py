@@ -86,6 +86,7 @@ class Site:
     ) -> None:
         self.kind, self.names = kind, names
         self.in_place = self.as_it_was = 0
+        self.is_paused = False
         self._counts, self._smallest, self._stepping_aside = counts, smallest, stepping_aside
         self._layouts: dict[tuple[torch.Size, tuple[int, ...]], bool] = {}
 
@@ -95,7 +96,7 @@ class Site:
 
         @functools.wraps(original)
         def forward(module: Any, input: Tensor) -> Any:
-            if is_compiling() or (is_dropout and not (module.training and module.p)):
+            if self.is_paused or is_compiling() or (is_dropout and not (module.training and module.p)):
                 return original(module, input)
             reason = self._objection(module, input)
             if reason is None:

@@ -14,6 +14,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.inplace_activations.calibration import calibration
 from lightning_accel.techniques.inplace_activations.kinds import kind_of, unfit
@@ -95,6 +96,15 @@ class InplaceActivations(Technique):
             change = "overwrites its input where nobody else can read it"
             change += f", without gradients only ({kind.not_in_training})" if kind.not_in_training else ""
             yield MethodPatch(site, change, module, "forward", owner.rebound)
+
+    @override
+    def arms(self) -> Iterable[Arm]:
+        if any(site.in_place for site in self.sites.values()):
+            yield Arm(self.name, ("on",), self._have, saves_memory=True)
+
+    def _have(self, choice: str) -> None:
+        for site in self.sites.values():
+            site.is_paused = choice == OFF
 
 
 def _skipped(site: str, skip: Mapping[str, str]) -> str | None:

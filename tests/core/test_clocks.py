@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_accel.callbacks import _clocks
-from lightning_accel.callbacks._clocks import EventClock, StepClock, clock_for
+from lightning_accel.core import clocks as _clocks
+from lightning_accel.core.clocks import EventClock, StepClock, clock_for
 
 
 class SimulatedDevice:

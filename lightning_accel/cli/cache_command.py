@@ -1,0 +1,45 @@
+"""``lightning-accel cache``: what live trials have settled on this machine, listed or removed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def add_parser(subcommands: Any) -> None:
+    """Adds ``cache`` to the subcommands of an ``argparse`` parser."""
+    parser: argparse.ArgumentParser = subcommands.add_parser(
+        "cache",
+        help="what earlier runs have settled, and later ones begin with",
+        description="What live trials have settled on this machine. LIGHTNING_ACCEL_CACHE names another folder.",
+    )
+    parser.add_argument("--clear", action="store_true", help="remove all of it")
+
+
+def run(*, clear: bool) -> None:
+    """Lists what is remembered, or removes it."""
+    from lightning_accel.tuning import remembered  # late: --help answers without torch
+
+    folder = remembered.folder()
+    if clear:
+        print(f"removed from {folder}: {remembered.clear()}")
+        return
+    table = Table("model", "settled", "over plain", "machine, versions", "written", box=None)
+    complaints = []
+    for entry in remembered.entries():
+        if isinstance(entry, remembered.DamagedError):
+            complaints.append(str(entry))
+            continue
+        choices = ", ".join(f"{arm}={choice}" for arm, choice in entry.tuning.choices.items()) or "as the user wrote it"
+        whole = entry.tuning.whole
+        machine = f"{entry.key['host']}, {entry.key['versions']}"
+        table.add_row(entry.key["model"], choices, str(whole.interval) if whole else "", machine, entry.written)
+    if table.row_count:
+        Console(width=160).print(table)
+    else:
+        print(f"nothing is remembered in {folder}")
+    for complaint in complaints:
+        print(f"! {complaint}; --clear removes it")

@@ -1,0 +1,102 @@
+"""The most memory held at one time, in windows that do not disturb each other, from whoever keeps the books."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+
+@dataclass(frozen=True)
+class _Books:
+    """Those of torch's allocator, or those that the system keeps of this process."""
+
+    source: str
+    read: Callable[[], int]
+    reset: Callable[[], object] | None
+
+
+class PeakMemory:
+    """The peak since the latest :meth:`restart`.
+
+    The books have one peak, and to begin a window is to reset it: what was there before is kept for all other windows.
+
+    Args:
+        device: Whose memory: that of torch's allocator on CUDA, else that of this process.
+
+    Attributes:
+        source: Whose peak it is, and since when, in words.
+        can_restart: Whether a window can begin; otherwise it is that of the whole process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._books = _books_of(device)
+        self._others = _WINDOWS.setdefault(str(device), weakref.WeakSet())
+        self._others.add(self)
+        self._before = 0
+        self.source = self._books.source
+        self.can_restart = self._books.reset is not None
+
+    def restart(self) -> None:
+        """Begins a new window, where the system can."""
+        if self._books.reset is None:
+            return
+        peak = self._books.read()
+        for window in self._others:
+            window._before = max(window._before, peak)
+        self._books.reset()
+        self._before = 0
+
+    def peak_bytes(self) -> int:
+        """The peak of the window."""
+        return max(self._before, self._books.read())
+
+
+_WINDOWS: dict[str, weakref.WeakSet[PeakMemory]] = {}
+
+
+def _books_of(device: torch.device) -> _Books:
+    if device.type == "cuda":
+        return _Books(
+            "device allocator's peak, reset per epoch",
+            lambda: torch.cuda.max_memory_allocated(device),
+            lambda: torch.cuda.reset_peak_memory_stats(device),
+        )
+    if may_reset_peak():
+        return _Books("process high-water mark, reset per epoch", _peak_since_reset, _reset_peak)
+    return _Books("process high-water mark since its start", _peak_since_start, None)
+
+
+@functools.cache  # to ask is to reset it
+def may_reset_peak() -> bool:
+    """Whether this process may reset its own mark, as Linux allows (``man 5 proc``, clear_refs)."""
+    try:
+        _reset_peak()
+        return _peak_since_reset() > 0
+    except OSError:
+        return False
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _peak_since_reset() -> int:
+    mark = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    return int(mark[1]) * 1024 if mark is not None else 0
+
+
+def _peak_since_start() -> int:
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max_rss if sys.platform == "darwin" else max_rss * 1024

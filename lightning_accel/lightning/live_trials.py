@@ -1,0 +1,264 @@
+"""Live trials under a Trainer: which arms there are, what a turn is, which of them count, and who is told."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_accel.core.clocks import StepClock, clock_for
+from lightning_accel.core.patch import Patch
+from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.core.ranks import gather
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.engine import Engine
+from lightning_accel.lightning.private import FetchPatch
+from lightning_accel.techniques.arms import Arm
+from lightning_accel.tuning import remembered
+from lightning_accel.tuning.comparison import Choices
+from lightning_accel.tuning.remembered import DamagedError, Key
+from lightning_accel.tuning.trials import MIN_TURNS, LiveTrials, Tuning
+
+_LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
+_QUIET_BATCHES = 2  # after the trials of the parts, for caches to fill
+
+
+@dataclass
+class _Turn:
+    """From one optimizer step to the next; a batch of it is a cycle of the clock."""
+
+    batches: int = 0
+    timed: int = 0  # of those
+    seconds: float = 0.0
+    elements: int = 0  # of the tensors in its batches
+    is_interrupted: bool = False
+    is_over: bool = False
+
+
+class Turns:
+    """Cuts a fit into turns, and has live trials take them.
+
+    A turn begins where the next batch is asked for, once an optimizer has stepped. So a switch is over before the
+    clock goes on, and the batch comes to the device in the layout that its step wants. Until there are trials, hardly
+    anything is done.
+
+    Args:
+        trainer: In its fit.
+        make_trials: Makes the trials when a batch is there to train on; None: it is not time yet.
+
+    Attributes:
+        trials: Once they are made.
+        expects_batch: Whether the next batch is one to train on; a fit validates, too.
+    """
+
+    def __init__(self, trainer: Trainer, make_trials: Callable[[Any], LiveTrials | None]) -> None:
+        self.trials: LiveTrials | None = None
+        self.expects_batch = False
+        self._trainer = trainer
+        self._make_trials = make_trials
+        self._clock = StepClock()
+        self._read = 0  # of the clock's cycles
+        self._turn = _Turn()
+        self._cycles: deque[_Turn] = deque()  # whose time is not known yet
+        self._unheard: deque[_Turn] = deque()  # turns of the trials, in their order
+        self._steps = 0
+        self._has_batch = False
+        self._typical_elements = 0
+
+    def patches(self) -> Iterator[Patch]:
+        """The edit by which it is told of every fetch."""
+        yield FetchPatch(self._trainer, self._fetch_begins, self._fetch_ends)
+
+    def batch(self, batch: Any) -> None:
+        """Tells which batch the turn under way is about to train on."""
+        self.expects_batch = False
+        if self.trials is None:
+            self.trials = self._make_trials(batch)  # they begin once the optimizer has stepped next
+            if self.trials is not None:
+                self._clock = clock_for(self._trainer.strategy.root_device)
+                self._steps = self._trainer.global_step
+            return
+        self._has_batch = True
+        self._turn.batches += 1
+        self._turn.elements += sum(tensor.numel() for tensor in tensors_in(batch))
+        self._turn.is_interrupted |= self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+    def interrupt(self) -> None:
+        """Tells that something else than training goes on: the turn does not count."""
+        self._turn.is_interrupted = True
+
+    def _fetch_begins(self) -> None:
+        if self.trials is None:
+            return
+        if self._has_batch:  # not where a fetcher looks ahead, or an epoch begins
+            self._has_batch = False
+            self._clock.step_ended(0)
+            self._cycles.append(self._turn)
+        if self._trainer.global_step != self._steps:
+            self._steps = self._trainer.global_step
+            self._begin(self.trials)
+        self._clock.fetch_began()
+
+    def _fetch_ends(self) -> None:
+        self.expects_batch = True
+        if self.trials is not None and self._clock.is_open:
+            self._clock.fetch_ended()
+
+    def _begin(self, trials: LiveTrials) -> None:
+        self._turn.is_over = True
+        self._hear(trials)
+        self._turn = _Turn()
+        trials.begin()
+        self._unheard.append(self._turn)
+
+    def _hear(self, trials: LiveTrials) -> None:
+        """Reads the clock, and gives the trials the times of those of their turns that are known whole."""
+        known = self._clock.timed.step_ms
+        while self._read < len(known):
+            turn = self._cycles.popleft()
+            turn.seconds += known[self._read] / 1e3
+            turn.timed += 1
+            self._read += 1
+        while self._unheard and self._unheard[0].is_over and self._unheard[0].timed == self._unheard[0].batches:
+            turn = self._unheard.popleft()
+            self._typical_elements = self._typical_elements or turn.elements
+            # By element, as if every batch were as large as the first.
+            scale = self._typical_elements / turn.elements if turn.elements else 1.0
+            trials.took(None if turn.is_interrupted else turn.seconds * scale)
+
+
+class LiveTuning:
+    """Live trials of one fit: made when the techniques' own trials are over, told of to report, console and loggers.
+
+    Args:
+        trainer: In its fit.
+        engine: At work on its module.
+        own_arms: Those that no technique of the engine has.
+        resumed: What holds by the checkpoint that the run goes on from.
+
+    Attributes:
+        turns: What has to be told of batches and interruptions.
+        resumed: As given; a checkpoint may be read later.
+    """
+
+    def __init__(self, trainer: Trainer, engine: Engine, own_arms: Sequence[Arm], resumed: Tuning | None) -> None:
+        self._trainer, self._engine = trainer, engine
+        self._own_arms, self.resumed = own_arms, resumed
+        self._key: Key | None = None
+        self._known: Tuning | None = None
+        self._quiet_batches = 0
+        self._arms: list[Arm] = []
+        self._is_too_short = False
+        self._batches = itertools.count(1)  # since that was found
+        self.turns = Turns(trainer, self._trials)
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What they have come to; None before they began."""
+        return self.resumed if self.turns.trials is None else self.turns.trials.tuning
+
+    def yields(self, error: Exception) -> bool:
+        """Takes an arm back that was on trial in a step that raised; whether there was one. Else all trials end."""
+        trials = self.turns.trials
+        if trials is None:
+            return False
+        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+        if trials.failed("out of memory" if is_memory else "raised an error"):
+            return True
+        trials.give_up()
+        return False
+
+    def _trials(self, batch: Any) -> LiveTrials | None:
+        if self._engine.is_trying or self._quiet_batches < _QUIET_BATCHES:
+            self._quiet_batches += not self._engine.is_trying
+            return None
+        trainer = self._trainer
+        if self._is_too_short and next(self._batches) % _LOOKS_AGAIN:
+            return None
+        turns = turns_left(trainer)
+        if self._key is None:
+            # A deterministic run decides nothing by the clock.
+            is_deterministic = torch.are_deterministic_algorithms_enabled()
+            self._arms = [] if is_deterministic else [*self._own_arms, *self._engine.arms()]
+            self._key = Key.of(trainer.lightning_module, batch, self._engine.host.described, self._arms)
+            self._known = self.resumed or (self._recalled(self._key) if self._arms else None)
+            if self._known is not None and self._known.choices.keys() - {arm.name for arm in self._arms}:
+                self._known = None  # by another machine, or with other settings
+            if trainer.world_size > 1 and self._arms:  # all of them try, or none; they settle that once
+                turns = min(gather(turns))
+                if self._known is None and turns < MIN_TURNS:
+                    self._arms = []
+        known = self._known
+        if not self._arms or (known is None and turns < MIN_TURNS):
+            self._is_too_short = True  # which changes when a search of learning rates ends
+            return None
+        if known is not None:
+            self._record(known)
+        return LiveTrials(
+            self._arms,
+            turns,
+            put=self._put,
+            say=self._say,
+            peak=_peak_of(trainer.strategy.root_device),
+            gather=gather if trainer.world_size > 1 else None,
+            known=known,
+            is_trusted=known is not None and known is self.resumed,
+        )
+
+    def _put(self, choices: Choices) -> None:
+        self._engine.rest(arm.name for arm in self._arms if arm.name not in choices)
+
+    def _recalled(self, key: Key) -> Tuning | None:
+        known, complaint = None, ""
+        if self._trainer.is_global_zero:
+            try:
+                known = remembered.recall(key)
+            except DamagedError as error:
+                complaint = f"{error}: what it remembers is not used. `lightning-accel cache --clear` removes it."
+        known, complaint = self._trainer.strategy.broadcast((known, complaint))
+        if complaint:
+            self._engine.report.note(complaint)
+        return known
+
+    def _record(self, tuning: Tuning) -> None:
+        record = self._engine.report.of("tuning")
+        record.is_on, record.status, record.details = bool(tuning.choices), tuning.line(), tuning.table()
+
+    def _say(self, line: str) -> None:
+        tuning = self.tuning
+        assert tuning is not None
+        self._record(tuning)
+        rank_zero_info(f"lightning-accel: {line}")
+        if tuning.whole is None or not tuning.is_settled:
+            return
+        interval = tuning.whole.interval
+        metrics = {"ratio": interval.ratio, "low": interval.low, "arms": float(len(tuning.choices))}
+        for logger in self._trainer.loggers:
+            logger.log_metrics(
+                {f"accel/tuning/{name}": value for name, value in metrics.items()}, step=self._trainer.global_step
+            )
+        if self._trainer.is_global_zero and self._key is not None:
+            try:
+                remembered.remember(self._key, tuning)
+            except OSError as error:
+                self._engine.report.note(f"what was settled could not be remembered: {error}")
+
+
+def turns_left(trainer: Trainer) -> float:
+    """How many optimizer steps a fit still has, about; infinite where it does not end by itself."""
+    batches = trainer.num_training_batches
+    epochs = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
+    left = epochs * batches - trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    turns = left / max(1, trainer.accumulate_grad_batches)
+    return turns if trainer.max_steps == -1 else min(turns, trainer.max_steps - trainer.global_step)
+
+
+def _peak_of(device: torch.device) -> PeakMemory | None:
+    peak = PeakMemory(device)
+    return peak if peak.can_restart else None

@@ -1,0 +1,184 @@
+"""One comparison of two ways to run a training step: whose turn it is, what the turns took, and what that shows."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_accel.tuning.pairs import Interval, PairTest
+
+Choices = Mapping[str, str]
+"""Arm → what is chosen for it; those not named are off."""
+
+Verdict = Literal[
+    "faster", "not faster", "cannot tell", "needs more memory", "out of memory", "raised an error", "too dear to try on"
+]
+
+MEMORY_RISE = 0.02
+"""So much more memory at the peak, as a share of it, is a price."""
+
+LEAST_RISE_BYTES = 16 << 20
+"""Less is no more than what two equal steps may differ by."""
+
+WORTH_MEMORY = math.log(1.1)
+"""What an arm has to win in time, as the log of a ratio, to be worth that price."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn: a training step, or as many as there are between two steps of the optimizer.
+
+    Attributes:
+        choices: How it runs.
+        side: 0 for the original, 1 for the candidate.
+        pair: Which pair it is one half of; None: it only pays for a switch, and is not counted.
+    """
+
+    choices: Choices
+    side: int = 0
+    pair: int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a comparison ended; of plain values only, as checkpoints and JSON keep them.
+
+    Attributes:
+        name: What was compared.
+        verdict: In a word or two.
+        interval: How many times as fast the candidate is as the original, and how sure that is.
+        turns: How many turns were counted.
+    """
+
+    name: str
+    verdict: Verdict
+    interval: Interval
+    turns: int
+
+    @property
+    def is_won(self) -> bool:
+        return self.verdict == "faster"
+
+
+class Comparison:
+    """Original against candidate, in pairs of turns.
+
+    Args:
+        name: Of the arm, or of the whole plan.
+        original: How a step runs that everybody falls back to.
+        candidate: How it runs otherwise.
+        settle: Turns after a switch that are not counted.
+        test: What judges its pairs; one that was begun earlier, of the same two sides, goes on.
+        max_pairs: After so many nothing can be told.
+        allowance: What the candidate may cost, in turns of a plain run.
+        original_gain: How many times as fast as a plain run the original is: only what is slower than plain costs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        original: Choices,
+        candidate: Choices,
+        *,
+        settle: int,
+        test: PairTest,
+        max_pairs: int,
+        allowance: float,
+        original_gain: float = 1.0,
+    ) -> None:
+        self.name = name
+        self.cost = 0.0  # in turns of a plain run
+        self.original = original
+        self._sides = original, candidate
+        self._settle = settle
+        self._max_pairs, self._allowance, self._original_gain = max_pairs, allowance, original_gain
+        self._test = test
+        self._first_pair = len(self._test)
+        self._length = 1 + settle  # turns of a side in a row: the dearer the switch, the more
+        self._halves: dict[int, tuple[list[float | None], list[float | None]]] = {}
+        self._uncounted: list[float] = []  # of the candidate
+        self._schedule = self._turns()
+        self._peaks: dict[int, int] = {}
+        self._failure: Verdict | None = None
+
+    def next_turn(self) -> Turn:
+        """Whose turn it is."""
+        return next(self._schedule)
+
+    def _turns(self) -> Iterator[Turn]:
+        side = 0
+        for side in (0, 1):  # for the first time: caches fill, kernels are chosen, memory is found
+            for _ in range(1 + self._settle):
+                yield Turn(self._sides[side], side)
+        pair = self._first_pair
+        while True:
+            # A coin of our own, which falls alike on all ranks and touches no random stream of the user's.
+            first = random.Random(f"{self.name}, pair {pair}").randrange(2)
+            for here in (first, 1 - first):
+                if here != side:
+                    for _ in range(self._settle):
+                        yield Turn(self._sides[here], here)
+                side = here
+                for _ in range(self._length):
+                    yield Turn(self._sides[here], here, pair)
+            pair += 1
+
+    def took(self, turn: Turn, seconds: float | None) -> bool:
+        """Takes up what a turn took; None: something else came in between. Returns whether that completed a pair."""
+        if turn.pair is None:
+            if turn.side == 1 and seconds is not None:
+                self._uncounted.append(seconds)
+            return False
+        halves = self._halves.setdefault(turn.pair, ([], []))
+        halves[turn.side].append(seconds)
+        if any(len(half) < self._length for half in halves):
+            return False
+        del self._halves[turn.pair]
+        candidates = [each for each in halves[1] if each is not None]
+        originals = [each for each in halves[0] if each is not None]
+        if not (candidates and originals):
+            return False
+        original = statistics.fmean(originals)
+        self._test.add(original, statistics.fmean(candidates))
+        plain = original * self._original_gain
+        self.cost += sum(each / plain - 1 for each in candidates)
+        self.cost += sum(max(0.0, each / plain - 1) for each in self._uncounted)
+        self._uncounted = []
+        return True
+
+    def peaked(self, turn: Turn, peak_bytes: int) -> None:
+        """Takes up the most memory that was held in a turn; the latest counts: nothing is made for the first time."""
+        self._peaks[turn.side] = peak_bytes
+
+    def failed(self, verdict: Verdict) -> None:
+        """Ends the comparison: the candidate cannot run."""
+        self._failure = verdict
+
+    @property
+    def raises_memory(self) -> bool:
+        if len(self._peaks) < 2:
+            return False
+        return self._peaks[1] - self._peaks[0] > max(MEMORY_RISE * self._peaks[0], LEAST_RISE_BYTES)
+
+    def result(self) -> Result | None:
+        """How it ended; None while it goes on."""
+        verdict = self._verdict()
+        turns = 2 * self._length * len(self._test)
+        return None if verdict is None else Result(self.name, verdict, self._test.interval(), turns)
+
+    def _verdict(self) -> Verdict | None:
+        if self._failure is not None:
+            return self._failure
+        self._test.worth = WORTH_MEMORY if self.raises_memory else 0.0
+        outcome = self._test.outcome()
+        if outcome == "not faster" and self.raises_memory:
+            return "needs more memory"
+        if outcome:
+            return outcome
+        if len(self._test) > self._first_pair and self.cost > self._allowance:
+            return "too dear to try on"
+        return "cannot tell" if len(self._test) >= self._max_pairs else None

@@ -1,0 +1,117 @@
+"""Is B faster than A? Judged pair by pair, at any time, with an error that holds however often one looks.
+
+A pair is two turns, one of A and one of B, one right after the other, in an order that a fair coin decides. It gives
+one number, the log of A's time over B's. Were B not faster, the coin alone would decide whether that number is above
+zero, whatever the machine does: drift, slow minutes, a checkpoint every tenth step. So the share of numbers above zero
+is at most one half, and a gambler who bets that it is more can expect no gain. He starts with 1 and bets on several
+shares at once (a mixture); by Ville's inequality his wealth ever reaches ``1 / alpha`` with a probability of at most
+``alpha``, at whichever time one stops to look. Reaching it is the proof that B is faster.
+
+Only signs are used: no outlier counts for more than one pair. The interval for the gain holds every value that neither
+direction has rejected.
+
+Sources: Ville, "Étude critique de la notion de collectif" (1939); Shafer and Vovk, "Game-Theoretic Foundations for
+Probability and Finance" (2019); Howard and Ramdas, "Sequential estimation of quantiles" (2022),
+https://doi.org/10.3150/21-BEJ1388; docs/tuning.md has the formulas, and a simulation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Outcome = Literal["faster", "not faster", ""]
+
+TRIVIAL = 0.01
+"""A gain, as a log of a ratio, that nobody would miss: "not faster" means by less than this."""
+
+ALPHA_NOT_FASTER = 0.05
+"""The error allowed in saying "not faster": it costs what could have been gained, and breaks no promise."""
+
+# The shares that are bet on, above one half, and the stakes: more on those near 1, by which large gains show in few
+# pairs, at a price of few more pairs for small ones.
+_SHARES = 0.5 + (np.arange(64) + 0.5) / 128
+_LOG_STAKES = np.log((1 / (1.02 - _SHARES)) / (1 / (1.02 - _SHARES)).sum())
+_LOG_WON, _LOG_LOST = np.log(2 * _SHARES), np.log(2 * (1 - _SHARES))
+
+
+def log_wealth(above: int, pairs: int) -> float:
+    """The log of what a stake of 1 has become after ``pairs`` pairs, of which ``above`` were above."""
+    bets = _LOG_STAKES + above * _LOG_WON + (pairs - above) * _LOG_LOST
+    return float(np.logaddexp.reduce(bets))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How many times as fast B is as A.
+
+    Attributes:
+        ratio: The median of the pairs' ratios; 1.0 without any.
+        low: The least value that is not rejected; 0.0 while none is.
+        high: The largest; infinite while none is rejected.
+    """
+
+    ratio: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        high = "∞" if math.isinf(self.high) else f"{self.high:.2f}"
+        return f"{self.ratio:.2f}x [{self.low:.2f}, {high}]"
+
+
+class PairTest:
+    """The test of one comparison.
+
+    Args:
+        alpha: The probability, at most, of ever saying "faster" of what is not.
+        worth: The gain, as a log of a ratio, by more than which B has to be faster.
+
+    Attributes:
+        log_ratios: Of each pair the log of A's time over B's, positive where B took less.
+    """
+
+    def __init__(self, alpha: float, worth: float = 0.0) -> None:
+        self.alpha, self.worth = alpha, worth
+        self.log_ratios: list[float] = []
+        self._seconds = [0.0, 0.0]
+        self._above = self._below = 0
+
+    def __len__(self) -> int:
+        return len(self.log_ratios)
+
+    def add(self, original: float, candidate: float) -> None:
+        """Takes up a pair: what a turn of A took, and one of B, in seconds (by token, where batches differ)."""
+        ratio = math.log(original / candidate)
+        self.log_ratios.append(ratio)
+        self._seconds[0] += original
+        self._seconds[1] += candidate
+        self._above += ratio > self.worth
+        self._below += ratio < self.worth + TRIVIAL
+
+    def outcome(self) -> Outcome:
+        """What is proven so far; empty: nothing."""
+        pairs = len(self)
+        # A turn that is mostly faster, and takes an age every now and then, is no gain: the sum must be one, too.
+        is_less_in_sum = self._seconds[1] < self._seconds[0]
+        if is_less_in_sum and log_wealth(self._above, pairs) >= math.log(1 / self.alpha):
+            return "faster"
+        if log_wealth(self._below, pairs) >= math.log(1 / ALPHA_NOT_FASTER):
+            return "not faster"
+        return ""
+
+    def interval(self, alpha: float = 0.05) -> Interval:
+        """Every gain that is not rejected, from either side with half of ``alpha``; at all times at once."""
+        ordered = sorted(self.log_ratios)
+        if not ordered:
+            return Interval(1.0, 0.0, math.inf)
+        middle = math.exp((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2)
+        # So many above a value reject it; those below are as many, from the other end.
+        pairs, threshold = len(ordered), math.log(2 / alpha)
+        rejecting = next((n for n in range(pairs // 2, pairs + 1) if log_wealth(n, pairs) >= threshold), None)
+        if rejecting is None:
+            return Interval(middle, 0.0, math.inf)
+        return Interval(middle, math.exp(ordered[pairs - rejecting]), math.exp(ordered[rejecting - 1]))

@@ -1,0 +1,167 @@
+"""What live trials have settled, kept in the user's cache folder for later runs of the same model on the same machine.
+
+One small JSON file each, in ``$LIGHTNING_ACCEL_CACHE``, by default ``$XDG_CACHE_HOME/lightning-accel`` or
+``~/.cache/lightning-accel``. Its name is a digest of all that the decisions hang on: the model's class and parameters,
+the shapes of its batches, the machine, the versions of torch and of this package, and the arms that there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.techniques.arms import Arm
+from lightning_accel.tuning.trials import Tuning
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Key:
+    """What decisions hang on.
+
+    Attributes:
+        model: Its class, and a digest of its parameters' names, shapes and dtypes.
+        batch: The shapes of a batch, to the next power of two.
+        host: The machine, in words.
+        versions: Of torch and this package.
+        arms: What could be decided.
+    """
+
+    model: str
+    batch: str
+    host: str
+    versions: str
+    arms: str
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Any, host: str, arms: Sequence[Arm]) -> Key:
+        parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+        shapes = [[(size - 1).bit_length() for size in t.shape] for t in tensors_in(batch) if not t.is_nested]
+        return cls(
+            model=f"{type(model).__qualname__} {_digest(repr(parameters))}",
+            batch=repr(shapes),
+            host=host,
+            versions=f"torch {torch.__version__}, {_own_version()}",
+            arms=", ".join(sorted(f"{arm.name}={'|'.join(arm.choices)}" for arm in arms)),
+        )
+
+    @property
+    def file_name(self) -> str:
+        return f"{_digest(repr(self))}.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One remembered run.
+
+    Attributes:
+        path: Its file.
+        key: As :class:`Key` has it.
+        written: When, in UTC.
+        tuning: What was settled.
+    """
+
+    path: Path
+    key: Mapping[str, str]
+    written: str
+    tuning: Tuning
+
+
+class DamagedError(ValueError):
+    """A file in the cache folder that is none of ours, or not whole."""
+
+
+def folder() -> Path:
+    """Where decisions are kept."""
+    if given := os.environ.get("LIGHTNING_ACCEL_CACHE"):
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lightning-accel"
+
+
+def recall(key: Key) -> Tuning | None:
+    """What was settled for ``key``; None where nothing was.
+
+    Raises:
+        DamagedError: There is a file for it that cannot be read, or is another's.
+    """
+    path = folder() / key.file_name
+    if not path.is_file():
+        return None
+    entry = _read(path)
+    if dict(entry.key) != vars(key):
+        raise DamagedError(f"{path} belongs to another model or machine")
+    return entry.tuning
+
+
+def remember(key: Key, tuning: Tuning) -> None:
+    """Keeps what was settled; whole or not at all.
+
+    Raises:
+        OSError: The folder cannot be written to.
+    """
+    path = folder() / key.file_name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    text = json.dumps({"format": FORMAT, "key": vars(key), "written": written, "tuning": tuning.to_dict()}, indent=1)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def entries() -> Iterator[Entry | DamagedError]:
+    """Everything in the folder, and what is wrong with the rest of it."""
+    for path in sorted(folder().glob("*.json")):
+        try:
+            yield _read(path)
+        except DamagedError as error:
+            yield error
+
+
+def clear() -> int:
+    """Removes all that is remembered; returns how many files that were."""
+    paths = list(folder().glob("*.json"))
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return len(paths)
+
+
+def _read(path: Path) -> Entry:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise DamagedError(f"{path} is in format {content['format']!r}, not {FORMAT}")
+        return Entry(path, content["key"], content["written"], Tuning.from_dict(content["tuning"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, DamagedError):
+            raise
+        raise DamagedError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _own_version() -> str:
+    from importlib.metadata import version
+
+    return f"lightning-accel {version('lightning-accel')}"

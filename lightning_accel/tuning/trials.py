@@ -1,0 +1,371 @@
+"""Live trials: arms take turns on the run's own training steps, each of which trains.
+
+First the whole plan against the plain run. Then every arm, the one with the most to gain first: the run with it against
+the run without it. What has won stays; what has not goes, though it may cost nothing. Last the audit: what is left
+against the plain run again; where it is not faster for sure, arms are taken back one by one, and all in the end. While
+the run lives, a pair of turns every so often, and a new audit where the time of a step has drifted, keep the promise
+that it is never slower than plain.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.techniques.arms import OFF, Arm
+from lightning_accel.tuning.comparison import Choices, Comparison, Result, Turn, Verdict
+from lightning_accel.tuning.pairs import Interval, PairTest
+
+ALPHA = 0.01
+"""Of 100 runs in which nothing is faster than plain, at most one ends with a winner, over all its arms together."""
+
+MIN_TURNS = 60
+"""A run of fewer is over before it could be told what pays: it does what earlier runs or the rules say."""
+
+WATCH_EVERY = 100
+"""Turns from one look at a settled run to the next: a pair."""
+
+DRIFT = 1.2
+"""A settled step that has become so many times as long is a reason for a new audit."""
+
+WHOLE = "whole plan"
+_LATEST = 16  # turns, whose median tells of drift
+_MAX_PAIRS = 200  # of one comparison, in the longest of runs
+_MIN_PAIRS = 14  # that can prove anything, a bad pair among them
+_LEAST_GAIN = 0.02  # of a step: what could gain less is not asked
+
+
+def allowance(turns: float) -> float:
+    """What slower arms may cost in a run, in turns: 5% of 100 of them, 2% of 1,000 or more."""
+    return 0.05 * turns if turns <= 100 else max(0.02 * turns, 5 + (turns - 100) / 60)
+
+
+@dataclass
+class Tuning:
+    """What live trials have come to, for the report, the checkpoint and the cache.
+
+    Attributes:
+        choices: What holds: arm → choice.
+        results: Of each comparison, by its name.
+        whole: The latest comparison of all that holds with the plain run.
+        is_settled: Whether nothing more is to be decided.
+    """
+
+    choices: dict[str, str] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
+    whole: Result | None = None
+    is_settled: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for checkpoints and JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Tuning:
+        """What :meth:`to_dict` gave.
+
+        Raises:
+            KeyError, TypeError: It did not.
+        """
+        whole = state["whole"]
+        return cls(
+            choices=dict(state["choices"]),
+            results={name: _result(one) for name, one in state["results"].items()},
+            whole=None if whole is None else _result(whole),
+            is_settled=bool(state["is_settled"]),
+        )
+
+    def table(self) -> str:
+        """A line for each comparison: what was measured, on how many turns, and what came of it."""
+        width = max(map(len, self.results), default=0)
+        rows = (f"{r.name:{width}}  {r.verdict}: {r.interval}, on {r.turns} steps" for r in self.results.values())
+        return "\n".join(rows)
+
+    def line(self) -> str:
+        """In a line, for the console."""
+        if self.whole is None:
+            return "not tried: the run is too short"
+        if not self.choices:
+            return "as the user wrote it: nothing was faster for sure"
+        return f"{self.whole.interval} over plain, on {self.whole.turns} of your own steps"
+
+
+def _result(state: Mapping[str, Any]) -> Result:
+    return Result(**{**state, "interval": Interval(**state["interval"])})
+
+
+Course = Generator[Comparison | None, Result | None, None]
+
+
+class LiveTrials:
+    """Decides which arms a run has, by turns of its own.
+
+    Args:
+        arms: What can be switched.
+        turns: How many turns the run has, at least about; infinite where it does not end by itself.
+        put: Told, before a turn, of what is chosen for it, after the arms have been.
+        say: Told of what is decided, in a line each.
+        peak: A window on the memory of the device; None where none can be had.
+        gather: Maps a value of this process to those of all, in the order of their ranks; None with one process.
+        known: What holds by earlier trials.
+        is_trusted: Whether it does without an audit: a resumed run's own, say. Else a run that is long enough has one.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        turns: float,
+        *,
+        put: Callable[[Choices], None] = lambda choices: None,
+        say: Callable[[str], None] = lambda line: None,
+        peak: PeakMemory | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
+        known: Tuning | None = None,
+        is_trusted: bool = False,
+    ) -> None:
+        self.tuning = known or Tuning({arm.name: arm.choices[0] for arm in arms})
+        self._arms = {arm.name: arm for arm in sorted(arms, key=_gain, reverse=True)}
+        self._left, self._allowance = turns, allowance(turns)
+        self._put, self._say, self._peak, self._gather = put, say, peak, gather
+        self._in_force: dict[str, str] = {arm.name: arm.choices[0] for arm in arms}
+        self._pending: deque[tuple[Comparison | None, Turn]] = deque()  # begun, and not timed yet
+        self._timed: deque[float | None] = deque()  # what the first of them took, in their order
+        self._begun = 0
+        self._metered: tuple[Comparison, Turn] | None = None  # whose peak of memory is being looked at
+        self._latest: deque[float] = deque(maxlen=_LATEST)
+        self._settled_s: float | None = None
+        self._gain = 1.0  # of what holds over the plain run, as far as known
+        self._has_given_up = False
+        self._comparison: Comparison | None = None
+        self._course: Course = self._all_questions(is_trusted)
+        self._advance(None)
+
+    # -- a turn ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Puts in force what the turn that now begins is to run with."""
+        self._begun += 1
+        self._left -= 1
+        if self._metered is not None and self._peak is not None:
+            comparison, turn = self._metered
+            comparison.peaked(turn, self._peak.peak_bytes())
+        self._take_up()
+        if self._comparison is None:
+            self._advance(None)
+        turn = Turn(self.tuning.choices) if self._comparison is None else self._comparison.next_turn()
+        self._choose(turn.choices)
+        self._pending.append((self._comparison, turn))
+        self._metered = None
+        if self._comparison is not None and self._peak is not None and turn.pair is None:
+            self._metered = self._comparison, turn
+            self._peak.restart()
+
+    def took(self, seconds: float | None) -> None:
+        """Takes up what the first turn that was not timed yet took; None: something else came in between."""
+        self._timed.append(seconds)
+
+    def failed(self, verdict: Verdict) -> bool:
+        """Tells that the step of the turn under way raised; whether it was a candidate's, which has lost by that.
+
+        The original is then in force. Several ranks cannot do so, as the others know nothing of it.
+        """
+        if not self._pending or self._comparison is None or self._gather is not None:
+            return False
+        comparison, turn = self._pending[-1]
+        if comparison is not self._comparison or turn.side == 0:
+            return False
+        comparison.failed(verdict)
+        self._choose(comparison.original)
+        self._conclude()
+        return True
+
+    def give_up(self) -> None:
+        """Has the rest of the run be the user's own, on all ranks: there is nothing left to switch on this one."""
+        self._has_given_up = True
+        self.tuning.choices, self.tuning.is_settled = {}, True
+        self._in_force = {}
+        self._arms, self._comparison, self._course = {}, None, self._nothing_more()
+
+    def _take_up(self) -> None:
+        """Hears what turns took: at once, or every few turns, where ranks have to hear the same."""
+        if self._gather is None:
+            times = list(self._timed)
+        else:
+            if self._begun % 8:
+                return
+            ranks: list[Any] = self._gather(None if self._has_given_up else list(self._timed))
+            if None in ranks:
+                self._gather = None
+                self._choose({})
+                self.give_up()
+                return
+            # The slowest rank's, of the turns that all have timed.
+            times = [None if None in each else max(each) for each in zip(*ranks, strict=False)]
+        for seconds in times:
+            self._timed.popleft()
+            comparison, turn = self._pending.popleft()
+            if comparison is None:
+                self._note_settled(seconds)
+            elif comparison is self._comparison and comparison.took(turn, seconds):
+                self._conclude()
+
+    def _conclude(self) -> None:
+        assert self._comparison is not None
+        result = self._comparison.result()
+        if result is not None:
+            self._allowance -= max(0.0, self._comparison.cost)
+            self._advance(result)
+
+    def _advance(self, result: Result | None) -> None:
+        self._comparison = next(self._course) if result is None else self._course.send(result)
+
+    def _choose(self, choices: Choices) -> None:
+        if choices == self._in_force:
+            return
+        for name, arm in self._arms.items():
+            wanted = choices.get(name, OFF)
+            if self._in_force.get(name, OFF) != wanted:
+                arm.choose(wanted)
+        self._in_force = dict(choices)
+        self._put(choices)
+
+    def _nothing_more(self) -> Course:
+        while True:
+            yield None
+
+    # -- what is asked -----------------------------------------------------------------------------------------
+
+    def _all_questions(self, is_trusted: bool) -> Course:
+        """Yields one comparison after the other, is sent how each ended, and yields None while there is none."""
+        tuning = self.tuning
+        if self._arms and self._left >= MIN_TURNS and not is_trusted:
+            yield from self._audit() if tuning.is_settled else self._first_questions()
+            tuning.is_settled = True
+            self._say(tuning.line())
+        while True:
+            yield from self._watch()
+
+    def _first_questions(self) -> Course:
+        tuning, everything = self.tuning, dict(self.tuning.choices)
+        alpha = ALPHA / 2
+        whole = yield from self._ask(WHOLE, {}, everything, alpha)
+        self._hold(everything if whole.is_won else {}, whole)
+        if len(self._arms) > 1 or any(len(arm.choices) > 1 for arm in self._arms.values()):
+            asked = [(arm, choice) for arm in self._arms.values() for choice in arm.choices]
+            for arm, choice in asked:
+                if self._left < 4 * _MIN_PAIRS or self._allowance <= 0:
+                    break
+                yield from self._ask_arm(arm, choice, alpha / len(asked))
+        if tuning.choices and (tuning.whole is None or tuning.choices != everything or not whole.is_won):
+            yield from self._audit()
+
+    def _ask_arm(self, arm: Arm, choice: str, alpha: float) -> Course:
+        """The run with an arm against the run without it, or a choice of it against the one that holds."""
+        held = dict(self.tuning.choices)
+        without = {name: kept for name, kept in held.items() if name != arm.name}
+        with_it = {**without, arm.name: choice}
+        is_first = choice == arm.choices[0]
+        if is_first and arm.saves_memory and arm.name in held:
+            result = yield from self._ask(f"without {arm.name}", held, without, alpha)
+            if result.is_won:
+                self._hold(without)
+            return
+        original = without if is_first else held
+        if original == with_it or not self._is_worth_asking(arm):
+            return
+        result = yield from self._ask(arm.name if is_first else f"{arm.name}={choice}", original, with_it, alpha)
+        self._hold(with_it if result.is_won else original)
+
+    def _is_worth_asking(self, arm: Arm) -> bool:
+        if arm.gain_ms is None or not self._latest:
+            return True
+        return arm.gain_ms / 1e3 >= _LEAST_GAIN * statistics.median(self._latest)
+
+    def _audit(self) -> Course:
+        """What holds against the plain run; where it has not won, without its least arm, until nothing is left."""
+        while self.tuning.choices:
+            result = yield from self._ask(WHOLE, {}, self.tuning.choices, ALPHA / 4)
+            if result.is_won:
+                self._hold(self.tuning.choices, result)
+                return
+            kept = dict(self.tuning.choices)
+            least = min(kept, key=self._ratio_of)
+            del kept[least]
+            self._say(f"{least} is taken back: with it the run was not faster than plain for sure ({result.interval})")
+            self._hold(kept, result)
+
+    def _ratio_of(self, arm: str) -> float:
+        result = self.tuning.results.get(arm)
+        return 1.0 if result is None else result.interval.ratio
+
+    def _watch(self) -> Course:
+        """A settled run: nothing for a while, then a pair, or an audit where a step takes longer than it did."""
+        self._latest.clear()
+        self._settled_s = None
+        test = PairTest(ALPHA)
+        while len(test) < _MAX_PAIRS:
+            has_drifted = False
+            for turn in range(WATCH_EVERY):
+                yield None
+                if turn % _LATEST == 0 and (has_drifted := self._has_drifted()):
+                    break
+            if not self.tuning.choices:
+                continue
+            if has_drifted:
+                self._say("a step takes longer than it did: what holds is tried against the plain run again")
+                break
+            result = yield self._comparing("plain", self.tuning.choices, {}, test=test, max_pairs=len(test) + 1)
+            assert result is not None
+            if result.is_won:
+                self._say("the plain run has become faster than what holds, which is tried against it again")
+                break
+        else:
+            return
+        yield from self._audit()
+
+    def _note_settled(self, seconds: float | None) -> None:
+        if seconds is None:
+            return
+        self._latest.append(seconds)
+        if self._settled_s is None and len(self._latest) == _LATEST:
+            self._settled_s = statistics.median(self._latest)
+
+    def _has_drifted(self) -> bool:
+        return self._settled_s is not None and statistics.median(self._latest) > DRIFT * self._settled_s
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _ask(self, name: str, original: Choices, candidate: Choices, alpha: float) -> Generator[Any, Any, Result]:
+        pairs = int(min(_MAX_PAIRS, max(_MIN_PAIRS, self._left / 20)))
+        result: Result = yield self._comparing(name, original, candidate, test=PairTest(alpha), max_pairs=pairs)
+        self.tuning.results[name] = result
+        return result
+
+    def _comparing(
+        self, name: str, original: Choices, candidate: Choices, *, test: PairTest, max_pairs: int
+    ) -> Comparison:
+        differing = [arm for one, arm in self._arms.items() if original.get(one) != candidate.get(one)]
+        return Comparison(
+            name,
+            original,
+            candidate,
+            settle=max((arm.settle for arm in differing), default=0),
+            test=test,
+            max_pairs=max_pairs,
+            allowance=max(0.0, self._allowance / 2),
+            original_gain=self._gain if original else 1.0,
+        )
+
+    def _hold(self, choices: Choices, whole: Result | None = None) -> None:
+        self.tuning.choices = dict(choices)
+        if whole is not None:
+            self.tuning.whole = whole
+            self._gain = max(1.0, whole.interval.ratio) if choices else 1.0
+
+
+def _gain(arm: Arm) -> float:
+    return float("inf") if arm.gain_ms is None else arm.gain_ms

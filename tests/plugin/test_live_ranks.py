@@ -1,0 +1,46 @@
+"""Live trials on several ranks: the same turns on all, decided by the slowest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.scripts import SUPPORT, run_script
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of ``live_ranks.py`` left what each rank saw."""
+    folder = tmp_path_factory.mktemp("live_ranks")
+    run_script(SUPPORT / "plugin" / "live_ranks.py", folder, LIGHTNING_ACCEL_CACHE=str(folder / "remembered"))
+    return folder
+
+
+def ranks(folder: Path, run: str) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{run}.{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("run", ["faster on both", "faster on one", "too short"])
+def test_all_ranks_take_the_same_turns(folder: Path, run: str) -> None:
+    first, second = ranks(folder, run)
+    assert first["seen"] == second["seen"]
+    assert first["status"] == second["status"]
+
+
+def test_what_is_faster_on_all_stays(folder: Path) -> None:
+    first, _ = ranks(folder, "faster on both")
+    assert first["seen"][-1] == "on"
+    assert "over plain" in first["status"]
+
+
+def test_what_one_rank_loses_by_goes(folder: Path) -> None:
+    first, _ = ranks(folder, "faster on one")
+    assert first["seen"][-1] == "off"
+
+
+def test_a_short_run_tries_nothing(folder: Path) -> None:
+    first, _ = ranks(folder, "too short")
+    assert set(first["seen"]) == {"on"}

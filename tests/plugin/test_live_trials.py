@@ -1,0 +1,252 @@
+"""Live trials under a Trainer: arms take turns on the run's own steps, whatever kind of run it is."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_accel import AccelPlugin
+from lightning_accel.tuning import remembered
+from support.live_runs import Speed, Timed, batches, fit, simulated
+
+pytestmark = pytest.mark.numbers
+
+
+def status(plugin: AccelPlugin) -> str:
+    return plugin.report.of("tuning").status
+
+
+def test_what_is_faster_stays_and_the_report_has_the_measurement() -> None:
+    with simulated(1.5) as time:
+        model = Timed(time)
+        plugin = fit(model)
+    assert model.seen[-1] == "on"
+    assert plugin.report.of("tuning").is_on
+    assert "over plain, on" in status(plugin)
+    assert "of your own steps" in plugin.report.summary()
+    assert "whole plan  faster: 1." in plugin.report.to_text()
+
+
+def test_what_is_slower_goes() -> None:
+    with simulated(0.8) as time:
+        model = Timed(time)
+        plugin = fit(model)
+    assert model.seen[-1] == "off"
+    assert status(plugin) == "as the user wrote it: nothing was faster for sure"
+
+
+def test_every_step_of_a_trial_trains() -> None:
+    with simulated(1.5) as time:
+        model, plain = Timed(time), Timed(time)
+        plain.load_state_dict(model.state_dict())
+        fit(model)
+        fit(plain, accel={"tune": "off"})
+    assert torch.equal(model.layer.weight, plain.layer.weight)
+    assert {"on", "off"} == set(model.seen)
+    assert len(model.seen) == 200
+
+
+@pytest.mark.parametrize("settings", [{"accel": {"tune": "off"}}, {"accel": {"tune": False}}, {"deterministic": True}])
+def test_told_not_to_nothing_is_decided_by_the_clock(settings: dict[str, Any], determinism_restored: None) -> None:
+    with simulated(0.5) as time:
+        model = Timed(time)
+        fit(model, **settings)
+        assert Speed.latest.switches == []
+
+
+@pytest.mark.parametrize("settings", [{"fast_dev_run": True}, {"limit_train_batches": 30}, {"max_steps": 20}])
+def test_a_short_run_tries_nothing(settings: dict[str, Any]) -> None:
+    with simulated(0.5) as time:
+        fit(Timed(time), **settings)
+        assert Speed.latest.switches == []
+
+
+def test_with_accumulated_gradients_a_turn_ends_with_the_optimizers_step() -> None:
+    with simulated(1.5) as time:
+        model = Timed(time)
+        plugin = fit(model, 400, accumulate_grad_batches=4)
+    windows = [set(model.seen[at : at + 4]) for at in range(0, 400, 4)]
+    assert all(len(window) == 1 for window in windows)
+    assert "over plain" in status(plugin)
+
+
+def test_accumulation_may_change_in_mid_run() -> None:
+    with simulated(1.5) as time:
+        model = Timed(time)
+        schedule = GradientAccumulationScheduler({0: 1, 1: 2})
+        plugin = fit(model, 160, max_epochs=2, callbacks=[schedule])
+    assert "over plain" in status(plugin)
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_manual_optimization(optimizers: int) -> None:
+    with simulated(1.5) as time:
+        model = Timed(time, manual=True, optimizers=optimizers)
+        plugin = fit(model, 200)
+    assert "over plain" in status(plugin)
+
+
+def test_validation_in_between_is_no_part_of_a_turn() -> None:
+    """A validation takes as long as fifty steps: did it count, nothing could be told."""
+    with simulated(1.3) as time:
+        plugin = fit(Timed(time), 300, val=batches(1), val_check_interval=3, num_sanity_val_steps=0)
+    whole = plugin.report.of("tuning").details
+    assert whole.startswith("whole plan  faster: 1.")
+
+
+def test_batches_of_many_sizes_are_compared_by_element() -> None:
+    sizes = torch.randint(1, 33, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    with simulated(1.5) as time:
+        data = [torch.ones(size, 8) for size in sizes]
+        plugin = fit(Timed(time), loader=DataLoader(data, batch_size=None, collate_fn=lambda tensor: [tensor]))  # type: ignore[arg-type]
+    assert "whole plan  faster: 1." in plugin.report.of("tuning").details
+
+
+@pytest.mark.parametrize(
+    "callback", [StochasticWeightAveraging(1e-2, swa_epoch_start=1), LearningRateFinder(num_training_steps=20)]
+)
+def test_callbacks_that_take_a_run_in_hand(callback: Any) -> None:
+    with simulated(1.5) as time:
+        model = Timed(time)
+        model.lr = 0.01  # type: ignore[assignment]  # what the finder looks for
+        plugin = fit(model, 80, max_epochs=3, callbacks=[callback], gradient_clip_val=1.0)
+    assert "over plain" in status(plugin)
+
+
+def test_overfitting_batches() -> None:
+    with simulated(1.5) as time:
+        plugin = fit(Timed(time), 4, max_epochs=60, overfit_batches=4)
+    assert "over plain" in status(plugin)
+
+
+def test_a_resumed_run_goes_on_with_what_was_settled(tmp_path: Path) -> None:
+    with simulated(0.8) as time:
+        first, resumed = Timed(time), Timed(time)
+        fit(first, 100)
+        first.trainer.save_checkpoint(tmp_path / "first.ckpt")
+        remembered.clear()
+        plugin = fit(resumed, 100, max_epochs=2, ckpt_path=str(tmp_path / "first.ckpt"))
+    assert set(resumed.seen[5:]) == {"off"}
+    assert status(plugin) == "as the user wrote it: nothing was faster for sure"
+
+
+def test_a_later_run_begins_with_what_an_earlier_one_has_settled() -> None:
+    with simulated(0.8) as time:
+        fit(Timed(time), 200)
+        model = Timed(time)
+        fit(model, 40)
+    assert set(model.seen[5:]) == {"off"}
+
+
+def test_a_long_later_run_audits_what_it_remembers() -> None:
+    with simulated(1.5) as time:
+        fit(Timed(time), 200)
+        Speed.speedup = 0.8
+        model = Timed(time)
+        fit(model, 200)
+    assert model.seen[-1] == "off"
+
+
+def test_a_damaged_memory_is_said_and_not_used() -> None:
+    with simulated(1.5) as time:
+        fit(Timed(time), 200)
+        (path,) = remembered.folder().glob("*.json")
+        path.write_text("{")
+        plugin = fit(Timed(time), 200)
+    assert any("is damaged" in note for note in plugin.report.notes)
+    assert "over plain" in status(plugin)
+
+
+def test_a_folder_that_cannot_be_written_to_ends_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("")
+    with pytest.MonkeyPatch.context() as patch, simulated(1.5) as time:
+        patch.setattr(remembered, "folder", lambda: tmp_path / "a file")
+        plugin = fit(Timed(time), 200)
+    assert any("could not be remembered" in note for note in plugin.report.notes)
+
+
+def test_the_loggers_are_told(tmp_path: Path) -> None:
+    with simulated(1.5) as time:
+        fit(Timed(time), 200, logger=CSVLogger(tmp_path, flush_logs_every_n_steps=1))
+    (metrics,) = tmp_path.rglob("metrics.csv")
+    assert "accel/tuning/ratio" in metrics.read_text().splitlines()[0]
+
+
+def test_after_the_run_the_report_is_data() -> None:
+    with simulated(1.5) as time:
+        plugin = fit(Timed(time), 200)
+    assert json.loads(plugin.report.to_json())["techniques"]["tuning"]["on"]
+
+
+@pytest.mark.parametrize("value", ["always", "Auto", 3, None])
+def test_an_unknown_setting_is_named(value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"tune=.*Allowed: 'auto', 'off'"):
+        AccelPlugin(tune=value)
+
+
+def test_one_plugin_serves_several_fits() -> None:
+    with simulated(1.5) as time:
+        plugin = AccelPlugin(log=False)
+        for _ in range(2):
+            trainer = Trainer(
+                plugins=[plugin], max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+            )
+            trainer.fit(Timed(time), batches(100))
+            assert "over plain" in status(plugin)
+
+
+def test_an_arm_that_runs_out_of_memory_has_lost_and_the_run_goes_on() -> None:
+    class Hungry(Timed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx > 10 and Speed.latest.now == "on":
+                raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+            return super().training_step(batch, batch_idx)
+
+    with simulated(1.5) as time:
+        model = Hungry(time)
+        plugin = fit(model, 100)
+    assert len(model.seen) == 100
+    assert "whole plan  out of memory" in plugin.report.of("tuning").details
+    assert any("ran without it" in note for note in plugin.report.notes)
+    assert not any("all of them are taken back" in note for note in plugin.report.notes)
+
+
+def test_an_error_of_the_users_own_is_theirs() -> None:
+    class Broken(Timed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 15:
+                raise KeyError("mine")
+            return super().training_step(batch, batch_idx)
+
+    with simulated(1.5) as time, pytest.raises(KeyError, match="mine"):
+        fit(Broken(time), 100)
+
+
+def test_a_copy_of_the_plugin_leaves_the_run_behind() -> None:
+    copies = []
+
+    class Copying(Timed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 30:
+                copies.append(pickle.loads(pickle.dumps(self.trainer.precision_plugin)))
+            return super().training_step(batch, batch_idx)
+
+    with simulated(1.5) as time:
+        fit(Copying(time), 100)
+        (copy,) = copies
+        trainer = Trainer(plugins=[copy], max_epochs=1, logger=False, enable_checkpointing=False)
+        trainer.fit(Timed(time), batches(100))
+        assert "over plain" in status(copy)

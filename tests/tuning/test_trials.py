@@ -1,0 +1,241 @@
+"""Live trials on a simulated machine: what a step takes is a formula, so that what should be decided is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.techniques.arms import Arm
+from lightning_accel.tuning.trials import MIN_TURNS, LiveTrials, Tuning, allowance
+
+
+class SimulatedRun:
+    """A run whose arms make a step so many times as fast; all noise is drawn from ``seed``."""
+
+    def __init__(self, speedups: Mapping[str, float], turns: int = 1000, *, seed: int = 0, **arm: object) -> None:
+        self.speedups, self.turns = dict(speedups), turns
+        self.now = dict.fromkeys(speedups, "on")
+        self.switches: list[tuple[str, str]] = []
+        self.lines: list[str] = []
+        self.seconds = self.plain_seconds = 0.0
+        self.slowdown: Callable[[int], float] = lambda turn: 1.0
+        self._rng = np.random.default_rng(seed)
+        self.arms = [Arm(name, ("on",), self._chooser(name), **arm) for name in speedups]  # type: ignore[arg-type]
+
+    def _chooser(self, name: str) -> Callable[[str], None]:
+        def choose(choice: str) -> None:
+            self.switches.append((name, choice))
+            self.now[name] = choice
+
+        return choose
+
+    def trials(self, **settings: object) -> LiveTrials:
+        return LiveTrials(self.arms, self.turns, say=self.lines.append, **settings)  # type: ignore[arg-type]
+
+    def run(self, **settings: object) -> Tuning:
+        trials = self.trials(**settings)
+        for turn in range(self.turns):
+            trials.begin()
+            trials.took(self.step(turn))
+        return trials.tuning
+
+    def step(self, turn: int) -> float:
+        plain = 0.1 * np.exp(0.03 * self._rng.standard_t(3))
+        seconds = plain * self.slowdown(turn)
+        for name, choice in self.now.items():
+            seconds /= self.speedups[name] if choice == "on" else 1.0
+        self.seconds += seconds
+        self.plain_seconds += plain
+        return float(seconds)
+
+
+def test_what_makes_the_step_faster_stays_and_what_does_not_goes() -> None:
+    run = SimulatedRun({"attention": 1.5, "layout": 0.95, "copies": 1.0})
+    tuning = run.run()
+    assert tuning.choices == {"attention": "on"}
+    assert {name: tuning.results[name].verdict for name in ("attention", "layout")} == {
+        "attention": "faster",
+        "layout": "not faster",
+    }
+    assert run.now == {"attention": "on", "layout": "off", "copies": "off"}
+
+
+def test_the_line_of_the_report_is_a_measurement_of_the_whole_against_plain() -> None:
+    tuning = SimulatedRun({"attention": 1.5, "layout": 0.95}).run()
+    assert tuning.whole is not None
+    assert tuning.whole.interval.low <= 1.5 <= tuning.whole.interval.high
+    assert tuning.line() == f"{tuning.whole.interval} over plain, on {tuning.whole.turns} of your own steps"
+
+
+def test_a_gain_is_found_in_a_plan_that_loses_as_a_whole() -> None:
+    tuning = SimulatedRun({"slow": 0.6, "fast": 1.3}).run()
+    assert tuning.choices == {"fast": "on"}
+
+
+def test_where_nothing_is_faster_the_run_is_the_users_own() -> None:
+    wins = sum(bool(SimulatedRun({"a": 1.0, "b": 1.0, "c": 1.0}, seed=seed).run().choices) for seed in range(30))
+    assert wins <= 1  # at most 1 of 100 on average
+
+
+@pytest.mark.parametrize("turns", [100, 1000])
+@pytest.mark.parametrize("speedup", [0.3, 0.8])
+def test_slow_arms_cost_no_more_than_allowed(turns: int, speedup: float) -> None:
+    run = SimulatedRun({"slow": speedup, "another": 1.0}, turns)
+    run.run()
+    # Over the allowance go the turns by which it is found out: one to get ready and one of a pair.
+    assert run.seconds / run.plain_seconds - 1 <= (allowance(turns) + 2 / speedup) / turns
+
+
+def test_the_allowance_is_five_percent_of_a_hundred_steps_and_two_of_a_thousand() -> None:
+    assert allowance(100) == pytest.approx(5)
+    assert allowance(1000) == pytest.approx(20)
+    assert allowance(10_000) == pytest.approx(200)
+
+
+def test_a_short_run_tries_nothing_and_does_what_the_rules_say() -> None:
+    run = SimulatedRun({"attention": 0.5}, MIN_TURNS - 1)
+    tuning = run.run()
+    assert run.switches == []
+    assert tuning.choices == {"attention": "on"}
+    assert tuning.whole is None
+
+
+def test_what_was_settled_by_an_earlier_run_is_not_tried_again() -> None:
+    known = SimulatedRun({"attention": 1.5, "layout": 0.9}).run()
+    again = SimulatedRun({"attention": 1.5, "layout": 0.9}, 90)
+    again.run(known=known, is_trusted=True)
+    assert again.switches == [("layout", "off")]
+
+
+def test_what_an_earlier_run_has_settled_is_audited_in_a_longer_one() -> None:
+    known = SimulatedRun({"attention": 1.5}).run()
+    slower_now = SimulatedRun({"attention": 0.9})
+    assert slower_now.run(known=known).choices == {}
+
+
+def test_a_rank_that_gives_up_has_all_of_them_run_as_the_user_wrote_it() -> None:
+    run = SimulatedRun({"attention": 1.5}, 100)
+    trials = run.trials(gather=lambda mine: [mine, None])
+    for turn in range(16):
+        trials.begin()
+        trials.took(run.step(turn))
+    assert run.now == {"attention": "off"}
+    assert trials.tuning.choices == {}
+
+
+def test_steps_after_a_switch_are_charged_to_the_switch() -> None:
+    """A switch of this arm makes the next two steps a quarter longer, and the step itself a fifth faster."""
+    run = SimulatedRun({"layout": 1.2}, settle=2)
+    known, since = [0], [0]
+
+    def slowdown(turn: int) -> float:
+        if len(run.switches) != known[0]:
+            known[0], since[0] = len(run.switches), turn
+        return 1.25 if run.switches and turn - since[0] < 2 else 1.0
+
+    run.slowdown = slowdown
+    tuning = run.run()
+    assert tuning.choices == {"layout": "on"}
+    assert tuning.whole is not None
+    assert tuning.whole.interval.ratio == pytest.approx(1.2, rel=0.03)
+
+
+def test_an_arm_that_needs_more_memory_has_to_win_ten_percent() -> None:
+    def tuned(speedup: float) -> Tuning:
+        run = SimulatedRun({"hungry": speedup})
+
+        class SimulatedPeak(PeakMemory):
+            def peak_bytes(self) -> int:
+                return (1100 if run.now["hungry"] == "on" else 1000) << 20
+
+            def restart(self) -> None: ...
+
+        return run.run(peak=SimulatedPeak(torch.device("cpu")))
+
+    assert tuned(1.05).choices == {}
+    assert tuned(1.05).results["whole plan"].verdict == "needs more memory"
+    assert tuned(1.3).choices == {"hungry": "on"}
+
+
+def test_what_saves_memory_stays_unless_the_run_is_slower_with_it() -> None:
+    def tuned(speedup: float) -> Tuning:
+        saver = SimulatedRun({"fast": 1.5, "saver": speedup}, saves_memory=True)
+        saver.arms[0] = Arm("fast", ("on",), saver._chooser("fast"))
+        return saver.run()
+
+    assert tuned(1.0).choices == {"fast": "on", "saver": "on"}
+    assert tuned(0.9).choices == {"fast": "on"}
+
+
+def test_out_of_memory_is_a_verdict() -> None:
+    run = SimulatedRun({"hungry": 1.5, "other": 1.2})
+    trials = run.trials()
+    for turn in range(run.turns):
+        trials.begin()
+        if run.now["hungry"] == "on" and trials.failed("out of memory"):
+            assert run.now["hungry"] == "off"
+        trials.took(run.step(turn))
+    assert trials.tuning.choices == {"other": "on"}
+    assert trials.tuning.results["hungry"].verdict == "out of memory"
+
+
+def test_a_step_that_becomes_longer_has_the_plan_tried_again() -> None:
+    """From the 400th step on what was faster is slower: another process has come, say."""
+    run = SimulatedRun({"threads": 1.5})
+    run.slowdown = lambda turn: 2.5 if turn >= 400 and run.now["threads"] == "on" else 1.0
+    tuning = run.run()
+    assert tuning.choices == {}
+    assert any("a step takes longer than it did" in line for line in run.lines)
+
+
+def test_a_plan_that_slowly_loses_its_gain_is_found_by_looks_now_and_then() -> None:
+    run = SimulatedRun({"threads": 1.1}, 4000)
+    run.slowdown = lambda turn: 1.18 if turn >= 800 and run.now["threads"] == "on" else 1.0
+    assert run.run().choices == {}
+    assert any("has become faster" in line for line in run.lines)
+
+
+def test_a_turn_that_something_came_in_between_does_not_count() -> None:
+    run = SimulatedRun({"attention": 1.5}, 400)
+    trials = run.trials()
+    for turn in range(run.turns):
+        trials.begin()
+        seconds = run.step(turn)
+        trials.took(None if turn % 3 == 0 else seconds)  # a validation
+    assert trials.tuning.choices == {"attention": "on"}
+
+
+def test_times_that_come_late_are_heard_in_their_order() -> None:
+    """On a GPU the time of a step is known when the device has passed it, some steps later."""
+    run = SimulatedRun({"attention": 1.5, "layout": 0.9}, 400)
+    trials, waiting = run.trials(), []
+    for turn in range(run.turns):
+        trials.begin()
+        waiting.append(run.step(turn))
+        if len(waiting) == 5:
+            for seconds in waiting:
+                trials.took(seconds)
+            waiting = []
+    assert trials.tuning.choices == {"attention": "on"}
+
+
+def test_ranks_take_the_same_turns_and_go_by_the_slowest() -> None:
+    """One rank gains by the arm, the other, which all wait for, does not."""
+    ranks = [SimulatedRun({"attention": speedup}, 400, seed=seed) for seed, speedup in enumerate((1.5, 0.8))]
+    given: list[list[float | None]] = [[], []]
+    trials = [run.trials(gather=lambda mine: [list(times) for times in given]) for run in ranks]
+    for turn in range(400):
+        for one in trials:
+            one.begin()
+        if not trials[0]._timed:
+            given = [[], []]
+        assert ranks[0].now == ranks[1].now
+        for rank, one in enumerate(trials):
+            seconds = ranks[rank].step(turn)
+            given[rank].append(seconds)
+            one.took(seconds)
+    assert all(one.tuning.choices == {} for one in trials)

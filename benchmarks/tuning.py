@@ -232,7 +232,8 @@ def main() -> None:
             rows.append(
                 ["three arms that do nothing", f"{ours_won} of {options.aa} runs", "", "", "", f"{theirs_won}", "", ""]
             )
-    publish("tuning", "python benchmarks/tuning.py", list(COLUMNS), rows, details)
+    given = f"--models {options.models} --steps {options.steps} --aa {options.aa}"
+    publish("tuning", f"python benchmarks/tuning.py {given}", list(COLUMNS), rows, details)
 
 
 if __name__ == "__main__":

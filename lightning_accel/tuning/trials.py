@@ -36,6 +36,7 @@ WHOLE = "whole plan"
 _LATEST = 16  # turns, whose median tells of drift
 _MAX_PAIRS = 200  # of one comparison, in the longest of runs
 _MIN_PAIRS = 14  # that can prove anything, a bad pair among them
+_WHOLE_SHARE, _ARM_SHARE = 0.25, 0.1  # of the turns left, that a comparison may take
 _LEAST_GAIN = 0.02  # of a step: what could gain less is not asked
 
 
@@ -340,7 +341,8 @@ class LiveTrials:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _ask(self, name: str, original: Choices, candidate: Choices, alpha: float) -> Generator[Any, Any, Result]:
-        pairs = int(min(_MAX_PAIRS, max(_MIN_PAIRS, self._left / 20)))
+        share = _WHOLE_SHARE if name == WHOLE else _ARM_SHARE
+        pairs = int(min(_MAX_PAIRS, max(_MIN_PAIRS, share * self._left / self._turns_a_pair(original, candidate))))
         result: Result = yield self._comparing(name, original, candidate, test=PairTest(alpha), max_pairs=pairs)
         self.tuning.results[name] = result
         return result
@@ -348,17 +350,24 @@ class LiveTrials:
     def _comparing(
         self, name: str, original: Choices, candidate: Choices, *, test: PairTest, max_pairs: int
     ) -> Comparison:
-        differing = [arm for one, arm in self._arms.items() if original.get(one) != candidate.get(one)]
         return Comparison(
             name,
             original,
             candidate,
-            settle=max((arm.settle for arm in differing), default=0),
+            settle=self._settle(original, candidate),
             test=test,
             max_pairs=max_pairs,
             allowance=max(0.0, self._allowance / 2),
             original_gain=self._gain if original else 1.0,
         )
+
+    def _settle(self, original: Choices, candidate: Choices) -> int:
+        differing = [arm for one, arm in self._arms.items() if original.get(one) != candidate.get(one)]
+        return max((arm.settle for arm in differing), default=0)
+
+    def _turns_a_pair(self, original: Choices, candidate: Choices) -> float:
+        settle = self._settle(original, candidate)
+        return 2 * (1 + settle) + 1.5 * settle  # half of the pairs begin with the side that the last one ended with
 
     def _hold(self, choices: Choices, whole: Result | None = None) -> None:
         self.tuning.choices = dict(choices)

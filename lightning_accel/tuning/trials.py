@@ -142,8 +142,7 @@ class LiveTrials:
         self._gain = 1.0  # of what holds over the plain run, as far as known
         self._has_given_up = False
         self._comparison: Comparison | None = None
-        self._course: Course = self._all_questions(is_trusted)
-        self._advance(None)
+        self._course: Course = self._all_questions(is_trusted)  # its first is asked at the first turn
 
     # -- a turn ------------------------------------------------------------------------------------------------
 

@@ -151,6 +151,15 @@ def test_a_later_run_begins_with_what_an_earlier_one_has_settled() -> None:
     assert set(model.seen[5:]) == {"off"}
 
 
+def test_a_long_later_run_of_what_settled_on_plain_stays_plain() -> None:
+    with simulated(0.8) as time:
+        fit(Timed(time), 200)
+        model = Timed(time)
+        plugin = fit(model, 200)
+    assert set(model.seen[6:]) == {"off"}
+    assert status(plugin) == "as the user wrote it: nothing was faster for sure"
+
+
 def test_a_long_later_run_audits_what_it_remembers() -> None:
     with simulated(1.5) as time:
         fit(Timed(time), 200)

@@ -96,7 +96,7 @@ class PairTest:
         """What is proven so far; empty: nothing."""
         pairs = len(self)
         # A turn that is mostly faster, and takes an age every now and then, is no gain: the sum must be one, too.
-        is_less_in_sum = self._seconds[1] < self._seconds[0]
+        is_less_in_sum = self._seconds[1] * math.exp(self.worth) < self._seconds[0]
         if is_less_in_sum and log_wealth(self._above, pairs) >= math.log(1 / self.alpha):
             return "faster"
         if log_wealth(self._below, pairs) >= math.log(1 / ALPHA_NOT_FASTER):

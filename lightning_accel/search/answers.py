@@ -1,0 +1,104 @@
+"""What a search has found out, kept in the user's cache folder so that a second one goes on where the first stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_accel.search.job import Job
+from lightning_accel.search.judging import Facts, Objective
+from lightning_accel.search.setup import Setup
+from lightning_accel.tuning import remembered
+from lightning_accel.tuning.comparison import Result
+from lightning_accel.tuning.pairs import Interval
+
+FORMAT = 1
+
+
+class Answers:
+    """Comparisons and facts, by the setups that they are about; written after every one.
+
+    Args:
+        path: The file; None: nothing is kept.
+
+    Attributes:
+        complaint: Why an earlier search's file was not used; empty where it was, or there was none.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self.complaint = ""
+        self.facts: dict[str, Facts] = {}
+        self._results: dict[str, Result] = {}
+        if path is not None and path.is_file():
+            try:
+                self._read(json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                self.facts, self._results = {}, {}
+                self.complaint = f"{path} is damaged ({type(error).__name__}: {error}): the search begins anew."
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def result(self, original: Setup, candidate: Setup) -> Result | None:
+        """How the two compared; None where nobody has asked, or could not tell in the time there was."""
+        return self._results.get(_pair(original, candidate))
+
+    def add(self, original: Setup, candidate: Setup, result: Result) -> None:
+        """Keeps how they compared."""
+        self._results[_pair(original, candidate)] = result
+        self._write()
+
+    def _read(self, content: Any) -> None:
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}, not {FORMAT}")
+        self.facts = {key: Facts(**one) for key, one in content["facts"].items()}
+        self._results = {
+            key: Result(**{**one, "interval": Interval(**one["interval"])}) for key, one in content["results"].items()
+        }
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        facts = {key: asdict(one) for key, one in self.facts.items()}
+        results = {key: asdict(one) for key, one in self._results.items()}
+        text = json.dumps({"format": FORMAT, "facts": facts, "results": results}, indent=1)
+        with suppress(OSError):  # what cannot be kept has to be asked again
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, self._path)
+
+
+def answers_for(job: Job, host: str, objective: Objective) -> Answers:
+    """What earlier searches of the same job on the same machine have found out."""
+    parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in job.model.named_parameters()]
+    about = (
+        *(type(job.model).__qualname__, parameters, type(job.data).__qualname__, job.batch_size),
+        *(sorted(job.loader_settings.items()), sorted(job.options.items()), job.accumulate, job.plan),
+        *(host, torch.__version__, objective),
+    )
+    digest = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+    return Answers(folder() / f"{digest}.json")
+
+
+def folder() -> Path:
+    """Where searches are kept."""
+    return remembered.folder() / "searches"
+
+
+def kept() -> Iterator[Path]:
+    """The files of searches, finished or not."""
+    yield from sorted(folder().glob("*.json"))
+
+
+def _pair(original: Setup, candidate: Setup) -> str:
+    return f"{original.key} | {candidate.key}"

@@ -1,0 +1,184 @@
+"""Where setups are compared: keeps at most two runs alive, and asks nothing twice."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from lightning_accel.core.host import Host
+from lightning_accel.search.answers import Answers
+from lightning_accel.search.job import Job
+from lightning_accel.search.judging import (
+    MAX_PAIRS,
+    MIN_PAIRS,
+    Duel,
+    Facts,
+    Objective,
+    settling_turns,
+    worth_of_memory,
+    worth_of_start,
+)
+from lightning_accel.search.runs import Run, RunError, Workers
+from lightning_accel.search.setup import Setup
+from lightning_accel.tuning.comparison import Result, Verdict
+from lightning_accel.tuning.pairs import Interval, PairTest
+from lightning_accel.tuning.trials import ALPHA
+
+LEAST_PAIRS = 8
+"""A question that would get fewer is not asked."""
+
+_QUESTIONS = 10  # between which the error is divided: about as many as are asked
+
+
+class Bench:
+    """Runs of one job, and how they compare.
+
+    Args:
+        job: What they train.
+        host: The machine.
+        objective: What is better.
+        limit: The most memory that one may hold, in bytes.
+        answers: What is known already; added to.
+
+    Attributes:
+        limit: As given; the run as it is may need more.
+        notes: Why something could not be compared.
+
+    Raises:
+        ValueError: The job cannot be copied.
+    """
+
+    def __init__(self, job: Job, host: Host, objective: Objective, limit: int, answers: Answers) -> None:
+        self.limit = limit
+        self.notes: list[str] = []
+        self._job, self._host, self._objective, self._answers = job, host, objective, answers
+        self._alive: dict[str, Run] = {}
+        self._workers = Workers(job)
+
+    def facts(self, setup: Setup, beside: Setup | None = None) -> Facts:
+        """What is known of ``setup``, which is run where nothing is; ``beside``: whose run is kept for later.
+
+        Raises:
+            RunError: It does not train.
+        """
+        if setup.key not in self._answers.facts:
+            self._keep(setup, beside or setup)
+            self._answers.facts[setup.key] = Facts.of(self._run(setup))
+        return self._answers.facts[setup.key]
+
+    def compare(
+        self, name: str, original: Setup, candidate: Setup, seconds: float, *, keeps_unsure: bool = True
+    ) -> Result:
+        """How many times as fast the candidate is, and whether it is better, in about ``seconds``.
+
+        The answer is kept; ``keeps_unsure``: also where it could not be told.
+        """
+        before = self.facts(original)
+        after = self._can_run(name, before, original, candidate)
+        if not isinstance(after, Facts):
+            result = Result(name, after, Interval(1.0, 0.0, math.inf), 0)
+            self._answers.add(original, candidate, result)
+            return result
+        self._keep(original, candidate)
+        sides = (original, before), (candidate, after)
+        worth = self._worth(sides)
+        if math.isinf(worth):
+            self.notes.append(
+                f"{name}: takes {after.started_s:.0f} s to start, which this run is too short to win back."
+            )
+            return Result(name, "not faster", Interval(1.0, 0.0, math.inf), 0)
+        settle = (
+            settling_turns(original, self.accumulate(original)),
+            settling_turns(candidate, self.accumulate(candidate)),
+        )
+        deadline = time.monotonic() + seconds
+        pairs = int(min(MAX_PAIRS, max(MIN_PAIRS, seconds / (before.block_s(settle[0]) + after.block_s(settle[1])))))
+        test = PairTest(ALPHA / _QUESTIONS, worth)
+        try:
+            duel = Duel(
+                name,
+                tuple((self._run(setup), facts) for setup, facts in sides),
+                settle=settle,
+                test=test,
+                max_pairs=pairs,
+            )
+            while (result := duel.pair()) is None:
+                if time.monotonic() > deadline and len(test) >= MIN_PAIRS:
+                    result = duel.result("cannot tell")
+                    break
+        except RunError as error:
+            self.notes.append(f"{name}: {error}")
+            result = Result(name, _verdict_of(error), test.interval(), 0)
+        if result.verdict != "cannot tell" or keeps_unsure:
+            self._answers.add(original, candidate, result)
+        return result
+
+    def least_s(self, facts: Facts) -> float:
+        """What a comparison takes that can prove something."""
+        return facts.started_s + 2 * LEAST_PAIRS * facts.block_s(1)
+
+    def accumulate(self, setup: Setup) -> int:
+        """Batches to an optimizer step."""
+        return setup.accumulate or self._job.accumulate
+
+    def rest(self) -> None:
+        """Ends all runs, and frees their memory."""
+        self._keep()
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._workers.close()
+
+    def _can_run(self, name: str, before: Facts, original: Setup, candidate: Setup) -> Facts | Verdict:
+        """What is known of the candidate, or why it cannot be compared."""
+        if self._would_take_all_memory(before, original, candidate):
+            return "needs more memory"
+        try:
+            after = self.facts(candidate, beside=original)
+        except RunError as error:
+            self.notes.append(f"{name}: {error}")
+            return _verdict_of(error)
+        samples = after.samples / self.accumulate(candidate)
+        if candidate.batch_size is not None and samples < 0.75 * candidate.batch_size:
+            self.notes.append(
+                f"{name}: batches have {samples:.0f} samples all the same: the loader is made without batch_size, or"
+                " has no more of them."
+            )
+            return "raised an error"
+        return "needs more memory" if after.peak_bytes > self.limit else after
+
+    def _would_take_all_memory(self, before: Facts, original: Setup, candidate: Setup) -> bool:
+        """On a CPU, who takes all memory takes it from everybody: that is not tried."""
+        now = original.batch_size or self._job.batch_size
+        if self._host.kind != "cpu" or candidate.batch_size is None or now is None:
+            return False
+        activations = before.peak_bytes - before.base_bytes
+        return before.base_bytes + candidate.batch_size / now * activations > self.limit
+
+    def _worth(self, sides: tuple[tuple[Setup, Facts], tuple[Setup, Facts]]) -> float:
+        (original, before), (candidate, after) = sides
+        needed = worth_of_memory(before, after, self._objective)
+        if candidate.plan.get("compile") != original.plan.get("compile"):
+            needed += worth_of_start(before, after, self._samples(before))
+        return needed
+
+    def _samples(self, facts: Facts) -> float:
+        """That the user's whole run will train on; infinite where it does not end by itself."""
+        job = self._job
+        by_steps = math.inf if job.max_steps < 0 else job.max_steps * facts.samples
+        by_epochs = math.inf if job.max_epochs < 0 else job.max_epochs * facts.batches * facts.samples / job.accumulate
+        return min(by_steps, by_epochs)
+
+    def _run(self, setup: Setup) -> Run:
+        if setup.key not in self._alive:
+            self._alive[setup.key] = self._workers.start(setup)
+        return self._alive[setup.key]
+
+    def _keep(self, *setups: Setup) -> None:
+        wanted = {setup.key for setup in setups}
+        for key in [key for key in self._alive if key not in wanted]:
+            self._alive.pop(key).close()
+
+
+def _verdict_of(error: RunError) -> Verdict:
+    return "out of memory" if error.is_memory else "raised an error"

@@ -1,0 +1,172 @@
+"""What is tuned: a module, its data, and what the Trainer was told, to be handed to other processes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import cloudpickle
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_accel.lightning.plugin import AccelPlugin
+from lightning_accel.search.setup import Setup
+from lightning_accel.settings import Plan
+from lightning_accel.techniques.mixed_precision import PrecisionSetting
+
+LOADER_SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory")
+
+_KEPT = (
+    *LOADER_SETTINGS,
+    "batch_size",
+    "drop_last",
+    "sampler",
+    "collate_fn",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+)
+
+
+@dataclass
+class Job:
+    """A training to be tuned.
+
+    Attributes:
+        model: The module.
+        data: Its data module, its training loader, or None: the module has loaders of its own.
+        plan: The settings of its ``AccelPlugin``.
+        options: What the Trainer is made with; loggers, callbacks and checkpoints are left out.
+        accumulate: Batches to an optimizer step.
+        max_steps: Of the whole run; -1: not limited.
+        max_epochs: Of the whole run; -1: not limited.
+    """
+
+    model: LightningModule
+    data: LightningDataModule | DataLoader[Any] | None
+    plan: Plan = field(default_factory=Plan)
+    options: dict[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+    max_steps: int = -1
+    max_epochs: int = -1
+
+    @classmethod
+    def of(cls, model: LightningModule, data: Any, trainer: Trainer) -> Job:
+        """What ``trainer`` would do with them on one device.
+
+        Raises:
+            TypeError: The data is none that can be trained on.
+        """
+        if not (data is None or isinstance(data, LightningDataModule | DataLoader)):
+            raise TypeError(
+                f"data is of type {type(data).__name__}. Allowed: a LightningDataModule, a DataLoader, or None, where"
+                " the module has a train_dataloader of its own."
+            )
+        plugin = trainer.precision_plugin
+        options: dict[str, Any] = {
+            "accelerator": trainer.strategy.root_device.type,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+            "limit_train_batches": trainer.limit_train_batches,
+        }
+        return cls(
+            model=model,
+            data=data,
+            plan=plugin.plan if isinstance(plugin, AccelPlugin) else _plan_for(trainer.precision),
+            options=options,
+            accumulate=trainer.accumulate_grad_batches,
+            max_steps=trainer.max_steps,
+            max_epochs=-1 if trainer.max_epochs is None else trainer.max_epochs,
+        )
+
+    # -- what can be set -----------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int | None:
+        """As it is; None: nobody has it to be changed."""
+        found = self._settings("batch_size").get("batch_size")
+        return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+    @property
+    def loader_settings(self) -> dict[str, Any]:
+        """Those that can be changed, as they are."""
+        return self._settings(*LOADER_SETTINGS)
+
+    def _settings(self, *names: str) -> dict[str, Any]:
+        if isinstance(self.data, DataLoader):
+            return {name: getattr(self.data, name) for name in names} if _can_be_remade(self.data) else {}
+        holders = [holder for owner in self._owners() for holder in (dict(owner.hparams), vars(owner))]
+        return {name: holder[name] for name in names for holder in holders if name in holder}
+
+    def _owners(self) -> Iterator[LightningModule | LightningDataModule]:
+        """Whose attributes and hyperparameters loaders are made by; the last one's count."""
+        yield self.model
+        if isinstance(self.data, LightningDataModule):
+            yield self.data
+
+    def set_up(self, setup: Setup) -> None:
+        """Changes the data and the plan of this copy."""
+        changes = {**({} if setup.batch_size is None else {"batch_size": setup.batch_size}), **setup.loader}
+        if isinstance(self.data, DataLoader):
+            self.data = _remade(self.data, changes) if changes else self.data
+        else:
+            for owner in self._owners():
+                for name, value in changes.items():
+                    if name in vars(owner):
+                        setattr(owner, name, value)
+                    if name in owner.hparams:
+                        owner.hparams[name] = value
+        self.accumulate = setup.accumulate or self.accumulate
+        # What is on trial here must not change in mid-run.
+        self.plan = self.plan.replace(**{"tune": "off", "log": False, **setup.plan})
+
+    # -- to other processes --------------------------------------------------------------------------------------
+
+    def write(self, path: Path) -> None:
+        """Writes it for :func:`read`, by value: whoever reads it has a copy of its own.
+
+        Raises:
+            ValueError: Something in it cannot be copied.
+        """
+        data = self.data
+        if isinstance(data, LightningDataModule):
+            data = copy.copy(data)
+            data.trainer = None
+        content = {**vars(self), "data": data, "plan": vars(self.plan)}
+        try:
+            # The path by itself: it has to be there before the rest can be read.
+            path.write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps(content))
+        except Exception as error:
+            raise ValueError(
+                f"Tuning trains copies in other processes, and this module or its data cannot be copied:"
+                f" {type(error).__name__}: {error}. Take out what cannot be pickled (open files, locks, connections),"
+                " or make it where it is first used."
+            ) from error
+
+
+def read(path: Path) -> Job:
+    """What :meth:`Job.write` wrote."""
+    with path.open("rb") as file:
+        sys.path[:] = pickle.load(file)
+        content: Mapping[str, Any] = cloudpickle.load(file)
+    return Job(**{**content, "plan": Plan(**content["plan"])})
+
+
+def _plan_for(precision: str) -> Plan:
+    """The plan of a run whose Trainer has another precision plugin."""
+    return Plan(precision=precision if precision in get_args(PrecisionSetting) else "32-true")  # type: ignore[arg-type]
+
+
+def _can_be_remade(loader: DataLoader[Any]) -> bool:
+    return type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler
+
+
+def _remade(loader: DataLoader[Any], changes: Mapping[str, Any]) -> DataLoader[Any]:
+    """The same loader with some arguments changed."""
+    return DataLoader(loader.dataset, **{**{name: getattr(loader, name) for name in _KEPT}, **changes})

@@ -1,0 +1,141 @@
+"""What a search can change: for each knob, which setups to try after which, and what it could gain at most."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_accel.core.host import Host, usable_cores
+from lightning_accel.search.job import Job
+from lightning_accel.search.judging import Facts, Objective
+from lightning_accel.search.setup import Setup
+
+Trying = Generator[Setup, bool, None]
+"""Yields changes to the best setup so far, and is sent whether each was better."""
+
+LEAST_WAIT = 0.05
+"""Of the time: who waits for less data gains nothing by loading it sooner."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One thing to change.
+
+    Attributes:
+        name: In the report.
+        bound: How many times as fast it could make a run at most, from what is known of the best one.
+        tries: The setups, one after the other.
+    """
+
+    name: str
+    bound: Callable[[Facts], float]
+    tries: Callable[[Facts], Trying]
+
+
+def knobs(job: Job, host: Host, objective: Objective, *, keeps_effective_batch: bool) -> list[Knob]:
+    """Those that a job has on a machine.
+
+    Only what waiting for data costs can be measured beforehand. The other bounds are an order: what has gained most
+    elsewhere is asked first.
+    """
+    found = []
+    if job.batch_size is not None:
+        found.append(
+            Knob("batch_size", _at_most(float("inf")), lambda facts: _batch_sizes(job, facts, keeps_effective_batch))
+        )
+    if "num_workers" in job.loader_settings:
+        found.append(
+            Knob("loader", lambda facts: 1 / (1 - min(facts.waited, 0.99)), lambda facts: _loaders(job, host, facts))
+        )
+    if host.compiler and job.plan.compile == "off":
+        found.append(Knob("compile", _at_most(1.5), lambda facts: _compilers(host)))
+    if host.kind == "cpu" and job.plan.threads == "off" and torch.get_num_threads() > 1:
+        found.append(Knob("threads", _at_most(1.2), lambda facts: _threads()))
+    if objective != "speed":
+        found.append(Knob("memory", _at_most(1.1), lambda facts: _memory_settings(job)))
+    if allocator := _allocator(host):
+        found.append(Knob("allocator", _at_most(1.05), lambda facts: _once(Setup(environment=allocator))))
+    return found
+
+
+def _at_most(gain: float) -> Callable[[Facts], float]:
+    return lambda facts: gain
+
+
+def _once(setup: Setup) -> Trying:
+    yield setup
+
+
+def _batch_sizes(job: Job, facts: Facts, keeps_effective_batch: bool) -> Trying:
+    """Twice as many while that is better; if it never was, half as many while that is."""
+    size, accumulate = job.batch_size or 1, job.accumulate
+    in_all = facts.samples / accumulate * facts.batches  # that the loader has; infinite where it does not say
+
+    def setup(size: int) -> Setup:
+        return Setup(batch_size=size, accumulate=effective // size) if keeps_effective_batch else Setup(batch_size=size)
+
+    effective = size * accumulate
+    larger = 2 * size
+    while larger <= in_all and (not keeps_effective_batch or effective % larger == 0):
+        if not (yield setup(larger)):
+            break
+        larger *= 2
+    if larger > 2 * size:
+        return
+    smaller = size // 2
+    while smaller >= 1 and size % smaller == 0 and (yield setup(smaller)):
+        smaller //= 2
+
+
+def _loaders(job: Job, host: Host, facts: Facts) -> Trying:
+    if facts.waited < LEAST_WAIT:
+        return
+    can_be_set = job.loader_settings
+    now = int(can_be_set["num_workers"])
+    most = max(1, min(usable_cores() - 1, 8))  # a core is left to the training
+    for workers in dict.fromkeys((most, max(1, most // 2), 1)):
+        given: dict[str, Any] = {"num_workers": workers}
+        if "persistent_workers" in can_be_set:
+            given["persistent_workers"] = True
+        if workers != now and (yield Setup(loader=given)):
+            break
+    if host.kind == "cuda" and can_be_set.get("pin_memory") is False:
+        yield Setup(loader={"pin_memory": True})
+    if now and "prefetch_factor" in can_be_set:
+        yield Setup(loader={"prefetch_factor": 4})
+
+
+def _compilers(host: Host) -> Trying:
+    if not (yield Setup(plan={"compile": "default"})):
+        return
+    yield Setup(plan={"compile": "max-autotune-no-cudagraphs"})
+    if host.kind == "cuda":
+        yield Setup(plan={"compile": "reduce-overhead"})
+
+
+def _threads() -> Trying:
+    threads = torch.get_num_threads() // 2
+    while threads >= 1 and (yield Setup(plan={"threads": threads})):
+        threads //= 2
+
+
+def _memory_settings(job: Job) -> Trying:
+    if job.plan.sparse_activations == "off":
+        yield Setup(plan={"sparse_activations": "auto"})
+    if job.plan.gradient_checkpointing == "off" and (yield Setup(plan={"gradient_checkpointing": "selective"})):
+        yield Setup(plan={"gradient_checkpointing": "full"})
+
+
+def _allocator(host: Host) -> dict[str, str]:
+    if host.kind == "cuda" and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+        return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    if host.kind != "cpu" or sys.platform != "linux" or os.environ.get("LD_PRELOAD"):
+        return {}
+    library = ctypes.util.find_library("jemalloc") or ctypes.util.find_library("tcmalloc")
+    return {"LD_PRELOAD": library} if library else {}

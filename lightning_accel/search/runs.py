@@ -1,0 +1,192 @@
+"""Runs on trial, from this side: started, given turns, and ended."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any
+
+from lightning_accel.search.job import Job
+from lightning_accel.search.setup import Setup
+from lightning_accel.search.worker import AUTHKEY, Block, Failed, Ready
+
+_PATIENCE_S = 600.0  # for a process to begin, and for a block of turns
+_MOMENT_S = 0.2
+
+
+class RunError(Exception):
+    """A run on trial has ended before its time.
+
+    Attributes:
+        is_memory: Whether it asked for more memory than there is.
+    """
+
+    def __init__(self, message: str, *, is_memory: bool = False) -> None:
+        super().__init__(message)
+        self.is_memory = is_memory
+
+
+@dataclass
+class _Process:
+    popen: subprocess.Popen[bytes]
+    connection: Connection
+
+
+class Workers:
+    """The processes in which runs are made, each with the job read: one for every environment.
+
+    Args:
+        job: What they train.
+
+    Raises:
+        ValueError: It cannot be copied.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lightning-accel-")
+        self._log = Path(self._folder.name) / "log"
+        self._path = Path(self._folder.name) / "job"
+        job.write(self._path)
+        # Where a device is in use, a process that has only imported things has touched it already.
+        self._can_fork = sys.platform == "linux" and job.options.get("accelerator") == "cpu"
+        self._key = secrets.token_bytes(16)
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.settimeout(_MOMENT_S)
+        self._forked: dict[str, _Process] = {}
+        self._runs: list[Run] = []
+
+    def start(self, setup: Setup) -> Run:
+        """A run under ``setup``, warm, and waiting for turns.
+
+        Raises:
+            RunError: It does not train.
+        """
+        name = repr(sorted(setup.environment.items()))
+        process = self._forked.get(name) or self._process(setup.environment)
+        process.connection.send((setup, self._can_fork))
+        if self._can_fork:
+            self._forked[name] = process
+            run = Run(self, process, process.connection.recv(), setup)
+        else:
+            run = Run(self, process, process.popen.pid, setup)
+        self._runs.append(run)
+        run.connection = self.accept(process.popen)
+        run.ready = run.answer()
+        return run
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for run in self._runs:
+            run.close()
+        for process in self._forked.values():
+            process.connection.close()
+            process.popen.kill()
+            process.popen.wait()
+        self._server.close()
+        self._folder.cleanup()
+
+    def accept(self, popen: subprocess.Popen[bytes]) -> Connection:
+        """The connection that a process opens once it has come so far."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                connection = Connection(self._server.accept()[0].detach())
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                return connection
+            if popen.poll() is not None:
+                raise RunError(f"its process ended at once: {self._last_words()}")
+        raise RunError(f"its process did not begin within {_PATIENCE_S:.0f} s: {self._last_words()}")
+
+    def status(self, process: _Process, pid: int) -> int:
+        """With which status a run's process has ended."""
+        if not self._can_fork:
+            return process.popen.wait()
+        process.connection.send(pid)
+        return int(process.connection.recv())
+
+    def _process(self, environment: Mapping[str, str]) -> _Process:
+        # Not as a program of its own: what it sends would be of classes of another name.
+        command = [sys.executable, "-c", "from lightning_accel.search.worker import main; main()"]
+        with self._log.open("ab") as log:
+            popen = subprocess.Popen(
+                [*command, str(self._path), str(self._server.getsockname()[1])],
+                env={**os.environ, **environment, AUTHKEY: self._key.hex()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for this process alone
+            )
+        return _Process(popen, self.accept(popen))
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+class Run:
+    """One training under a setup, which waits between two blocks of turns.
+
+    Attributes:
+        setup: What it was set up with.
+        ready: What it said when it was warm.
+    """
+
+    ready: Ready
+    connection: Connection
+
+    def __init__(self, workers: Workers, process: _Process, pid: int, setup: Setup) -> None:
+        self.setup = setup
+        self._workers, self._process, self._pid = workers, process, pid
+        self._is_over = False
+
+    def block(self, turns: int) -> Block:
+        """Has it train for so many turns.
+
+        Raises:
+            RunError: It has ended.
+        """
+        self.connection.send(turns)
+        answer: Block = self.answer()
+        return answer
+
+    def answer(self) -> Any:
+        """What it says next.
+
+        Raises:
+            RunError: It has ended, or says nothing for a long time.
+        """
+        if not self.connection.poll(_PATIENCE_S):
+            self.close()
+            raise RunError(f"it did not answer within {_PATIENCE_S:.0f} s")
+        try:
+            answer = self.connection.recv()
+        except EOFError:
+            self._is_over = True
+            status = self._workers.status(self._process, self._pid)
+            # What the system does to a process that has taken all memory.
+            raise RunError(f"its process ended with status {status}", is_memory=status == -signal.SIGKILL) from None
+        if isinstance(answer, Failed):
+            self._is_over = True
+            raise RunError(answer.message, is_memory=answer.is_memory)
+        return answer
+
+    def close(self) -> None:
+        """Ends it, at once."""
+        if not self._is_over:
+            self._is_over = True
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
+            self._workers.status(self._process, self._pid)
+            self.connection.close()

@@ -1,0 +1,256 @@
+"""The search: greedy from the largest possible gain on, then each change left out, then all of them against plain."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lightning_accel.core.host import Host
+from lightning_accel.search.answers import Answers
+from lightning_accel.search.bench import Bench
+from lightning_accel.search.job import Job
+from lightning_accel.search.judging import Facts, Objective
+from lightning_accel.search.knobs import LEAST_WAIT, Knob, knobs
+from lightning_accel.search.runs import RunError
+from lightning_accel.search.setup import Setup
+from lightning_accel.tuning.comparison import Result
+
+_RESERVE = 0.2  # of the time, for the last comparison
+_SHARE = 0.3  # of what is left, that one question may take
+_PLAIN = Setup()
+
+
+class Watcher(Protocol):
+    """Who is told how a search goes."""
+
+    def trying(self, what: str) -> None: ...
+
+    def told(self, result: Result, best: Setup) -> None: ...
+
+
+@dataclass
+class Outcome:
+    """What a search has come to.
+
+    Attributes:
+        best: The changes to make.
+        whole: All of them against the run as it is; None where that was not compared.
+        facts: Of setups that have run, by their keys.
+        results: Every comparison, in its order.
+        notes: What else there is to say.
+        is_whole: Whether everything was asked: neither time nor patience ran out.
+    """
+
+    best: Setup = _PLAIN
+    whole: Result | None = None
+    facts: dict[str, Facts] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    is_whole: bool = True
+
+
+class _OutOfTimeError(Exception):
+    pass
+
+
+class Search:
+    """One search.
+
+    Args:
+        job: What is tuned.
+        host: The machine.
+        seconds: How long it may take.
+        objective: What is better.
+        limit: The most memory that a run may hold, in bytes; None: ``available``, or what it holds as it is.
+        available: What the machine has.
+        keeps_effective_batch: Whether the samples of an optimizer step stay as many as they are.
+        answers: What earlier searches have found out.
+        watcher: Who is told.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        host: Host,
+        *,
+        seconds: float,
+        objective: Objective,
+        limit: int | None,
+        available: int,
+        keeps_effective_batch: bool,
+        answers: Answers,
+        watcher: Watcher,
+    ) -> None:
+        self._job, self._host, self._objective = job, host, objective
+        self._is_limit_given = limit is not None
+        self._keeps_effective_batch = keeps_effective_batch
+        self._answers, self._watcher = answers, watcher
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        self._adopted: list[tuple[str, Setup]] = []
+        self._start = _PLAIN  # what is best before anything is asked: plain, or what fits into the limit
+        self._bench = Bench(job, host, objective, available if limit is None else limit, answers)
+        # The bench has something to say, too.
+        self.outcome = Outcome(facts=answers.facts, notes=self._bench.notes)
+        if answers.complaint:
+            self.outcome.notes.append(answers.complaint)
+
+    def run(self) -> Outcome:
+        """Searches until everything is asked, time is over, or Ctrl-C is pressed.
+
+        Raises:
+            ValueError: The run does not train, does not fit, or the time is too short for one comparison.
+        """
+        outcome = self.outcome
+        try:
+            self._begin()
+            try:
+                self._ask_all()
+                self._leave_one_out()
+            except _OutOfTimeError:
+                outcome.is_whole = False
+                outcome.notes.append(
+                    "The time was over before everything was asked; a second search goes on from here."
+                )
+            self._compare_whole()
+        except KeyboardInterrupt:
+            outcome.is_whole = False
+            outcome.notes.append("Interrupted: this is the best so far; a second search goes on from here.")
+            outcome.whole = self._answers.result(_PLAIN, outcome.best)
+        finally:
+            self._bench.close()
+        return outcome
+
+    # -- the course ----------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Runs it as it is; where that does not fit into the limit, finds what does."""
+        self._watcher.trying("the run as it is")
+        try:
+            plain = self._bench.facts(_PLAIN)
+            if not self._is_limit_given:
+                self._bench.limit = max(self._bench.limit, plain.peak_bytes)
+        except RunError as error:
+            if not error.is_memory:
+                raise ValueError(f"The run does not train: {error}. Mend that first; nothing was written.") from error
+            plain = None
+        if plain is None or plain.peak_bytes > self._bench.limit:
+            self._start = self.outcome.best = self._least()
+            plain = self._bench.facts(self._start)
+        least = self._bench.least_s(plain)
+        if least > self._seconds:
+            raise ValueError(
+                f"time={self._seconds:.0f}s is too short for one comparison, which takes about {least:.0f} s here."
+                f" Give at least {math.ceil(2 * least)} s."
+            )
+
+    def _least(self) -> Setup:
+        """The first setup that fits into the limit, from what costs least time to what costs most."""
+        needed: dict[str, int] = {}
+        for setup in self._smaller():
+            self._watcher.trying(f"{setup}, to fit into the limit")
+            try:
+                peak = self._bench.facts(setup).peak_bytes
+            except RunError:
+                continue
+            finally:
+                self._bench.rest()
+            if peak <= self._bench.limit:
+                self.outcome.notes.append(f"As it is, the run does not fit into the limit; with {setup} it does.")
+                return setup
+            needed[str(setup)] = peak
+        least = min(needed, key=lambda setup: needed[setup], default="")
+        raise ValueError(
+            f"memory_limit={_gib(self._bench.limit)} is less than any setup needs here"
+            + (f": the least was {_gib(needed[least])}, with {least}." if least else ", and none could be measured.")
+            + " Give more, or a smaller model."
+        )
+
+    def _smaller(self) -> Iterator[Setup]:
+        yield Setup(plan={"gradient_checkpointing": "selective"})
+        full = Setup(plan={"gradient_checkpointing": "full"})
+        yield full
+        size, effective = self._job.batch_size or 1, (self._job.batch_size or 1) * self._job.accumulate
+        while size > 1 and size % 2 == 0:
+            size //= 2
+            # A smaller batch is no wish of the user's: what an optimizer step sees stays.
+            yield full.with_(Setup(batch_size=size, accumulate=effective // size))
+
+    def _ask_all(self) -> None:
+        left = knobs(self._job, self._host, self._objective, keeps_effective_batch=self._keeps_effective_batch)
+        self._note_what_cannot_be_set()
+        while left:
+            facts = self._bench.facts(self.outcome.best)
+            left.sort(key=lambda knob: knob.bound(facts))
+            self._ask(left.pop(), facts)
+
+    def _ask(self, knob: Knob, facts: Facts) -> None:
+        tries = knob.tries(facts)
+        adopted = _PLAIN
+        try:
+            change = next(tries)
+            while True:
+                is_better = self._compare(str(change), self.outcome.best, self.outcome.best.with_(change)).is_won
+                if is_better:
+                    adopted = adopted.with_(change)
+                    self.outcome.best = self.outcome.best.with_(change)
+                change = tries.send(is_better)
+        except StopIteration:
+            pass
+        finally:
+            if adopted != _PLAIN:
+                self._adopted.append((knob.name, adopted))
+
+    def _leave_one_out(self) -> None:
+        """Whether something that was adopted early is still worth its place."""
+        if len(self._adopted) < 2:
+            return
+        for name, change in list(self._adopted):
+            kept = [(other, one) for other, one in self._adopted if other != name]
+            without = self._start
+            for _, one in kept:
+                without = without.with_(one)
+            if self._compare(f"without {change}", self.outcome.best, without).is_won:
+                self.outcome.best, self._adopted = without, kept
+
+    def _compare_whole(self) -> None:
+        outcome = self.outcome
+        if outcome.best == _PLAIN or self._start != _PLAIN:
+            return
+        outcome.whole = self._compare("everything", _PLAIN, outcome.best, is_last=True)
+        if outcome.whole.verdict in ("not faster", "raised an error", "out of memory"):
+            outcome.notes.append("All changes together were no better than the run as it is: nothing is changed.")
+            outcome.best = _PLAIN
+
+    def _compare(self, name: str, original: Setup, candidate: Setup, *, is_last: bool = False) -> Result:
+        result = self._answers.result(original, candidate)
+        if result is None:
+            self._watcher.trying(name)
+            left = self._deadline - time.monotonic()
+            if not is_last:
+                left -= _RESERVE * self._seconds
+                if left < self._bench.least_s(self._bench.facts(original)):
+                    raise _OutOfTimeError
+            seconds = left if is_last else _SHARE * left
+            result = self._bench.compare(name, original, candidate, seconds, keeps_unsure=not is_last)
+        self.outcome.results.append(result)
+        self._watcher.told(result, candidate if result.is_won else self.outcome.best)
+        return result
+
+    def _note_what_cannot_be_set(self) -> None:
+        notes, facts = self.outcome.notes, self._bench.facts(self.outcome.best)
+        if self._job.batch_size is None:
+            notes.append(
+                "batch_size was not tried: neither the data module nor the module has an attribute of this name."
+            )
+        if "num_workers" not in self._job.loader_settings and facts.waited >= LEAST_WAIT:
+            notes.append(
+                f"Waiting for data takes {facts.waited:.0%} of the time, and the data module has no num_workers that"
+                " could be set: give it one, and hand it to its DataLoader."
+            )
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f}GiB" if count >= 2**30 else f"{count / 2**20:.0f}MiB"

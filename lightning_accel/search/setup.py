@@ -1,0 +1,48 @@
+"""What one run on trial is set up with, where that differs from what the user has written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Changes to a run that is about to begin.
+
+    Attributes:
+        batch_size: Samples in a batch; None: as it is.
+        accumulate: Batches to an optimizer step; None: as they are.
+        loader: Arguments of the training's ``DataLoader``.
+        plan: Settings of the run's ``AccelPlugin``.
+        environment: Variables that have to be there before Python starts.
+    """
+
+    batch_size: int | None = None
+    accumulate: int | None = None
+    loader: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def with_(self, other: Setup) -> Setup:
+        """Both changes, the other's where they touch the same."""
+        return Setup(
+            batch_size=self.batch_size if other.batch_size is None else other.batch_size,
+            accumulate=self.accumulate if other.accumulate is None else other.accumulate,
+            loader={**self.loader, **other.loader},
+            plan={**self.plan, **other.plan},
+            environment={**self.environment, **other.environment},
+        )
+
+    @property
+    def key(self) -> str:
+        """The same text for the same setup, in every process."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def __str__(self) -> str:
+        named = {"batch_size": self.batch_size, "accumulate_grad_batches": self.accumulate}
+        given = {name: value for name, value in named.items() if value is not None}
+        given |= {**self.loader, **self.plan, **self.environment}
+        return ", ".join(f"{name}={value}" for name, value in given.items()) or "as it is"

@@ -1,0 +1,213 @@
+"""The other process of a run on trial: trains, a few turns at a time, and tells what they took.
+
+A process reads a job once. On Linux, where it trains on the CPU, every run
+is then a fork of this process, which has everything imported; elsewhere the process is itself the only run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities.data import extract_batch_size
+from typing_extensions import override
+
+from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.lightning.plugin import AccelPlugin
+from lightning_accel.search.job import Job, read
+from lightning_accel.search.setup import Setup
+
+AUTHKEY = "LIGHTNING_ACCEL_SEARCH_KEY"
+WARM_UP = 6  # turns: the trials of the parts, first allocations, a compiler
+_NO_STEP = 2  # epochs without a batch
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run has begun, and waits to be told to go on.
+
+    Attributes:
+        started_s: What it took to come here, in seconds: from nothing to a few turns.
+        base_bytes: Memory before the first step.
+        batches: In an epoch; infinite where that is not known.
+    """
+
+    started_s: float
+    base_bytes: int
+    batches: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """What some turns took.
+
+    Attributes:
+        seconds: From the end of the turn before them to the end of the last, waiting for data included.
+        waited_s: Waiting for data, of those.
+        samples: That they trained on.
+        peak_bytes: The most memory that was held.
+    """
+
+    seconds: float
+    waited_s: float
+    samples: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A run has ended by an error."""
+
+    is_memory: bool
+    message: str
+
+
+class Paced(Callback):
+    """Trains as many turns as it is told to, and waits between two blocks of them.
+
+    Args:
+        connection: Sends a number of turns, 0 for the end, and is sent a :class:`Block` for each.
+        accumulate: Batches to a turn.
+        started: When the process began to work on this run, by ``time.perf_counter``.
+    """
+
+    def __init__(self, connection: Connection, accumulate: int, started: float) -> None:
+        self._connection = connection
+        self._accumulate = accumulate
+        self._started = started
+        self._batches = 0
+        self._empty_epochs = 0
+        self._turns_left = WARM_UP
+        self._is_warm = False
+        self._base_bytes = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._device = trainer.strategy.root_device
+        self._peak = PeakMemory(self._device)
+        is_cuda = self._device.type == "cuda"
+        self._base_bytes = torch.cuda.memory_allocated(self._device) if is_cuda else psutil.Process().memory_info().rss
+        self._restart()
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._empty_epochs += 1
+        if self._empty_epochs > _NO_STEP:
+            raise RuntimeError(f"the loader gave no batch in {_NO_STEP} epochs")
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._waited_s += time.perf_counter() - self._ended
+        self._empty_epochs = 0
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sizes that contradict each other: the first is taken
+            self._samples += extract_batch_size(batch)
+        self._batches += 1
+        self._ended = time.perf_counter()
+        if self._batches % self._accumulate:
+            return
+        self._turns_left -= 1
+        if self._turns_left:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        answer: Ready | Block
+        if self._is_warm:
+            answer = Block(now - self._began, self._waited_s, self._samples, self._peak.peak_bytes())
+        else:
+            self._is_warm = True
+            answer = Ready(now - self._started, self._base_bytes, float(trainer.num_training_batches))
+        self._connection.send(answer)
+        self._turns_left = self._connection.recv()
+        if not self._turns_left:
+            trainer.should_stop = True
+        self._restart()
+
+    def _restart(self) -> None:
+        self._samples, self._waited_s = 0, 0.0
+        self._peak.restart()
+        self._began = self._ended = time.perf_counter()
+
+
+def train(job: Job, setup: Setup, connection: Connection) -> None:
+    """Trains under ``setup`` until it is told to stop, and says what went wrong if something does."""
+    started = time.perf_counter()
+    try:
+        job.set_up(setup)
+        job.model.configure_callbacks = list  # type: ignore[method-assign, assignment]  # they may write files
+        seed_everything(0, verbose=False)
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = Trainer(
+                **job.options,
+                accumulate_grad_batches=job.accumulate,
+                devices=1,
+                max_epochs=-1,
+                limit_val_batches=0,
+                num_sanity_val_steps=0,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                default_root_dir=folder,
+                plugins=[AccelPlugin.from_plan(job.plan)],
+                callbacks=[Paced(connection, job.accumulate, started)],
+            )
+            trainer.fit(job.model, job.data)
+    except (EOFError, BrokenPipeError):
+        return  # whoever asked is gone
+    except Exception as error:
+        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+        traceback.print_exc()
+        connection.send(Failed(is_memory, f"{type(error).__name__}: {error}"))
+    else:
+        connection.send(Failed(False, "the run ended by itself: its loader has no batches, or the module stops it"))
+
+
+def main() -> None:
+    """Reads a job, and makes a run of it for every setup that comes; says how a run's process ended when asked.
+
+    The process is given the job's file, and the port at which it is waited for.
+    """
+    path, port = sys.argv[1:]
+    key = bytes.fromhex(os.environ[AUTHKEY])
+    address = ("127.0.0.1", int(port))
+    connection = Client(address, authkey=key)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a fork has none of its parent's threads, and would wait for them
+    job = read(Path(path))
+    while True:
+        try:
+            question = connection.recv()
+        except EOFError:
+            return
+        if isinstance(question, int):
+            connection.send(os.waitstatus_to_exitcode(os.waitpid(question, 0)[1]))
+            continue
+        setup, can_fork = question
+        if can_fork and (pid := os.fork()):
+            connection.send(pid)
+            continue
+        connection.close()
+        torch.set_num_threads(threads)
+        with Client(address, authkey=key) as run:
+            train(job, setup, run)
+        sys.stdout.flush()
+        os._exit(0)  # a fork must not run what its parent has registered for its own end

@@ -1,0 +1,43 @@
+"""The number of threads that a run uses: set while it lasts, and as it was afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_accel import Plan, accelerate
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_run_uses_as_many_threads_as_it_is_told() -> None:
+    handle = accelerate(nn.Linear(2, 2), Plan(threads=1))
+    assert torch.get_num_threads() == 1
+    handle.undo()
+    assert torch.get_num_threads() == 2
+
+
+def test_what_the_user_sets_in_mid_run_stays() -> None:
+    handle = accelerate(nn.Linear(2, 2), Plan(threads=1))
+    torch.set_num_threads(3)
+    handle.undo()
+    assert torch.get_num_threads() == 3
+
+
+def test_a_number_for_another_machine_is_a_plan_here_too() -> None:
+    assert Plan.from_yaml("threads: 4096").threads == 4096
+
+
+def test_the_report_says_how_many() -> None:
+    handle = accelerate(nn.Linear(2, 2), Plan(threads=1))
+    assert "1 thread an operation" in handle.report.to_text()
+    handle.undo()

@@ -1,21 +1,21 @@
-"""The digits example, configured in YAML with Lightning's own command line.
+"""The digits example, configured in YAML with ``AccelCLI``: Lightning's own command line, and a section ``accel:``.
 
     python examples/digits_cli.py fit --config examples/config.yaml
 
-The configuration names AccelPlugin among the Trainer's plugins. With ``AccelCLI`` in the place of ``LightningCLI``
-(``from lightning_accel import AccelCLI``) its settings are a section ``accel:`` and flags such as
-``--accel.precision=bf16-mixed`` instead.
+Before a long run, let it find the fastest settings for this machine, and train with them:
+
+    python examples/digits_cli.py tune --config examples/config.yaml --time 3min
+    python examples/digits_cli.py fit --config examples/config.yaml --config accel.yaml
 """
 
 from __future__ import annotations
 
-from lightning.pytorch.cli import LightningCLI
-
 from digits import Digits, DigitsNet
+from lightning_accel import AccelCLI
 
 
 def main() -> None:
-    LightningCLI(DigitsNet, Digits, save_config_kwargs={"overwrite": True})
+    AccelCLI(DigitsNet, Digits, save_config_kwargs={"overwrite": True})
 
 
 if __name__ == "__main__":

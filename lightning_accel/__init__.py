@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_accel.lightning.plugin import AccelPlugin
     from lightning_accel.memory.schedule import MemorySchedule
     from lightning_accel.planning import plan_memory
+    from lightning_accel.search.tune import tune
     from lightning_accel.settings import Plan
     from lightning_accel.strategies.ddp import AccelDDPStrategy
     from lightning_accel.strategies.fsdp import AccelFSDPStrategy
@@ -54,6 +55,7 @@ _HOMES = {
     "accelerate": "assembly",
     "explain": "techniques.flash_attention.explain",
     "plan_memory": "planning",
+    "tune": "search.tune",
 }
 
 __all__ = [
@@ -77,6 +79,7 @@ __all__ = [
     "accelerate",
     "explain",
     "plan_memory",
+    "tune",
 ]
 
 register_strategies()

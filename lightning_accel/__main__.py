@@ -18,7 +18,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = plan_command.add_parser(subcommands)
     claims = claims_command.add_parser(subcommands)
     cache_command.add_parser(subcommands)
-    arguments = parser.parse_args(plan_command.with_values(sys.argv[1:] if argv is None else argv))
+    subcommands.add_parser(
+        "tune", help="the fastest settings for a run that a configuration describes, into accel.yaml"
+    )
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given[:1] == ["tune"]:
+        # Its options are those of Lightning's command line, which takes seconds to import.
+        from lightning_accel.cli.accel_cli import AccelCLI
+
+        sys.path.insert(0, "")  # where the classes are that the configuration names
+        sys.argv[1:] = given
+        AccelCLI()
+        return 0
+    arguments = parser.parse_args(plan_command.with_values(given))
     if arguments.subcommand == "plan":
         try:
             plan_command.show(arguments)

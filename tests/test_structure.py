@@ -28,6 +28,7 @@ LAYERS = (
     ("callbacks",),
     ("lightning",),
     ("strategies",),
+    ("search",),
     ("cli",),
     ("registration.py",),
     ("__main__.py", "__init__.py"),
@@ -40,7 +41,7 @@ ONLY = {
 }
 """Parts that may import only these."""
 
-KNOW_LIGHTNING = {"lightning/private.py", "resilience", "callbacks", "lightning", "strategies", "cli"}
+KNOW_LIGHTNING = {"lightning/private.py", "resilience", "callbacks", "lightning", "strategies", "search", "cli"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 PRIVATE_NAMES_LIVE_IN = ("core/torch_private.py", "lightning/private.py")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
@@ -14,9 +15,12 @@ from lightning_utilities.core.imports import RequirementCache
 from typing_extensions import override
 
 from lightning_accel.arguments import arguments
+from lightning_accel.cli.tune_command import TunableTrainer, TuneOptions, check_out, places_in, with_sections, write
 from lightning_accel.core.checks import nearest
+from lightning_accel.core.patch import temporarily
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.lightning.private import parser_actions
+from lightning_accel.search.tune import tune
 from lightning_accel.settings import Plan
 
 # Strategies of Lightning's that refuse other precision plugins than their own, by the start of their names.
@@ -25,6 +29,7 @@ _INSTEAD = {
     ("deepspeed",): "use trainer.strategy=accel_fsdp, which shards what ZeRO's third stage does.",
     ("xla", "single_xla", "single_tpu"): "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
 }
+_TRAINER_CLASS = 4  # its place among LightningCLI's positional arguments
 _JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35,<5")
 # The ways in which jsonargparse says that it does not know a key: in a section, in one behind a subcommand (with the
 # section's name before it), in init_args, on the command line.
@@ -49,8 +54,11 @@ class AccelCLI(LightningCLI):
 
     The plugin's settings are the ``accel:`` section of the configuration, and flags such as
     ``--accel.precision=bf16-mixed``; both take what :class:`~lightning_accel.Plan` takes, and the section
-    is valid as a plan's YAML. Everything else is as in Lightning, subclassing included: an override of
-    :meth:`add_arguments_to_parser` does not have to call this one.
+    is valid as a plan's YAML. A further subcommand, ``tune``, finds the fastest settings before a run, and writes them
+    into a configuration to be given after the run's own; its options are a section ``tuning:``, or flags such as
+    ``--time 3min``. Everything else is as in Lightning, subclassing included: an override of
+    :meth:`add_arguments_to_parser` does not have to call this one. With a ``trainer_class`` of your own there is
+    ``tune`` where that is a :class:`~lightning_accel.cli.tune_command.TunableTrainer`.
 
     Raises:
         ModuleNotFoundError: jsonargparse is missing.
@@ -63,7 +71,43 @@ class AccelCLI(LightningCLI):
                 f" pip install 'lightning-accel[cli]'. ({_JSONARGPARSE})"
             )
         kwargs.setdefault("parser_class", AccelArgumentParser)
+        if len(args) <= _TRAINER_CLASS:
+            kwargs.setdefault("trainer_class", TunableTrainer)
         super().__init__(*args, **kwargs)
+
+    @override
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        known = LightningCLI.subcommands()
+        return {**known, "tune": {"model", "datamodule"}} if hasattr(self.trainer_class, "tune") else known
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        if args is not None or sys.argv[1:2] != ["tune"]:
+            super().parse_arguments(parser, args)
+            return
+        with temporarily(lambda: sys.argv, _set_argv, with_sections(sys.argv)):
+            super().parse_arguments(parser, args)
+
+    def tune(self, model: LightningModule, datamodule: LightningDataModule | None = None, **not_read: Any) -> None:
+        """Carries out the subcommand."""
+        config = self.config[str(self.subcommand)]
+        options = TuneOptions(**config["tuning"].as_dict())
+        try:
+            out = check_out(options.out)
+            result = tune(
+                model,
+                datamodule,
+                self.trainer,
+                time=options.time,
+                objective=options.objective,
+                memory_limit=options.memory_limit,
+                keep_effective_batch=options.keep_effective_batch,
+                places=places_in(config),
+            )
+        except ValueError as error:
+            self.parser.error(f"tune: {error}")
+        write(out, result)
+        print(f"{result}\n{out} is written: fit --config ... --config {out}")
 
     @override
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -71,6 +115,8 @@ class AccelCLI(LightningCLI):
         # The plan and not the plugin: its attributes' descriptions become the help texts. Made in `plan`, not by
         # jsonargparse, whose traceback would bury the sentence that says what is wrong.
         parser.add_class_arguments(Plan, "accel", instantiate=False)
+        if hasattr(self.trainer_class, "tune"):
+            parser.add_class_arguments(TuneOptions, "tuning", instantiate=False)
 
     @property
     def plan(self) -> Plan:
@@ -129,6 +175,10 @@ class AccelCLI(LightningCLI):
     def _section(self, config: Any, name: str) -> Any:
         """A section of the configuration, which is within its subcommand's where there is one."""
         return config.get(str(self.subcommand), config).get(name, {})
+
+
+def _set_argv(arguments: list[str]) -> None:
+    sys.argv = arguments
 
 
 def _hint(message: str, names: list[str]) -> str:

@@ -37,9 +37,12 @@ def run(*, clear: bool) -> None:
         whole = entry.tuning.whole
         machine = f"{entry.key['host']}, {entry.key['versions']}"
         table.add_row(entry.key["model"], choices, str(whole.interval) if whole else "", machine, entry.written)
+    searches = len(list(remembered.searches().glob("*.json")))
     if table.row_count:
         Console(width=160).print(table)
-    else:
+    elif not searches:
         print(f"nothing is remembered in {folder}")
+    if searches:
+        print(f"searches before a run (tune), of which a second call goes on: {searches}")
     for complaint in complaints:
         print(f"! {complaint}; --clear removes it")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -87,17 +86,7 @@ def answers_for(job: Job, host: str, objective: Objective) -> Answers:
         *(host, torch.__version__, objective),
     )
     digest = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-    return Answers(folder() / f"{digest}.json")
-
-
-def folder() -> Path:
-    """Where searches are kept."""
-    return remembered.folder() / "searches"
-
-
-def kept() -> Iterator[Path]:
-    """The files of searches, finished or not."""
-    yield from sorted(folder().glob("*.json"))
+    return Answers(remembered.searches() / f"{digest}.json")
 
 
 def _pair(original: Setup, candidate: Setup) -> str:

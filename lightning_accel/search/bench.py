@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
 
 from lightning_accel.core.host import Host
 from lightning_accel.search.answers import Answers
 from lightning_accel.search.job import Job
-from lightning_accel.search.judging import (
-    MAX_PAIRS,
-    MIN_PAIRS,
-    Duel,
-    Facts,
-    Objective,
-    settling_turns,
-    worth_of_memory,
-    worth_of_start,
-)
+from lightning_accel.search.judging import LEAST_PAIRS, Facts, Objective, Side, judged, worth_of_memory, worth_of_start
 from lightning_accel.search.runs import Run, RunError, Workers
 from lightning_accel.search.setup import Setup
 from lightning_accel.tuning.comparison import Result, Verdict
 from lightning_accel.tuning.pairs import Interval, PairTest
 from lightning_accel.tuning.trials import ALPHA
 
-LEAST_PAIRS = 8
-"""A question that would get fewer is not asked."""
-
+NOTHING_TOLD = Interval(1.0, 0.0, math.inf)
 _QUESTIONS = 10  # between which the error is divided: about as many as are asked
 
 
@@ -73,49 +61,36 @@ class Bench:
 
         The answer is kept; ``keeps_unsure``: also where it could not be told.
         """
-        before = self.facts(original)
-        after = self._can_run(name, before, original, candidate)
-        if not isinstance(after, Facts):
-            result = Result(name, after, Interval(1.0, 0.0, math.inf), 0)
-            self._answers.add(original, candidate, result)
-            return result
-        self._keep(original, candidate)
-        sides = (original, before), (candidate, after)
-        worth = self._worth(sides)
-        if math.isinf(worth):
-            self.notes.append(
-                f"{name}: takes {after.started_s:.0f} s to start, which this run is too short to win back."
-            )
-            return Result(name, "not faster", Interval(1.0, 0.0, math.inf), 0)
-        settle = (
-            settling_turns(original, self.accumulate(original)),
-            settling_turns(candidate, self.accumulate(candidate)),
-        )
-        deadline = time.monotonic() + seconds
-        pairs = int(min(MAX_PAIRS, max(MIN_PAIRS, seconds / (before.block_s(settle[0]) + after.block_s(settle[1])))))
-        test = PairTest(ALPHA / _QUESTIONS, worth)
-        try:
-            duel = Duel(
-                name,
-                tuple((self._run(setup), facts) for setup, facts in sides),
-                settle=settle,
-                test=test,
-                max_pairs=pairs,
-            )
-            while (result := duel.pair()) is None:
-                if time.monotonic() > deadline and len(test) >= MIN_PAIRS:
-                    result = duel.result("cannot tell")
-                    break
-        except RunError as error:
-            self.notes.append(f"{name}: {error}")
-            result = Result(name, _verdict_of(error), test.interval(), 0)
+        result = self._compared(name, original, candidate, seconds)
         if result.verdict != "cannot tell" or keeps_unsure:
             self._answers.add(original, candidate, result)
         return result
 
+    def _compared(self, name: str, original: Setup, candidate: Setup, seconds: float) -> Result:
+        before = self.facts(original)
+        after = self._can_run(name, before, original, candidate)
+        if not isinstance(after, Facts):
+            return Result(name, after, NOTHING_TOLD, 0)
+        worth = worth_of_memory(before, after, self._objective)
+        if candidate.plan.get("compile") != original.plan.get("compile"):
+            worth += worth_of_start(before, after, self._samples(before))
+        if math.isinf(worth):
+            self.notes.append(f"{name} takes {after.started_s:.0f} s to start: this run is too short to win that back.")
+            return Result(name, "not faster", NOTHING_TOLD, 0)
+        self._keep(original, candidate)
+        test = PairTest(ALPHA / _QUESTIONS, worth)
+        try:
+            return judged(name, self._side(original, before), self._side(candidate, after), test, seconds)
+        except RunError as error:
+            self.notes.append(f"{name}: {error}")
+            return Result(name, _verdict_of(error), test.interval(), 0)
+
+    def _side(self, setup: Setup, facts: Facts) -> Side:
+        return Side(self._run(setup), facts, facts.settling_turns(setup, self.accumulate(setup)))
+
     def least_s(self, facts: Facts) -> float:
         """What a comparison takes that can prove something."""
-        return facts.started_s + 2 * LEAST_PAIRS * facts.block_s(1)
+        return facts.started_s + 2 * LEAST_PAIRS * facts.block_s(0)
 
     def accumulate(self, setup: Setup) -> int:
         """Batches to an optimizer step."""
@@ -154,13 +129,6 @@ class Bench:
             return False
         activations = before.peak_bytes - before.base_bytes
         return before.base_bytes + candidate.batch_size / now * activations > self.limit
-
-    def _worth(self, sides: tuple[tuple[Setup, Facts], tuple[Setup, Facts]]) -> float:
-        (original, before), (candidate, after) = sides
-        needed = worth_of_memory(before, after, self._objective)
-        if candidate.plan.get("compile") != original.plan.get("compile"):
-            needed += worth_of_start(before, after, self._samples(before))
-        return needed
 
     def _samples(self, facts: Facts) -> float:
         """That the user's whole run will train on; infinite where it does not end by itself."""

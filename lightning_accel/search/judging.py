@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -20,10 +20,13 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 MEMORY_WEIGHT: Mapping[Objective, float] = {"speed": 0.0, "balanced": 1.0, "memory": 4.0}
 """How many percent of time one percent of memory is worth."""
 
+LEAST_PAIRS = 8
+"""A question that has no time for so many is not asked."""
+
 MIN_PAIRS = 14  # that can prove anything, a bad pair among them
 MAX_PAIRS = 60
 _BLOCK_S = 0.1  # a block of turns takes at least that long
-_MIN_TURNS = 2  # of a block
+_FIRST_TURNS = 2  # by which the length of a turn is estimated
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class Facts:
         Raises:
             lightning_accel.search.runs.RunError: It has ended.
         """
-        first = run.block(_MIN_TURNS)
-        turns = _turns_in(_BLOCK_S, first.seconds / _MIN_TURNS)
+        first = run.block(_FIRST_TURNS)
+        turns = _turns_in(_BLOCK_S, first.seconds / _FIRST_TURNS)
         block = run.block(turns)
         return cls(
             started_s=run.ready.started_s,
@@ -77,12 +80,19 @@ class Facts:
         """Turns of a block that is long enough to be timed."""
         return _turns_in(_BLOCK_S, self.turn_s)
 
+    def settling_turns(self, setup: Setup, accumulate: int) -> int:
+        """Turns after a pause that do not count: caches are cold, and batches were loaded while nobody trained."""
+        workers = int(setup.loader.get("num_workers") or 0)
+        loaded = math.ceil(workers * int(setup.loader.get("prefetch_factor") or 2) / accumulate)
+        return loaded + (self.turn_s < _BLOCK_S)
+
     def block_s(self, settle: int) -> float:
+        """What a block takes with the turns before it that do not count."""
         return self.turn_s * (self.block_turns + settle)
 
 
 def _turns_in(seconds: float, turn_s: float) -> int:
-    return max(_MIN_TURNS, math.ceil(seconds / turn_s))
+    return max(1, math.ceil(seconds / turn_s))
 
 
 def worth_of_memory(original: Facts, candidate: Facts, objective: Objective) -> float:
@@ -102,57 +112,49 @@ def worth_of_start(original: Facts, candidate: Facts, samples: float) -> float:
     return -math.log1p(-share) if 0 < share < 1 else 0.0 if share <= 0 else math.inf
 
 
-def settling_turns(setup: Setup, accumulate: int) -> int:
-    """Turns after a pause that do not count: their batches were loaded while nobody trained."""
-    workers = int(setup.loader.get("num_workers") or 0)
-    return 1 + math.ceil(workers * int(setup.loader.get("prefetch_factor") or 2) / accumulate)
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison.
 
-
-class Duel:
-    """Pairs of blocks, one of each run, in an order that a coin decides.
-
-    Args:
-        name: For the result.
-        sides: The original and the candidate, with what is known of each.
-        settle: Turns of each after a pause that do not count.
-        test: What judges the pairs.
-        max_pairs: After so many nothing can be told.
+    Attributes:
+        run: The run.
+        facts: What is known of it.
+        settle: Turns after a pause that do not count.
     """
 
-    def __init__(
-        self,
-        name: str,
-        sides: Sequence[tuple[Run, Facts]],
-        *,
-        settle: tuple[int, int],
-        test: PairTest,
-        max_pairs: int,
-    ) -> None:
-        self.name = name
-        self._sides, self._settle = sides, settle
-        self._test, self._max_pairs = test, max_pairs
-        self._turns = 0
+    run: Run
+    facts: Facts
+    settle: int
 
-    def pair(self) -> Result | None:
-        """Runs one pair; how it ended, or None while nothing is told.
+    def seconds(self) -> float:
+        """For a sample, by a block of turns.
 
         Raises:
-            lightning_accel.search.runs.RunError: One of them has ended.
+            lightning_accel.search.runs.RunError: The run has ended.
         """
-        first = random.Random(f"{self.name}, pair {len(self._test)}").randrange(2)
-        seconds = [0.0, 0.0]
-        for side in (first, 1 - first):
-            run, facts = self._sides[side]
-            run.block(self._settle[side])
-            block: Block = run.block(facts.block_turns)
-            seconds[side] = block.seconds / block.samples
-            self._turns += facts.block_turns
-        self._test.add(*seconds)
-        verdict: Verdict | Literal[""] = self._test.outcome()
-        if not verdict and len(self._test) >= self._max_pairs:
-            verdict = "cannot tell"
-        return self.result(verdict) if verdict else None
+        if self.settle:
+            self.run.block(self.settle)
+        block: Block = self.run.block(self.facts.block_turns)
+        return block.seconds / block.samples
 
-    def result(self, verdict: Verdict) -> Result:
-        """As it stands."""
-        return Result(self.name, verdict, self._test.interval(), self._turns)
+
+def judged(name: str, original: Side, candidate: Side, test: PairTest, seconds: float) -> Result:
+    """Pairs of blocks, in an order that a coin decides, until ``test`` tells, or ``seconds`` are over.
+
+    Raises:
+        lightning_accel.search.runs.RunError: One of the runs has ended.
+    """
+    pair_s = sum(side.facts.block_s(side.settle) for side in (original, candidate))
+    max_pairs = min(MAX_PAIRS, max(MIN_PAIRS, int(seconds / pair_s)))
+    verdict: Verdict | Literal[""] = ""
+    while not verdict:
+        sides = [original, candidate]
+        took = {}
+        if random.Random(f"{name}, pair {len(test)}").randrange(2):
+            sides.reverse()
+        for side in sides:
+            took[side.run] = side.seconds()
+        test.add(took[original.run], took[candidate.run])
+        verdict = test.outcome() or ("cannot tell" if len(test) >= max_pairs else "")
+    turns = len(test) * (original.facts.block_turns + candidate.facts.block_turns)
+    return Result(name, verdict, test.interval(), turns)

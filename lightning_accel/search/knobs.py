@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -22,6 +22,8 @@ Trying = Generator[Setup, bool, None]
 LEAST_WAIT = 0.05
 """Of the time: who waits for less data gains nothing by loading it sooner."""
 
+_MOST_WORKERS = 16
+
 
 @dataclass(frozen=True)
 class Knob:
@@ -30,12 +32,12 @@ class Knob:
     Attributes:
         name: In the report.
         bound: How many times as fast it could make a run at most, from what is known of the best one.
-        tries: The setups, one after the other.
+        tries: The setups, one after the other, given what is known of the best one, and that one.
     """
 
     name: str
     bound: Callable[[Facts], float]
-    tries: Callable[[Facts], Trying]
+    tries: Callable[[Facts, Setup], Trying]
 
 
 def knobs(job: Job, host: Host, objective: Objective, *, keeps_effective_batch: bool) -> list[Knob]:
@@ -46,21 +48,17 @@ def knobs(job: Job, host: Host, objective: Objective, *, keeps_effective_batch: 
     """
     found = []
     if job.batch_size is not None:
-        found.append(
-            Knob("batch_size", _at_most(float("inf")), lambda facts: _batch_sizes(job, facts, keeps_effective_batch))
-        )
+        found.append(Knob("batch_size", _at_most(float("inf")), partial(_batch_sizes, job, keeps_effective_batch)))
     if "num_workers" in job.loader_settings:
-        found.append(
-            Knob("loader", lambda facts: 1 / (1 - min(facts.waited, 0.99)), lambda facts: _loaders(job, host, facts))
-        )
+        found.append(Knob("loader", lambda facts: 1 / (1 - min(facts.waited, 0.99)), partial(_loaders, job, host)))
     if host.compiler and job.plan.compile == "off":
-        found.append(Knob("compile", _at_most(1.5), lambda facts: _compilers(host)))
+        found.append(Knob("compile", _at_most(1.5), lambda *known: _compilers(host)))
     if host.kind == "cpu" and job.plan.threads == "off" and torch.get_num_threads() > 1:
-        found.append(Knob("threads", _at_most(1.2), lambda facts: _threads()))
+        found.append(Knob("threads", _at_most(1.2), lambda *known: _threads()))
     if objective != "speed":
-        found.append(Knob("memory", _at_most(1.1), lambda facts: _memory_settings(job)))
+        found.append(Knob("memory", _at_most(1.1), lambda *known: _memory_settings(job)))
     if allocator := _allocator(host):
-        found.append(Knob("allocator", _at_most(1.05), lambda facts: _once(Setup(environment=allocator))))
+        found.append(Knob("allocator", _at_most(1.05), lambda *known: _once(Setup(environment=allocator))))
     return found
 
 
@@ -72,19 +70,18 @@ def _once(setup: Setup) -> Trying:
     yield setup
 
 
-def _batch_sizes(job: Job, facts: Facts, keeps_effective_batch: bool) -> Trying:
+def _batch_sizes(job: Job, keeps_effective_batch: bool, facts: Facts, best: Setup) -> Trying:
     """Twice as many while that is better; if it never was, half as many while that is."""
-    size, accumulate = job.batch_size or 1, job.accumulate
+    size, accumulate = best.batch_size or job.batch_size or 1, best.accumulate or job.accumulate
+    keeps = keeps_effective_batch or best.accumulate is not None  # it was made smaller to fit into memory
+    effective = size * accumulate
     in_all = facts.samples / accumulate * facts.batches  # that the loader has; infinite where it does not say
 
     def setup(size: int) -> Setup:
-        return Setup(batch_size=size, accumulate=effective // size) if keeps_effective_batch else Setup(batch_size=size)
+        return Setup(batch_size=size, accumulate=effective // size if keeps else None)
 
-    effective = size * accumulate
     larger = 2 * size
-    while larger <= in_all and (not keeps_effective_batch or effective % larger == 0):
-        if not (yield setup(larger)):
-            break
+    while larger <= in_all and (not keeps or effective % larger == 0) and (yield setup(larger)):
         larger *= 2
     if larger > 2 * size:
         return
@@ -93,18 +90,22 @@ def _batch_sizes(job: Job, facts: Facts, keeps_effective_batch: bool) -> Trying:
         smaller //= 2
 
 
-def _loaders(job: Job, host: Host, facts: Facts) -> Trying:
+def _loaders(job: Job, host: Host, facts: Facts, best: Setup) -> Trying:
     if facts.waited < LEAST_WAIT:
         return
     can_be_set = job.loader_settings
     now = int(can_be_set["num_workers"])
-    most = max(1, min(usable_cores() - 1, 8))  # a core is left to the training
-    for workers in dict.fromkeys((most, max(1, most // 2), 1)):
-        given: dict[str, Any] = {"num_workers": workers}
-        if "persistent_workers" in can_be_set:
-            given["persistent_workers"] = True
-        if workers != now and (yield Setup(loader=given)):
-            break
+
+    def with_workers(count: int) -> Setup:
+        keeps = {"persistent_workers": True} if "persistent_workers" in can_be_set else {}
+        return Setup(loader={"num_workers": count, **keeps})
+
+    first = workers = max(1, min(usable_cores() - 1, _MOST_WORKERS // 2))  # a core is left to the training
+    # More than there are cores, too: what waits for a disk computes nothing.
+    while workers <= _MOST_WORKERS and workers != now and (yield with_workers(workers)):
+        workers *= 2
+    if workers == first > 1:
+        yield with_workers(first // 2)
     if host.kind == "cuda" and can_be_set.get("pin_memory") is False:
         yield Setup(loader={"pin_memory": True})
     if now and "prefetch_factor" in can_be_set:

@@ -23,6 +23,7 @@ from lightning_accel.search.worker import AUTHKEY, Block, Failed, Ready
 
 _PATIENCE_S = 600.0  # for a process to begin, and for a block of turns
 _MOMENT_S = 0.2
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # which Windows does not have
 
 
 class RunError(Exception):
@@ -64,6 +65,7 @@ class Workers:
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(_MOMENT_S)
         self._forked: dict[str, _Process] = {}
+        self._all: list[subprocess.Popen[bytes]] = []  # also those that have not come far enough to be talked to
         self._runs: list[Run] = []
 
     def start(self, setup: Setup) -> Run:
@@ -86,13 +88,12 @@ class Workers:
         return run
 
     def close(self) -> None:
-        """Ends all processes."""
+        """Ends all processes, at whichever moment."""
         for run in self._runs:
-            run.close()
-        for process in self._forked.values():
-            process.connection.close()
-            process.popen.kill()
-            process.popen.wait()
+            run.kill()
+        for popen in self._all:
+            popen.kill()
+            popen.wait()
         self._server.close()
         self._folder.cleanup()
 
@@ -128,6 +129,7 @@ class Workers:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for this process alone
             )
+        self._all.append(popen)
         return _Process(popen, self.accept(popen))
 
     def _last_words(self) -> str:
@@ -176,17 +178,22 @@ class Run:
             self._is_over = True
             status = self._workers.status(self._process, self._pid)
             # What the system does to a process that has taken all memory.
-            raise RunError(f"its process ended with status {status}", is_memory=status == -signal.SIGKILL) from None
+            raise RunError(f"its process ended with status {status}", is_memory=status == -_KILL) from None
         if isinstance(answer, Failed):
             self._is_over = True
             raise RunError(answer.message, is_memory=answer.is_memory)
         return answer
 
     def close(self) -> None:
-        """Ends it, at once."""
-        if not self._is_over:
-            self._is_over = True
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
+        """Ends it, and waits until its memory is free."""
+        if self.kill():
             self._workers.status(self._process, self._pid)
             self.connection.close()
+
+    def kill(self) -> bool:
+        """Ends it at once; whether it was still there."""
+        was_there, self._is_over = not self._is_over, True
+        if was_there:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, _KILL)
+        return was_there

@@ -119,6 +119,9 @@ class Search:
             outcome.is_whole = False
             outcome.notes.append("Interrupted: this is the best so far; a second search goes on from here.")
             outcome.whole = self._answers.result(_PLAIN, outcome.best)
+        except RunError as error:  # of what has run before
+            outcome.is_whole = False
+            outcome.notes.append(f"The search ended early: {outcome.best} could not be run again: {error}")
         finally:
             self._bench.close()
         return outcome
@@ -137,7 +140,7 @@ class Search:
                 raise ValueError(f"The run does not train: {error}. Mend that first; nothing was written.") from error
             plain = None
         if plain is None or plain.peak_bytes > self._bench.limit:
-            self._start = self.outcome.best = self._least()
+            self.outcome.best = self._least()
             plain = self._bench.facts(self._start)
         least = self._bench.least_s(plain)
         if least > self._seconds:
@@ -148,35 +151,39 @@ class Search:
 
     def _least(self) -> Setup:
         """The first setup that fits into the limit, from what costs least time to what costs most."""
-        needed: dict[str, int] = {}
-        for setup in self._smaller():
-            self._watcher.trying(f"{setup}, to fit into the limit")
-            try:
-                peak = self._bench.facts(setup).peak_bytes
-            except RunError:
-                continue
-            finally:
-                self._bench.rest()
-            if peak <= self._bench.limit:
-                self.outcome.notes.append(f"As it is, the run does not fit into the limit; with {setup} it does.")
-                return setup
-            needed[str(setup)] = peak
-        least = min(needed, key=lambda setup: needed[setup], default="")
-        raise ValueError(
-            f"memory_limit={_gib(self._bench.limit)} is less than any setup needs here"
-            + (f": the least was {_gib(needed[least])}, with {least}." if least else ", and none could be measured.")
-            + " Give more, or a smaller model."
-        )
+        needed = {str(setup): facts.peak_bytes for setup, facts in self._smaller()}
+        limit = _in_words(self._bench.limit)
+        if not needed:
+            raise ValueError(f"memory_limit={limit}: nothing that needs less memory could be run here.")
+        *_, (last, peak) = needed.items()
+        if peak > self._bench.limit:
+            least = min(needed, key=lambda setup: needed[setup])
+            raise ValueError(
+                f"memory_limit={limit} is below what any setup needs here: the least was"
+                f" {_in_words(needed[least])}, with {least}. Give at least that, or a smaller model."
+            )
+        self.outcome.notes.append(f"As it is, the run does not fit into {limit}; with {last} it does.")
+        return self._start
 
-    def _smaller(self) -> Iterator[Setup]:
-        yield Setup(plan={"gradient_checkpointing": "selective"})
-        full = Setup(plan={"gradient_checkpointing": "full"})
-        yield full
+    def _smaller(self) -> Iterator[tuple[Setup, Facts]]:
+        """Setups that need less and less memory, up to the one that fits, which is where the search begins."""
+        setup = _PLAIN
         size, effective = self._job.batch_size or 1, (self._job.batch_size or 1) * self._job.accumulate
-        while size > 1 and size % 2 == 0:
-            size //= 2
-            # A smaller batch is no wish of the user's: what an optimizer step sees stays.
-            yield full.with_(Setup(batch_size=size, accumulate=effective // size))
+        sizes = [size >> halved for halved in range(1, size.bit_length()) if size % (1 << halved) == 0]
+        changes = [Setup(plan={"gradient_checkpointing": mode}) for mode in ("selective", "full")]
+        # A smaller batch is no wish of the user's: what an optimizer step sees stays.
+        changes += [Setup(batch_size=one, accumulate=effective // one) for one in sizes]
+        for change in changes:
+            tried = setup.with_(change)
+            self._watcher.trying(f"{tried}, to fit into the limit")
+            try:
+                facts = self._bench.facts(tried)
+            except RunError:  # a model without repeated blocks, say
+                continue
+            setup = self._start = tried
+            yield tried, facts
+            if facts.peak_bytes <= self._bench.limit:
+                return
 
     def _ask_all(self) -> None:
         left = knobs(self._job, self._host, self._objective, keeps_effective_batch=self._keeps_effective_batch)
@@ -187,7 +194,7 @@ class Search:
             self._ask(left.pop(), facts)
 
     def _ask(self, knob: Knob, facts: Facts) -> None:
-        tries = knob.tries(facts)
+        tries = knob.tries(facts, self.outcome.best)
         adopted = _PLAIN
         try:
             change = next(tries)
@@ -235,6 +242,8 @@ class Search:
                     raise _OutOfTimeError
             seconds = left if is_last else _SHARE * left
             result = self._bench.compare(name, original, candidate, seconds, keeps_unsure=not is_last)
+        if result in self.outcome.results:  # with one change, it was compared with the run as it is already
+            return result
         self.outcome.results.append(result)
         self._watcher.told(result, candidate if result.is_won else self.outcome.best)
         return result
@@ -252,5 +261,5 @@ class Search:
             )
 
 
-def _gib(count: int) -> str:
+def _in_words(count: int) -> str:
     return f"{count / 2**30:.2f}GiB" if count >= 2**30 else f"{count / 2**20:.0f}MiB"

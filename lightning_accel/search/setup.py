@@ -42,7 +42,7 @@ class Setup:
         return json.dumps(asdict(self), sort_keys=True)
 
     def __str__(self) -> str:
-        named = {"batch_size": self.batch_size, "accumulate_grad_batches": self.accumulate}
+        named: dict[str, Any] = {"batch_size": self.batch_size, "accumulate_grad_batches": self.accumulate}
         given = {name: value for name, value in named.items() if value is not None}
         given |= {**self.loader, **self.plan, **self.environment}
         return ", ".join(f"{name}={value}" for name, value in given.items()) or "as it is"

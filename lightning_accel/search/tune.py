@@ -158,7 +158,7 @@ def _available(device: torch.device) -> int:
 
 def _places(job: Job) -> dict[str, tuple[str, ...]]:
     """Under the section of whoever has them."""
-    places = {}
+    places: dict[str, tuple[str, ...]] = {}
     for section, owner in (("model", job.model), ("data", job.data)):
         if owner is not None:
             places.update(

@@ -30,6 +30,7 @@ from lightning_accel.search.setup import Setup
 
 AUTHKEY = "LIGHTNING_ACCEL_SEARCH_KEY"
 WARM_UP = 6  # turns: the trials of the parts, first allocations, a compiler
+_MANY_EPOCHS, _MANY_STEPS = 100_000, 10_000_000
 _NO_STEP = 2  # epochs without a batch
 
 
@@ -151,7 +152,7 @@ def train(job: Job, setup: Setup, connection: Connection) -> None:
     started = time.perf_counter()
     try:
         job.set_up(setup)
-        job.model.configure_callbacks = list  # type: ignore[method-assign, assignment]  # they may write files
+        job.model.configure_callbacks = list  # type: ignore[method-assign]  # they may write files
         seed_everything(0, verbose=False)
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -159,7 +160,9 @@ def train(job: Job, setup: Setup, connection: Connection) -> None:
                 **job.options,
                 accumulate_grad_batches=job.accumulate,
                 devices=1,
-                max_epochs=-1,
+                # Schedulers ask for the end of a run: it has one where the user's has, and does not come to it.
+                max_epochs=_MANY_EPOCHS if job.max_epochs >= 0 else -1,
+                max_steps=_MANY_STEPS if job.max_steps >= 0 else -1,
                 limit_val_batches=0,
                 num_sanity_val_steps=0,
                 logger=False,

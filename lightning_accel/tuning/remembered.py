@@ -92,6 +92,11 @@ def folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "lightning-accel"
 
 
+def searches() -> Path:
+    """Where searches before a run keep what they have found out, a file each."""
+    return folder() / "searches"
+
+
 def recall(key: Key) -> Tuning | None:
     """What was settled for ``key``; None where nothing was.
 
@@ -138,8 +143,8 @@ def entries() -> Iterator[Entry | DamagedError]:
 
 
 def clear() -> int:
-    """Removes all that is remembered; returns how many files that were."""
-    paths = list(folder().glob("*.json"))
+    """Removes all that is remembered, of searches before a run, too; returns how many files that were."""
+    paths = list(folder().rglob("*.json"))
     for path in paths:
         path.unlink(missing_ok=True)
     return len(paths)

@@ -1,0 +1,103 @@
+"""``tune``: a subcommand of `AccelCLI` and of ``lightning-accel``, which writes what it finds into a configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+from lightning_accel.search.job import LOADER_SETTINGS
+from lightning_accel.search.judging import Objective
+from lightning_accel.search.tune import TuneResult, tune
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How to tune before a run: ``tune --config config.yaml``, then ``fit --config config.yaml --config accel.yaml``.
+
+    Attributes:
+        time: How long it may take: ``90s``, ``3min``, ``1h``.
+        objective: ``speed``: samples a second; ``memory``: one percent of it is worth four of time; ``balanced``: one.
+        memory_limit: The most memory that a run may hold, such as ``12GiB``; by default what the machine has.
+        keep_effective_batch: Whether as many samples as now have to make an optimizer step.
+        out: The file that is written.
+    """
+
+    time: str = "3min"
+    objective: Objective = "speed"
+    memory_limit: str | int | None = None
+    keep_effective_batch: bool = False
+    out: str = "accel.yaml"
+
+
+class TunableTrainer(Trainer):
+    """A Trainer with a method for the subcommand ``tune``."""
+
+    def tune(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> TuneResult:
+        """Finds what makes the run fastest or smallest on this machine, and writes it into a configuration.
+
+        Args:
+            model: The module.
+            datamodule: Its data; None: the module has a ``train_dataloader`` of its own.
+            ckpt_path: Not read: as in a configuration of ``fit``, which is taken as it is.
+            weights_only: Not read.
+        """
+        return tune(model, datamodule, self)
+
+
+def with_sections(arguments: Sequence[str]) -> list[str]:
+    """``tune --time 3min`` as ``tune --tuning.time 3min``."""
+    names = {f"--{name.replace('_', '-')}": name for name in vars(TuneOptions())}
+    names |= {f"--{name}": name for name in vars(TuneOptions())}
+    found = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        found.append(f"--tuning.{names[flag]}{equals}{value}" if flag in names else argument)
+    return found
+
+
+def places_in(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Where a configuration has its batch size and its loader's settings: name → keys."""
+    return {name: path for section in ("model", "data") for name, path in _arguments(config.get(section), section)}
+
+
+def _arguments(section: Any, name: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    given = section.as_dict() if hasattr(section, "as_dict") else section
+    if not isinstance(given, Mapping):
+        return
+    path = (name, "init_args") if "class_path" in given else (name,)
+    arguments = given.get("init_args", {}) if "class_path" in given else given
+    for argument in ("batch_size", *LOADER_SETTINGS):
+        if argument in arguments:
+            yield argument, (*path, argument)
+
+
+def check_out(out: str) -> Path:
+    """The file to write, which is possible.
+
+    Raises:
+        ValueError: It is not.
+    """
+    path = Path(out)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(
+            f"out={out!r} cannot be written. Allowed: a file in a folder that is there and can be written to."
+        )
+    return path
+
+
+def write(path: Path, result: TuneResult) -> None:
+    """Writes the configuration; whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(result.to_yaml(), encoding="utf-8")
+    os.replace(temporary, path)

@@ -35,6 +35,7 @@ class SearchProgress(AbstractContextManager["SearchProgress"]):
         )
         self._task = self._bar.add_task("", total=seconds, left="")
         self._best, self._trying = "as it is", ""
+        self._told: list[Result] = []
 
     @override
     def __enter__(self) -> Self:
@@ -61,7 +62,10 @@ class SearchProgress(AbstractContextManager["SearchProgress"]):
         )
 
     def told(self, result: Result, best: Setup) -> None:
-        """Prints how a comparison ended."""
+        """Prints how a comparison ended; not twice, where one is the last one, too."""
         self._best = str(best)
+        if result in self._told:
+            return
+        self._told.append(result)
         self._console.print(f"{result.name}: {result.verdict}, {result.interval}", highlight=False, soft_wrap=True)
         self.tick()

@@ -199,11 +199,13 @@ class Search:
         try:
             change = next(tries)
             while True:
-                is_better = self._compare(str(change), self.outcome.best, self.outcome.best.with_(change)).is_won
-                if is_better:
+                candidate = self.outcome.best.with_(change)
+                result = self._compare(str(change), self.outcome.best, candidate)
+                if result.is_won:
                     adopted = adopted.with_(change)
-                    self.outcome.best = self.outcome.best.with_(change)
-                change = tries.send(is_better)
+                    self.outcome.best = candidate
+                self._watcher.told(result, self.outcome.best)
+                change = tries.send(result.is_won)
         except StopIteration:
             pass
         finally:
@@ -219,14 +221,17 @@ class Search:
             without = self._start
             for _, one in kept:
                 without = without.with_(one)
-            if self._compare(f"without {change}", self.outcome.best, without).is_won:
+            result = self._compare(f"without {change}", self.outcome.best, without)
+            if result.is_won:
                 self.outcome.best, self._adopted = without, kept
+            self._watcher.told(result, self.outcome.best)
 
     def _compare_whole(self) -> None:
         outcome = self.outcome
         if outcome.best == _PLAIN or self._start != _PLAIN:
             return
         outcome.whole = self._compare("everything", _PLAIN, outcome.best, is_last=True)
+        self._watcher.told(outcome.whole, outcome.best)
         if outcome.whole.verdict in ("not faster", "raised an error", "out of memory"):
             outcome.notes.append("All changes together were no better than the run as it is: nothing is changed.")
             outcome.best = _PLAIN
@@ -242,10 +247,8 @@ class Search:
                     raise _OutOfTimeError
             seconds = left if is_last else _SHARE * left
             result = self._bench.compare(name, original, candidate, seconds, keeps_unsure=not is_last)
-        if result in self.outcome.results:  # with one change, it was compared with the run as it is already
-            return result
-        self.outcome.results.append(result)
-        self._watcher.told(result, candidate if result.is_won else self.outcome.best)
+        if result not in self.outcome.results:  # with one change, it was compared with the run as it is already
+            self.outcome.results.append(result)
         return result
 
     def _note_what_cannot_be_set(self) -> None:

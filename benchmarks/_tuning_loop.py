@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -20,7 +21,7 @@ from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.trials import LiveTrials, Tuning
 
 CHUNK, FLOOR = 8, 1.03  # of the greedy search
-LEAST_ROUNDS = 5
+LEAST_ROUNDS, MOST_ROUNDS = 5, 40
 
 Combination = tuple[
     tuple[str, str], ...
@@ -100,17 +101,17 @@ class AcceleratedLoop(PlainLoop):
 
     def put(self, combination: Combination) -> None:
         """Has the steps to come run so, until it is called again."""
-        chosen = dict(combination)
+        choices = dict(combination)
         for arm in self.arms():
-            arm.choose(chosen.get(arm.name, OFF))
-        self._rest(chosen)
+            arm.choose(choices.get(arm.name, OFF))
+        self._rest(choices)
 
     def close(self) -> None:
         """Gives the module back as it was."""
         self.handle.undo()
 
-    def _rest(self, chosen: Mapping[str, str]) -> None:
-        self.handle.engine.rest(arm.name for arm in self._arms if arm.name not in chosen)
+    def _rest(self, choices: Mapping[str, str]) -> None:
+        self.handle.engine.rest(arm.name for arm in self._arms if arm.name not in choices)
 
 
 class TunedLoop(AcceleratedLoop):
@@ -154,17 +155,40 @@ class TunedLoop(AcceleratedLoop):
         super()._train_on(batch)
 
 
-def run_until_settled(loop: AcceleratedLoop, steps: int) -> tuple[Combination, int]:
-    """What the live trials that the handle itself has come to, and after how many steps; at most ``steps``."""
-    taken = 0
-    while taken < steps:
+@dataclass(frozen=True)
+class Settled:
+    """What the live trials of a handle have come to.
+
+    Attributes:
+        choices: What holds.
+        steps: After so many steps.
+        is_settled: Whether nothing is to be decided any more; else the loop was cut off.
+    """
+
+    choices: Combination
+    steps: int
+    is_settled: bool
+
+
+def run_until_settled(loop: AcceleratedLoop, steps: int, seconds: float = math.inf) -> Settled:
+    """Trains until nothing is to be decided any more, at most so long, and at least until the trials have begun."""
+    taken, end = 0, time.perf_counter() + seconds
+    while True:
         loop.step()
         taken += 1
         tuning = loop.handle.tuning
         if tuning is not None and (tuning.is_settled or not loop.arms()):
-            break
-    tuning = loop.handle.tuning
-    return () if tuning is None else tuple(sorted(tuning.choices.items())), taken
+            return Settled(chosen(tuning), taken, True)
+        if tuning is not None and (taken >= steps or time.perf_counter() > end):
+            return Settled(chosen(tuning), taken, False)
+
+
+def chosen(tuning: Tuning) -> Combination:
+    return tuple(sorted(tuning.choices.items()))
+
+
+def in_words(combination: Combination) -> str:
+    return ", ".join(name if choice == "on" else f"{name}={choice}" for name, choice in combination) or "plain"
 
 
 # -- what is compared ------------------------------------------------------------------------------------------------
@@ -216,7 +240,7 @@ def in_turns(
     spent: dict[Combination, list[float]] = {each: [] for each in combinations}
     coin, end = random.Random(0), time.perf_counter() + seconds
     rounds = 0
-    while rounds < LEAST_ROUNDS or time.perf_counter() < end:
+    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() < end):
         for combination in coin.sample(combinations, len(combinations)):
             loop.put(combination)
             loop.step()  # pays for the switch

@@ -84,9 +84,13 @@ def false_wins(runs: int) -> tuple[Search, Search]:
                 plan = alone if search is live else alone.replace(tune="off")
                 loop = AcceleratedLoop(task_of(*make()), plan, STEPS)
                 start = time.perf_counter()
-                found, steps = run_until_settled(loop, STEPS) if search is live else greedy(loop, loop.arms())
+                if search is live:
+                    found = run_until_settled(loop, STEPS)
+                    choices, steps = found.choices, found.steps
+                else:
+                    choices, steps = greedy(loop, loop.arms())
                 search.seconds += time.perf_counter() - start
-                search.won += bool(found)
+                search.won += bool(choices)
                 search.steps += steps
                 loop.close()
     finally:

@@ -39,8 +39,10 @@ from _tuning_loop import (
     TunedLoop,
     all_combinations,
     beside,
+    chosen,
     greedy,
     in_turns,
+    in_words,
     run_until_settled,
     task_of,
 )
@@ -56,7 +58,7 @@ COLUMNS = (
 )
 SEARCH, FINAL = 0.2, 0.1  # of the seconds that the loops in turns may take
 WORTH = 1.05  # a ratio of times on which two runs have to agree
-WARM_UP = 4
+WARM_UP = 8
 
 Precision = Literal["auto", "32-true"]
 
@@ -102,7 +104,7 @@ def measured(name: str, precision: Precision, most_steps: int, seconds: float) -
     both = beside(plain, tuned, steps)
     tuned.finish()
     del plain
-    ours = tuple(sorted(tuned.tuning.choices.items()))
+    ours = chosen(tuned.tuning)
     spent = in_turns(tuned, all_combinations(tuned.arms()), SEARCH * seconds)
     medians = {combination: statistics.median(each) for combination, each in spent.items()}
     theirs, greedy_steps = greedy(tuned, tuned.arms())
@@ -136,9 +138,9 @@ def shares_of_best(
 def another_run(name: str, precision: Precision, steps: int) -> Combination:
     """What a loop of its own settles on, alone, as users have it."""
     loop = AcceleratedLoop(small(name), Plan(precision=precision), steps)
-    found, _ = run_until_settled(loop, steps)
+    found = run_until_settled(loop, steps)
     loop.close()
-    return found
+    return found.choices
 
 
 # -- in words --------------------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ def row(title: str, outcome: Outcome) -> list[str]:
         f"{outcome.steps:,}",
         in_words(outcome.ours),
         share_in_words(outcome.shares[outcome.ours]),
-        f"{outcome.settled_at:,}" if outcome.settled_at else "not settled",
+        settling(outcome),
         outcome.reported,
         outcome.beside.over_all(),
         f"{outcome.beside.median():.3f}x",
@@ -161,8 +163,10 @@ def row(title: str, outcome: Outcome) -> list[str]:
     ]
 
 
-def in_words(combination: Combination) -> str:
-    return ", ".join(name if choice == "on" else f"{name}={choice}" for name, choice in combination) or "plain"
+def settling(outcome: Outcome) -> str:
+    if len(outcome.seconds) == 1:
+        return "no arms"
+    return f"{outcome.settled_at:,}" if outcome.settled_at else "not settled"
 
 
 def share_in_words(share: tuple[float, float, float]) -> str:

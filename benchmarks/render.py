@@ -52,7 +52,8 @@ REMARKS = {
     " *median of pairs*. *Its share of the best*: throughput to that of the best combination of the same arms, in turns"
     " of their own, after the search for it. *A second run* trains alone, and in percent stands what an arm on which it"
     " differs is worth. *Greedy search* is the protocol of pytorch-autotune 2.0, written anew, on the same arms:"
-    " medians of 8 steps, and a floor of 3%. Where the steps are fewer than asked for, there was no time for more.",
+    " medians of 8 steps, and a floor of 3%. Where a machine has bfloat16, that is an arm of its own, and each model is"
+    " measured without it, too. Where the steps are fewer than asked for, there was no time for more.",
     "false_wins": "Asked for: at most 1 in 100. Arms that change nothing at all, in short plain loops whose steps take"
     " milliseconds; the same greedy search as above.",
     "plugin_overhead": "Asked for: at most 15 µs a step with everything off and 50 µs with the defaults, which log."

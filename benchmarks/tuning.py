@@ -31,6 +31,7 @@ import torch
 from _measure import publish
 from _small_models import MODELS
 from _tuning_loop import (
+    FIRST,
     AcceleratedLoop,
     Beside,
     Combination,
@@ -99,7 +100,7 @@ class Outcome:
 def measured(name: str, precision: Precision, most_steps: int, seconds: float) -> Outcome:
     plain = PlainLoop(small(name))
     step_s = statistics.median([plain.step() for _ in range(WARM_UP)][1:])  # and the process has warmed up
-    steps = max(WARM_UP, min(most_steps, int(seconds / (2 * step_s))))
+    steps = max(2 * FIRST, min(most_steps, int(seconds / (2 * step_s))))
     plain, tuned = PlainLoop(small(name)), TunedLoop(small(name), Plan(precision=precision, tune="off"), steps)
     both = beside(plain, tuned, steps)
     tuned.finish()
@@ -180,7 +181,8 @@ def agreement(first: Combination, second: Combination, seconds: Mapping[Combinat
     if not differing:
         return "the same"
     worths = [worth(name, seconds) for name in differing]
-    words = ", ".join(f"{name} ({ratio - 1:.0%})" for name, ratio in zip(differing, worths, strict=True))
+    said = ["not an arm of both" if math.isinf(each) else f"{each - 1:.0%}" for each in worths]
+    words = ", ".join(f"{name} ({amount})" for name, amount in zip(differing, said, strict=True))
     return f"not on {words}" if max(worths) > WORTH else f"the same but for {words}"
 
 
@@ -213,15 +215,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of the two loops in turns")
     parser.add_argument("--seconds", type=float, default=300, help="that those may take; fewer steps where they would")
     options, _ = parser.parse_known_args()
-    has_bf16 = Host.detect("cpu").native_bf16
-    precisions: dict[Precision, str] = {"auto": ", bfloat16 an arm"} if has_bf16 else {}
-    precisions["32-true"] = ", float32" if has_bf16 else ""
+    precisions: dict[Precision, str] = {"auto": "bfloat16 an arm", "32-true": "float32"}
+    if not Host.detect("cpu").native_bf16:
+        precisions = {"32-true": "float32, no bfloat16 here"}
     rows, kept = [], []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIGHTNING_ACCEL_CACHE"] = folder
         for name, precision in itertools.product(options.models, precisions):
             outcome = measured(name, precision, options.steps, options.seconds)
-            rows.append(row(MODELS[name].title + precisions[precision], outcome))
+            rows.append(row(f"{MODELS[name].title}; {precisions[precision]}", outcome))
             kept.append(details(name, precision, outcome))
             print(" | ".join(rows[-1]), flush=True)
     given = f" --steps {options.steps} --seconds {options.seconds:g}"

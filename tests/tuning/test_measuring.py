@@ -1,10 +1,12 @@
-"""How live trials are measured: benchmarks/_tuning_loop.py, in simulated time."""
+"""How live trials are measured: the loops of benchmarks/ in simulated time, and what is said of what they found."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,15 @@ ON, OFF = (("speed", "on"),), ()
 
 
 @pytest.fixture
-def loops(monkeypatch: pytest.MonkeyPatch) -> Any:
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports one of the scripts."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("_tuning_loop")
+    return importlib.import_module
+
+
+@pytest.fixture
+def loops(benchmark: Callable[[str], Any]) -> Any:
+    return benchmark("_tuning_loop")
 
 
 @pytest.fixture
@@ -104,3 +112,43 @@ def test_a_run_is_over_when_it_has_settled_or_its_steps_are_taken(loops: Any, ti
         assert (found.choices, found.is_settled) == (ON, is_settled)
         assert found.steps <= steps
         loop.close()
+
+
+SECONDS = {(): 1.0, (("a", "on"),): 0.8, (("b", "on"),): 0.98, (("a", "on"), ("b", "on")): 0.79}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ((("a", "on"),), (("a", "on"),), "the same"),
+        ((("a", "on"), ("b", "on")), (("a", "on"),), "the same but for b (1%)"),
+        ((("b", "on"),), (("a", "on"), ("b", "on")), "not on a (24%)"),
+        ((), (("c", "on"),), "not on c (not an arm of both)"),
+    ],
+)
+def test_two_runs_have_to_agree_on_what_is_worth_more_than_5_percent(
+    benchmark: Callable[[str], Any], first: Any, second: Any, said: str
+) -> None:
+    assert benchmark("tuning").agreement(first, second, SECONDS) == said
+
+
+def test_on_a_gpu_a_model_whose_package_is_missing_is_left_out(
+    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = benchmark("gpu_tuning")
+
+    def linear(small: bool) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * script.SMALL_IMAGE**2, 1000))
+
+    cases = {
+        "linear": script.Case({"torch": linear}, 4, "image"),
+        "other": script.Case({"not_installed": linear}, 4, "image"),
+    }
+    monkeypatch.setattr(script, "CASES", cases)
+    monkeypatch.setattr(sys, "argv", ["gpu_tuning.py", "--dry-run", "--out", str(tmp_path)])
+    script.main()
+    (written,) = tmp_path.glob("gpu-tuning-*.json")
+    runs = json.loads(written.read_text(encoding="utf-8"))["runs"]
+    assert [(run["model"], run["precision"]) for run in runs] == [("linear", "auto"), ("linear", "32-true")]
+    assert all(run["is_settled"] and run["mfu"][0] > 0 for run in runs)
+    assert "other: left out, none of not_installed is installed" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Small models of seven kinds and how one is trained in turns: what :mod:`never_slower` puts beside each other.
+"""Small models of nine kinds for :mod:`never_slower` and :mod:`tuning`, and how one is trained in turns.
 
 All learn from what is on every machine: scikit-learn's digits and the text of Python's standard library. The first two
 are the demo's, as it sizes them.
@@ -6,6 +6,7 @@ are the demo's, as it sizes them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import resource
@@ -89,12 +90,37 @@ class BertLogits(nn.Module):
         return self.bert(input_ids=tokens).logits
 
 
+class VitLogits(nn.Module):
+    """transformers' ViT with a classifier: (B, 1, 32, 32) → (B, 10), as 64 patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import ViTConfig, ViTForImageClassification
+
+        config = ViTConfig(
+            image_size=32,
+            patch_size=4,
+            num_channels=1,
+            num_labels=10,
+            hidden_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=384,
+        )
+        self.vit = ViTForImageClassification(config)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.vit(pixel_values=images).logits
+
+
+@functools.cache
 def _digits() -> tuple[Tensor, Tensor]:
     """(1797, 1, 8, 8) float32 between 0 and 1, (1797,) int64."""
     found = load_digits()
     return torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(found.target)
 
 
+@functools.cache
 def _windows(seq_len: int) -> tuple[Tensor, Tensor]:
     """Stretches of text and the bytes that follow, both (N, seq_len) int64."""
     text = StdlibText(seq_len=seq_len)
@@ -120,23 +146,32 @@ def small_gpt() -> Task:
     return BytesGPT(dim=96, depth=2, num_heads=4, seq_len=256), StdlibText(seq_len=256, batch_size=4)
 
 
+def gpt_1024() -> Task:
+    return BytesGPT(dim=64, depth=2, num_heads=2, seq_len=1024), StdlibText(seq_len=1024, batch_size=1)
+
+
+def vit() -> Task:
+    images, labels = _digits()
+    return Supervised(VitLogits()), _pairs(16, F.interpolate(images, size=32, mode="bilinear"), labels)
+
+
 def bert() -> Task:
     tokens, _ = _windows(64)
     return Supervised(BertLogits()), _pairs(8, tokens, (tokens == ord("(")).any(1).long())
 
 
-def mlp() -> Task:
+def mlp(batch_size: int = 64, width: int = 512) -> Task:
     images, labels = _digits()
     drops = (nn.Dropout(0.1), nn.Dropout(0.1))
     net = nn.Sequential(
-        *(nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), drops[0], nn.Linear(512, 512), nn.ReLU(), drops[1]),
-        nn.Linear(512, 10),
+        *(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), drops[0], nn.Linear(width, width), nn.ReLU(), drops[1]),
+        nn.Linear(width, 10),
     )
-    return Supervised(net), _pairs(64, images, labels)
+    return Supervised(net), _pairs(batch_size, images, labels)
 
 
-def lstm() -> Task:
-    return Supervised(LanguageLSTM()), _pairs(16, *_windows(32))
+def lstm(batch_size: int = 16, seq_len: int = 32, width: int = 128) -> Task:
+    return Supervised(LanguageLSTM(width)), _pairs(batch_size, *_windows(seq_len))
 
 
 def unet() -> Task:
@@ -159,6 +194,8 @@ MODELS = {
     "cnn": Small(title="the demo's residual CNN, 40x40 digits", task=cnn, steps=10),
     "demo_gpt": Small(title="the demo's GPT, 4 x 512 bytes", task=demo_gpt, steps=4),
     "small_gpt": Small(title="a GPT, 4 x 256 bytes, two blocks of 96", task=small_gpt, steps=30),
+    "gpt_1024": Small(title="a GPT, 1 x 1,024 bytes, two blocks of 64", task=gpt_1024, steps=15),
+    "vit": Small(title="transformers' ViT, 16 digits of 32x32, three blocks of 96", task=vit, steps=15),
     "bert": Small(title="transformers' BERT, 8 x 64 bytes, two blocks of 128", task=bert, steps=60),
     "mlp": Small(title="an MLP with dropout, 64 digits", task=mlp, steps=300),
     "lstm": Small(title="an LSTM, 16 x 32 bytes", task=lstm, steps=60),

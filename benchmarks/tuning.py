@@ -1,239 +1,234 @@
-"""Live trials against an exhaustive search: is what they settle on the best, how soon, and do they ever win by chance?
+"""Live trials against an exhaustive search: is what they settle on the best, how soon, and what do they cost?
 
-    python benchmarks/tuning.py [--models mlp,lstm] [--steps 400] [--aa 200] [--json docs/results]
+    python benchmarks/tuning.py [--models mlp,lstm] [--steps 1000] [--seconds 300] [--json docs/results]
 
-For every model, in a plain loop: (1) a run with live trials; (2) an exhaustive search, in which all combinations of the
-same arms take turns on equal steps in random order; what was settled is looked up in it; (3) a greedy search as
-pytorch-autotune makes it, on the same arms: a chunk of steps without and one with each arm, kept where the median is 3%
-faster. Last, arms that do nothing at all, in many short runs: how often does each of the two find a winner?
+For every model, in plain loops, with bfloat16 as an arm and in float32 where the machine has bfloat16, else in float32:
+
+1. A loop with live trials and one without lightning-accel train in turns, a step each, in an order that a coin decides,
+   from the first step to the last: what do users wait for in all, trials included?
+2. All combinations of the same arms take turns in random order, and the best one is looked for.
+3. A greedy search as pytorch-autotune makes it, on the same arms: a chunk of steps without and one with each arm, kept
+   where the median is 3% faster.
+4. The best combination takes turns with what (1) and (3) came to, anew: what was best by luck is not so a second time.
+5. A second run with live trials, in a loop of its own, alone: does it come to the same?
+
+How often either search finds a winner where there is none: :mod:`false_wins`.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
-import random
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from _measure import publish
 from _small_models import MODELS
-from torch import Tensor
+from _tuning_loop import (
+    FIRST,
+    AcceleratedLoop,
+    Beside,
+    Combination,
+    PlainLoop,
+    Task,
+    TunedLoop,
+    all_combinations,
+    beside,
+    chosen,
+    greedy,
+    in_turns,
+    in_words,
+    run_until_settled,
+    task_of,
+)
 
-from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
-from lightning_accel.techniques import Surroundings, Technique, register
-from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.registry import forget
-from lightning_accel.tuning.trials import WHOLE
+from lightning_accel import Plan
+from lightning_accel.claims.measure import median_interval
+from lightning_accel.core.host import Host
 
-COLUMNS = ("", "settled", "of the best", "over plain", "steps to settle", "greedy chunks", "of the best", "steps")
-CHUNK, FLOOR = 8, 1.03  # of the greedy search
-ROUNDS = 12  # of the exhaustive one
+NAMES = ("cnn", "demo_gpt", "gpt_1024", "vit", "lstm", "mlp", "unet", "bert")
+COLUMNS = (
+    *("", "steps", "settled", "its share of the best", "steps to settle", "by its own report", "plain by tuned time"),
+    *("median of pairs", "a second run", "greedy search", "its share of the best", "its steps"),
+)
+SEARCH, FINAL = 0.2, 0.1  # of the seconds that the loops in turns may take
+WORTH = 1.05  # a ratio of times on which two runs have to agree
+WARM_UP = 8
 
-Choice = dict[str, str]
-
-
-class Loop:
-    """A training loop of one of the small models, a step at a time."""
-
-    def __init__(self, name: str, plan: Plan, steps: int) -> None:
-        torch.manual_seed(0)
-        module, data = MODELS[name].task()
-        if hasattr(data, "setup"):
-            data.setup("fit")
-            data = data.train_dataloader()
-        self._module, self._batches = module, self._forever(data)
-        optimizer: Any = module.configure_optimizers()
-        self._optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer
-        module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-        self.handle: Handle = accelerate(module, plan, optimizers=self._optimizer, steps=steps)
-
-    def step(self) -> float:
-        """Trains on the next batch; seconds."""
-        batch = next(self._batches)
-        start = time.perf_counter()
-        with self.handle.step():
-            loss = self._module.training_step(self.handle.batch(batch), 0)
-        loss = loss["loss"] if isinstance(loss, dict) else loss
-        assert isinstance(loss, Tensor)
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return time.perf_counter() - start
-
-    def arms(self) -> list[Arm]:
-        """What can be switched, once the trials of the parts are over."""
-        for _ in range(5):
-            self.step()
-        return self.handle.engine.arms()
-
-    @staticmethod
-    def _forever(data: Any) -> Iterator[Any]:
-        while True:
-            yield from data
+Precision = Literal["auto", "32-true"]
 
 
-def put(arms: list[Arm], handle: Handle, choice: Choice) -> None:
-    for arm in arms:
-        arm.choose(choice.get(arm.name, OFF))
-    handle.engine.rest(arm.name for arm in arms if arm.name not in choice)
+def small(name: str) -> Task:
+    torch.manual_seed(0)
+    return task_of(*MODELS[name].task())
 
 
 @dataclass(frozen=True)
-class Exhaustive:
-    """The median step of every combination, in seconds."""
-
-    seconds: dict[tuple[tuple[str, str], ...], float]
-
-    def share_of_best(self, choice: Choice) -> float:
-        """The throughput of a combination, as a share of the best one's."""
-        return min(self.seconds.values()) / self.seconds[tuple(sorted(choice.items()))]
-
-
-def exhaustive(name: str) -> Exhaustive:
-    loop = Loop(name, Plan(tune="off"), 0)
-    arms = loop.arms()
-    combinations: list[Choice] = [{}]
-    for arm in arms:
-        combinations += [{**one, arm.name: choice} for one in list(combinations) for choice in arm.choices]
-    spent: dict[tuple[tuple[str, str], ...], list[float]] = {tuple(sorted(c.items())): [] for c in combinations}
-    coin = random.Random(0)
-    for _ in range(ROUNDS):
-        for combination in coin.sample(combinations, len(combinations)):
-            put(arms, loop.handle, combination)
-            loop.step()  # pays for the switch
-            spent[tuple(sorted(combination.items()))] += [loop.step(), loop.step()]
-    loop.handle.undo()
-    return Exhaustive({choice: statistics.median(seconds) for choice, seconds in spent.items()})
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search has come to: the combination, and how many steps it took."""
-
-    choice: Choice
-    steps: int
-    over_plain: str = ""
-
-
-def live(name: str, steps: int) -> Found:
-    loop = Loop(name, Plan(), steps)
-    settled_at = 0
-    for at in range(steps):
-        loop.step()
-        if not settled_at and loop.handle.report.of("tuning").status:
-            settled_at = at
-    tuning = loop.handle.tuning
-    loop.handle.undo()
-    if tuning is None:
-        return Found({}, 0)
-    whole = tuning.results.get(WHOLE)
-    return Found(dict(tuning.choices), settled_at, str(tuning.whole.interval) if tuning.whole and whole else "")
-
-
-def greedy(name: str) -> Found:
-    """As pytorch-autotune 2.0 searches: one arm after the other, by medians of chunks, with a floor of 3%."""
-    loop = Loop(name, Plan(tune="off"), 0)
-    arms, kept, steps = loop.arms(), Choice(), 0
-    for arm in arms:
-        medians = []
-        for choice in (kept, {**kept, arm.name: arm.choices[0]}):
-            put(arms, loop.handle, choice)
-            medians.append(statistics.median([loop.step() for _ in range(CHUNK)][2:]))
-            steps += CHUNK
-        if medians[0] > FLOOR * medians[1]:
-            kept[arm.name] = arm.choices[0]
-    loop.handle.undo()
-    return Found(kept, steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NothingPlan:
-    """A technique that does nothing.
+class Outcome:
+    """What came of one model.
 
     Attributes:
-        mode: ``"auto"`` or ``"off"``.
+        steps: Of the loops in turns.
+        ours: What live trials settled on, after ``settled_at`` steps.
+        reported: Their own line.
+        beside: All steps of the loops in turns.
+        seconds: The median step of every combination.
+        second: What another run settled on.
+        theirs: What the greedy search keeps, after ``greedy_steps`` steps.
+        shares: (median, low, high) of a combination's throughput as a share of the best one's, in new turns.
     """
 
-    mode: Literal["auto", "off"] = "auto"
+    steps: int
+    ours: Combination
+    settled_at: int
+    reported: str
+    table: str
+    beside: Beside
+    seconds: Mapping[Combination, float]
+    second: Combination
+    theirs: Combination
+    greedy_steps: int
+    shares: Mapping[Combination, tuple[float, float, float]]
 
 
-class Nothing(Technique):
-    """Three arms that change nothing at all."""
-
-    acts_without_sites = True
-
-    @classmethod
-    def planned(cls, settings: NothingPlan, surroundings: Surroundings) -> Nothing:
-        return cls()
-
-    def arms(self) -> Iterator[Arm]:
-        for number in range(3):
-            yield Arm(f"nothing {number}", ("on",), lambda choice: None)
-
-
-def false_wins(runs: int, steps: int) -> tuple[int, int]:
-    """In how many of ``runs`` plain runs live trials, and the greedy search, find a winner."""
-    register("nothing", settings=NothingPlan, default="auto")(Nothing)
-    names = itertools.islice(itertools.cycle(("mlp", "lstm")), runs)
-    only_nothing = {"flash_attention": "off", "memory_format": "off", "inplace_activations": "off"}
-    ours = theirs = 0
-    try:
-        for name in names:
-            loop = Loop(name, Plan(precision="32-true", **only_nothing), steps)  # type: ignore[arg-type]
-            for _ in range(steps):
-                loop.step()
-            ours += bool(loop.handle.tuning and loop.handle.tuning.choices)
-            loop.handle.undo()
-            theirs += bool(greedy(name).choice)
-    finally:
-        forget("nothing")
-    return ours, theirs
+def measured(name: str, precision: Precision, most_steps: int, seconds: float) -> Outcome:
+    plain = PlainLoop(small(name))
+    step_s = statistics.median([plain.step() for _ in range(WARM_UP)][1:])  # and the process has warmed up
+    steps = max(2 * FIRST, min(most_steps, int(seconds / (2 * step_s))))
+    plain, tuned = PlainLoop(small(name)), TunedLoop(small(name), Plan(precision=precision, tune="off"), steps)
+    both = beside(plain, tuned, steps)
+    tuned.finish()
+    del plain
+    ours = chosen(tuned.tuning)
+    spent = in_turns(tuned, all_combinations(tuned.arms()), SEARCH * seconds)
+    medians = {combination: statistics.median(each) for combination, each in spent.items()}
+    theirs, greedy_steps = greedy(tuned, tuned.arms())
+    shares = shares_of_best(tuned, min(medians, key=medians.__getitem__), (ours, theirs), FINAL * seconds)
+    tuned.close()
+    return Outcome(
+        steps=steps,
+        ours=ours,
+        settled_at=tuned.settled_at,
+        reported=str(tuned.tuning.whole.interval) if tuned.tuning.whole and ours else "",
+        table=tuned.tuning.table(),
+        beside=both,
+        seconds=medians,
+        second=another_run(name, precision, steps),
+        theirs=theirs,
+        greedy_steps=greedy_steps,
+        shares=shares,
+    )
 
 
-def in_words(choice: Choice) -> str:
-    return ", ".join(choice) or "plain"
+def shares_of_best(
+    loop: AcceleratedLoop, best: Combination, found: Sequence[Combination], seconds: float
+) -> dict[Combination, tuple[float, float, float]]:
+    """The throughput of what was found as a share of the best one's: medians over new rounds, with their intervals."""
+    spent = in_turns(loop, list(dict.fromkeys([best, *found])), seconds)
+    return {
+        each: median_interval([a / b for a, b in zip(spent[best], taken, strict=True)]) for each, taken in spent.items()
+    }
+
+
+def another_run(name: str, precision: Precision, steps: int) -> Combination:
+    """What a loop of its own settles on, alone, as users have it."""
+    loop = AcceleratedLoop(small(name), Plan(precision=precision), steps)
+    found = run_until_settled(loop, steps)
+    loop.close()
+    return found.choices
+
+
+# -- in words --------------------------------------------------------------------------------------------------------
+
+
+def row(title: str, outcome: Outcome) -> list[str]:
+    return [
+        title,
+        f"{outcome.steps:,}",
+        in_words(outcome.ours),
+        share_in_words(outcome.shares[outcome.ours]),
+        settling(outcome),
+        outcome.reported,
+        outcome.beside.over_all(),
+        f"{outcome.beside.median():.3f}x",
+        agreement(outcome.ours, outcome.second, outcome.seconds),
+        in_words(outcome.theirs),
+        share_in_words(outcome.shares[outcome.theirs]),
+        str(outcome.greedy_steps),
+    ]
+
+
+def settling(outcome: Outcome) -> str:
+    if len(outcome.seconds) == 1:
+        return "no arms"
+    return f"{outcome.settled_at:,}" if outcome.settled_at else "not settled"
+
+
+def share_in_words(share: tuple[float, float, float]) -> str:
+    value, low, high = share
+    return "the best" if value == low == high == 1.0 else f"{value:.1%} [{low:.1%}, {high:.1%}]"
+
+
+def agreement(first: Combination, second: Combination, seconds: Mapping[Combination, float]) -> str:
+    """Whether two runs agree on every arm that is worth more than 5%, by all the combinations' times."""
+    differing = sorted({name for name, _ in set(first) ^ set(second)})
+    if not differing:
+        return "the same"
+    worths = [worth(name, seconds) for name in differing]
+    said = ["not an arm of both" if math.isinf(each) else f"{each - 1:.0%}" for each in worths]
+    words = ", ".join(f"{name} ({amount})" for name, amount in zip(differing, said, strict=True))
+    return f"not on {words}" if max(worths) > WORTH else f"the same but for {words}"
+
+
+def worth(arm: str, seconds: Mapping[Combination, float]) -> float:
+    """How many times as long the best combination takes where this arm alone is chosen otherwise; inf: not known."""
+    best = min(seconds, key=seconds.__getitem__)
+    others = [
+        taken
+        for each, taken in seconds.items()
+        if each != best and {name for name, _ in set(each) ^ set(best)} == {arm}
+    ]
+    return max(others, default=math.inf) / seconds[best]
+
+
+def details(name: str, precision: Precision, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "model": name,
+        "precision": precision,
+        "comparisons": outcome.table.splitlines(),
+        "plain by tuned time, by tenths of the run": outcome.beside.by_tenths(),
+        "median ms": {in_words(each): 1e3 * taken for each, taken in outcome.seconds.items()},
+        "share of the best": {in_words(each): share for each, share in outcome.shares.items()},
+        "second run": in_words(outcome.second),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--aa", type=int, default=200, help="runs in which nothing is faster")
+    parser.add_argument("--models", type=lambda text: text.split(","), default=NAMES, metavar=",".join(MODELS))
+    parser.add_argument("--steps", type=int, default=1000, help="of the two loops in turns")
+    parser.add_argument("--seconds", type=float, default=300, help="that those may take; fewer steps where they would")
     options, _ = parser.parse_known_args()
-    rows, details = [], []
+    precisions: dict[Precision, str] = {"auto": "bfloat16 an arm", "32-true": "float32"}
+    if not Host.detect("cpu").native_bf16:
+        precisions = {"32-true": "float32, no bfloat16 here"}
+    rows, kept = [], []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIGHTNING_ACCEL_CACHE"] = folder
-        for name in options.models.split(","):
-            best, ours, theirs = exhaustive(name), live(name, options.steps), greedy(name)
-            rows.append(
-                [
-                    MODELS[name].title,
-                    in_words(ours.choice),
-                    f"{best.share_of_best(ours.choice):.1%}",
-                    ours.over_plain,
-                    str(ours.steps),
-                    in_words(theirs.choice),
-                    f"{best.share_of_best(theirs.choice):.1%}",
-                    str(theirs.steps),
-                ]
-            )
-            details.append({"model": name, "seconds": {in_words(dict(c)): s for c, s in best.seconds.items()}})
+        for name, precision in itertools.product(options.models, precisions):
+            outcome = measured(name, precision, options.steps, options.seconds)
+            rows.append(row(f"{MODELS[name].title}; {precisions[precision]}", outcome))
+            kept.append(details(name, precision, outcome))
             print(" | ".join(rows[-1]), flush=True)
-        if options.aa:
-            ours_won, theirs_won = false_wins(options.aa, 250)
-            rows.append(
-                ["three arms that do nothing", f"{ours_won} of {options.aa} runs", "", "", "", f"{theirs_won}", "", ""]
-            )
-    given = f"--models {options.models} --steps {options.steps} --aa {options.aa}"
-    publish("tuning", f"python benchmarks/tuning.py {given}", list(COLUMNS), rows, details)
+    given = f" --steps {options.steps} --seconds {options.seconds:g}"
+    given += "" if options.models == NAMES else f" --models {','.join(options.models)}"
+    publish("tuning", f"python benchmarks/tuning.py{given}", COLUMNS, rows, kept, by_machine=True)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ def test_the_figures_are_those_that_were_measured(monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     render = runpy.run_path(str(ROOT / "benchmarks" / "render.py"))
     assert render["readme"]() == README
+    assert render["tuning_page"]() == PAGES["tuning.md"]
     assert render["results_page"]() == (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")
     for name, (draw, _) in render["PLOTS"].items():
         assert draw() == (ROOT / "docs" / "results" / f"{name}.svg").read_text(encoding="utf-8")

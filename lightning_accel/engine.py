@@ -68,7 +68,7 @@ class Engine:
         self._stage: str | None = None  # of the step under way
         self._optimizers: list[Optimizer] = []
         # Before both trial steps: a loop may make its optimizer in its first step.
-        self._searches_left = 2 * any(type(t).optimizers is not Technique.optimizers for t in techniques)
+        self._searches_left = 2
         for name in names or [technique.name for technique in techniques]:
             self.report.of(name).status = "off"
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
@@ -153,7 +153,9 @@ class Engine:
 
     def _search_optimizers(self) -> None:
         self._searches_left -= 1
-        self.meet(living_optimizers(self.model))
+        reading = [one for one in self._techniques if type(one).optimizers is not Technique.optimizers]
+        if any(one.edits_optimizers or one in self._at_work for one in reading):  # to look for them takes a while
+            self.meet(living_optimizers(self.model))
         for technique in self._techniques:
             if technique.edits_optimizers and not self._searches_left:
                 self._miss_sites(technique)

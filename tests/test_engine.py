@@ -371,6 +371,7 @@ def test_the_report_names_device_and_every_technique() -> None:
             "gradient_checkpointing:",
             "memory_budget:",
             "compile:",
+            "threads:",
         )
     ]
     handle.undo()

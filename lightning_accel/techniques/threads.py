@@ -39,11 +39,16 @@ class ThreadsPlan:
             )
 
 
+def in_words(count: int) -> str:
+    """What that number means."""
+    return f"{count} {'thread' if count == 1 else 'threads'} an operation"
+
+
 class ThreadsPatch(Patch):
     """Sets the number of threads of this process; undone where nobody else has set another since."""
 
     def __init__(self, count: int) -> None:
-        super().__init__("", f"{count} {'thread' if count == 1 else 'threads'} an operation")
+        super().__init__("", in_words(count))
         self._count = count
         self._before = torch.get_num_threads()
 
@@ -81,4 +86,4 @@ class Threads(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
-        return Forecast(True, "yes", f"{self._count} threads for {usable_cores()} cores")
+        return Forecast(True, "yes", in_words(self._count))

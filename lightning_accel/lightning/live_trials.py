@@ -23,7 +23,8 @@ from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.remembered import DamagedError, Key
-from lightning_accel.tuning.trials import MIN_TURNS, LiveTrials, Tuning
+from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.trials import MIN_TURNS, LiveTrials
 
 _LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
 _QUIET_BATCHES = 2  # after the trials of the parts, for caches to fill
@@ -163,6 +164,11 @@ class LiveTuning:
         """What they have come to; None before they began."""
         return self.resumed if self.turns.trials is None else self.turns.trials.tuning
 
+    @property
+    def settled(self) -> Tuning | None:
+        """What they have settled; None while they have not."""
+        return self.tuning if self.tuning is not None and self.tuning.is_settled else None
+
     def yields(self, error: Exception) -> bool:
         """Takes an arm back that was on trial in a step that raised; whether there was one. Else all trials end."""
         trials = self.turns.trials
@@ -188,13 +194,16 @@ class LiveTuning:
             self._arms = [] if is_deterministic else [*self._own_arms, *self._engine.arms()]
             self._key = Key.of(trainer.lightning_module, batch, self._engine.host.described, self._arms)
             self._known = self.resumed or (self._recalled(self._key) if self._arms else None)
-            if self._known is not None and self._known.choices.keys() - {arm.name for arm in self._arms}:
+            possible = {(arm.name, choice) for arm in self._arms for choice in arm.choices}
+            if self._known is not None and self._known.choices.items() - possible:
                 self._known = None  # by another machine, or with other settings
             if trainer.world_size > 1 and self._arms:  # all of them try, or none; they settle that once
                 turns = min(gather(turns))
                 if self._known is None and turns < MIN_TURNS:
                     self._arms = []
         known = self._known
+        if known is not None and known.is_open and known is not self.resumed and turns >= MIN_TURNS:
+            known = None
         if not self._arms or (known is None and turns < MIN_TURNS):
             self._is_too_short = True  # which changes when a search of learning rates ends
             return None
@@ -243,7 +252,7 @@ class LiveTuning:
             logger.log_metrics(
                 {f"accel/tuning/{name}": value for name, value in metrics.items()}, step=self._trainer.global_step
             )
-        if self._trainer.is_global_zero and self._key is not None:
+        if self._trainer.is_global_zero and self._key is not None and not tuning.is_earlier:
             try:
                 remembered.remember(self._key, tuning)
             except OSError as error:

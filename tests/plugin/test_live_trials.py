@@ -29,6 +29,10 @@ def status(plugin: AccelPlugin) -> str:
     return plugin.report.of("tuning").status
 
 
+def quiet_trainer(plugin: AccelPlugin) -> Trainer:
+    return Trainer(plugins=[plugin], max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
 def test_what_is_faster_stays_and_the_report_has_the_measurement() -> None:
     with simulated(1.5) as time:
         model = Timed(time)
@@ -160,6 +164,46 @@ def test_a_long_later_run_of_what_settled_on_plain_stays_plain() -> None:
     assert status(plugin) == "as the user wrote it: nothing was faster for sure"
 
 
+def test_a_proven_plan_stays_in_a_short_later_run_that_cannot_tell() -> None:
+    with simulated(1.5) as time:
+        fit(Timed(time), 150)
+        before = (path := next(remembered.folder().glob("*.json"))).read_text()
+        time.noise, Speed.speedup = 0.05, 1.02
+        model = Timed(time)
+        plugin = fit(model, 70)
+    assert model.seen[-1] == "on"
+    assert "audit       cannot tell" in plugin.report.of("tuning").details
+    assert status(plugin).endswith("steps of an earlier run")
+    assert path.read_text() == before  # with its proof, and the date of it
+
+
+def test_a_run_that_could_not_tell_has_a_later_one_ask_again() -> None:
+    with simulated(1.1) as time:
+        time.noise = 0.2
+        fit(Timed(time), 70)
+        (entry,) = remembered.entries()
+        assert isinstance(entry, remembered.Entry)
+        assert entry.tuning.is_open
+        time.noise = 0.01
+        plugin = fit(Timed(time), 200)
+    assert status(plugin).endswith("of your own steps")
+
+
+def test_a_second_fit_after_one_that_was_interrupted_in_its_trials_asks_anew() -> None:
+    class Interrupted(Timed):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if len(self.seen) == 20:
+                raise RuntimeError("pulled the plug")
+
+    with simulated(0.8) as time:
+        model, plugin = Interrupted(time), AccelPlugin(log=False)
+        with pytest.raises(RuntimeError, match="pulled the plug"):
+            fit(model, trainer=quiet_trainer(plugin))
+        fit(model, trainer=quiet_trainer(plugin))
+    assert status(plugin) == "as the user wrote it: nothing was faster for sure"
+    assert "whole plan  not faster" in plugin.report.of("tuning").details
+
+
 def test_a_long_later_run_audits_what_it_remembers() -> None:
     with simulated(1.5) as time:
         fit(Timed(time), 200)
@@ -210,10 +254,7 @@ def test_one_plugin_serves_several_fits() -> None:
     with simulated(1.5) as time:
         plugin = AccelPlugin(log=False)
         for _ in range(2):
-            trainer = Trainer(
-                plugins=[plugin], max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
-            )
-            trainer.fit(Timed(time), batches(100))
+            quiet_trainer(plugin).fit(Timed(time), batches(100))
             assert "over plain" in status(plugin)
 
 

@@ -1,56 +1,15 @@
-"""Live trials on a simulated machine: what a step takes is a formula, so that what should be decided is known."""
+"""Live trials on a simulated machine: what they decide, at what price."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-import numpy as np
 import pytest
 import torch
 
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.techniques.arms import Arm
-from lightning_accel.tuning.trials import MIN_TURNS, LiveTrials, Tuning, allowance
-
-
-class SimulatedRun:
-    """A run whose arms make a step so many times as fast; all noise is drawn from ``seed``."""
-
-    def __init__(self, speedups: Mapping[str, float], turns: int = 1000, *, seed: int = 0, **arm: object) -> None:
-        self.speedups, self.turns = dict(speedups), turns
-        self.now = dict.fromkeys(speedups, "on")
-        self.switches: list[tuple[str, str]] = []
-        self.lines: list[str] = []
-        self.seconds = self.plain_seconds = 0.0
-        self.slowdown: Callable[[int], float] = lambda turn: 1.0
-        self._rng = np.random.default_rng(seed)
-        self.arms = [Arm(name, ("on",), self._chooser(name), **arm) for name in speedups]  # type: ignore[arg-type]
-
-    def _chooser(self, name: str) -> Callable[[str], None]:
-        def choose(choice: str) -> None:
-            self.switches.append((name, choice))
-            self.now[name] = choice
-
-        return choose
-
-    def trials(self, **settings: object) -> LiveTrials:
-        return LiveTrials(self.arms, self.turns, say=self.lines.append, **settings)  # type: ignore[arg-type]
-
-    def run(self, **settings: object) -> Tuning:
-        trials = self.trials(**settings)
-        for turn in range(self.turns):
-            trials.begin()
-            trials.took(self.step(turn))
-        return trials.tuning
-
-    def step(self, turn: int) -> float:
-        plain = 0.1 * np.exp(0.03 * self._rng.standard_t(3))
-        seconds = plain * self.slowdown(turn)
-        for name, choice in self.now.items():
-            seconds /= self.speedups[name] if choice == "on" else 1.0
-        self.seconds += seconds
-        self.plain_seconds += plain
-        return float(seconds)
+from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.trials import MIN_TURNS, allowance
+from support.simulated_machine import SimulatedRun
 
 
 def test_what_makes_the_step_faster_stays_and_what_does_not_goes() -> None:
@@ -104,19 +63,6 @@ def test_a_short_run_tries_nothing_and_does_what_the_rules_say() -> None:
     assert tuning.whole is None
 
 
-def test_what_was_settled_by_an_earlier_run_is_not_tried_again() -> None:
-    known = SimulatedRun({"attention": 1.5, "layout": 0.9}).run()
-    again = SimulatedRun({"attention": 1.5, "layout": 0.9}, 90)
-    again.run(known=known, is_trusted=True)
-    assert again.switches == [("layout", "off")]
-
-
-def test_what_an_earlier_run_has_settled_is_audited_in_a_longer_one() -> None:
-    known = SimulatedRun({"attention": 1.5}).run()
-    slower_now = SimulatedRun({"attention": 0.9})
-    assert slower_now.run(known=known).choices == {}
-
-
 def test_a_rank_that_gives_up_has_all_of_them_run_as_the_user_wrote_it() -> None:
     run = SimulatedRun({"attention": 1.5}, 100)
     trials = run.trials(gather=lambda mine: [mine, None])
@@ -129,7 +75,7 @@ def test_a_rank_that_gives_up_has_all_of_them_run_as_the_user_wrote_it() -> None
 
 def test_steps_after_a_switch_are_charged_to_the_switch() -> None:
     """A switch of this arm makes the next two steps a quarter longer, and the step itself a fifth faster."""
-    run = SimulatedRun({"layout": 1.2}, settle=2)
+    run = SimulatedRun({"layout": 1.2}, settle={"layout": 2})
     known, since = [0], [0]
 
     def slowdown(turn: int) -> float:
@@ -164,7 +110,7 @@ def test_an_arm_that_needs_more_memory_has_to_win_ten_percent() -> None:
 def test_what_saves_memory_stays_unless_the_run_is_slower_with_it() -> None:
     def tuned(speedup: float) -> Tuning:
         saver = SimulatedRun({"fast": 1.5, "saver": speedup}, saves_memory=True)
-        saver.arms[0] = Arm("fast", ("on",), saver._chooser("fast"))
+        saver.arms[0] = Arm("fast", ("on",), saver.chooser("fast"))
         return saver.run()
 
     assert tuned(1.0).choices == {"fast": "on", "saver": "on"}

@@ -9,6 +9,7 @@ that it is never slower than plain.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -234,7 +235,7 @@ class LiveTrials:
         original = without if is_first else held
         if original == with_it or not self._is_worth_asking(arm, original, with_it):
             return
-        result = yield from self._ask(arm.name if is_first else f"{arm.name}={choice}", original, with_it, alpha)
+        result = yield from self._ask(_question(arm, choice), original, with_it, alpha)
         self._hold(with_it if result.is_won else original)
 
     def _is_worth_asking(self, arm: Arm, original: Choices, candidate: Choices) -> bool:
@@ -263,16 +264,19 @@ class LiveTrials:
                 if held != proven or result.verdict == "cannot tell":
                     break
                 proven = None
-            least = min(held, key=self._ratio_of)
+            least = min(held, key=self._gain_of)
             self._say(f"{least} is taken back: with it the run was not faster than plain for sure ({result.interval})")
             del held[least]
             self._hold(held, result)
         if proven is not None:
             self._hold(proven)
 
-    def _ratio_of(self, arm: str) -> float:
-        result = self.tuning.results.get(arm)
-        return 1.0 if result is None else result.interval.ratio
+    def _gain_of(self, name: str) -> float:
+        """How many times as fast an arm has made the run: a choice of it was compared with the one that held before."""
+        arm, held = self._arms[name], self.tuning.choices[name]
+        results = {choice: self.tuning.results.get(_question(arm, choice)) for choice in arm.choices}
+        asked = {choice: result for choice, result in results.items() if result is not None}
+        return math.prod(r.interval.ratio for choice, r in asked.items() if r.is_won or choice == held)
 
     def _watch(self) -> Course:
         """A settled run: nothing for a while, then a pair, or an audit where a step takes longer than it did."""
@@ -353,6 +357,10 @@ class LiveTrials:
         if whole is not None:
             self.tuning.whole, self.tuning.is_earlier = whole, False
             self._gain = max(1.0, whole.interval.ratio) if choices else 1.0
+
+
+def _question(arm: Arm, choice: str) -> str:
+    return arm.name if choice == arm.choices[0] else f"{arm.name}={choice}"
 
 
 def _gain(arm: Arm) -> float:

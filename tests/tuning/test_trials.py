@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,9 +37,18 @@ def test_a_gain_is_found_in_a_plan_that_loses_as_a_whole() -> None:
     assert tuning.choices == {"fast": "on"}
 
 
-def test_where_nothing_is_faster_the_run_is_the_users_own() -> None:
-    wins = sum(bool(SimulatedRun({"a": 1.0, "b": 1.0, "c": 1.0}, seed=seed).run().choices) for seed in range(30))
-    assert wins <= 1  # at most 1 of 100 on average
+def test_an_arm_that_could_gain_too_little_by_the_trial_of_its_parts_is_not_asked() -> None:
+    run = SimulatedRun({"attention": 1.5, "copies": 1.01})
+    run.arms[1] = replace(run.arms[1], gain_ms=1.0)  # of 100 ms or less
+    tuning = run.run()
+    assert list(tuning.results) == ["whole plan", "attention"]
+    assert tuning.choices == {"attention": "on", "copies": "on"}
+
+
+def test_the_arm_with_the_most_to_gain_is_asked_first() -> None:
+    run = SimulatedRun({"copies": 1.05, "attention": 1.5})
+    run.arms = [replace(arm, gain_ms=gain) for arm, gain in zip(run.arms, (5.0, 50.0), strict=True)]
+    assert list(run.run().results) == ["whole plan", "attention", "copies"]
 
 
 @pytest.mark.parametrize("turns", [100, 1000])

@@ -19,7 +19,7 @@ from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.private import FetchPatch
-from lightning_accel.techniques.arms import Arm
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.remembered import DamagedError, Key
@@ -221,7 +221,7 @@ class LiveTuning:
         )
 
     def _put(self, choices: Choices) -> None:
-        self._engine.rest(arm.name for arm in self._arms if arm.name not in choices)
+        _rest(self._engine, self._arms, choices)
 
     def _recalled(self, key: Key) -> Tuning | None:
         known, complaint = None, ""
@@ -257,6 +257,17 @@ class LiveTuning:
                 remembered.remember(self._key, tuning)
             except OSError as error:
                 self._engine.report.note(f"what was settled could not be remembered: {error}")
+
+
+def have(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
+    """Puts in force what was settled, in a run that tries nothing: an evaluation."""
+    for arm in arms:
+        arm.choose(choices.get(arm.name, OFF))
+    _rest(engine, arms, choices)
+
+
+def _rest(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
+    engine.rest(arm.name for arm in arms if arm.name not in choices)
 
 
 def turns_left(trainer: Trainer) -> float:

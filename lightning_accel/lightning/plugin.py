@@ -33,7 +33,7 @@ from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Decisions, Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
 from lightning_accel.lightning.feeding import Feeding, followed_by
-from lightning_accel.lightning.live_trials import LiveTuning
+from lightning_accel.lightning.live_trials import LiveTuning, have
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
@@ -139,6 +139,8 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             if self.plan.log:
                 add_speed_memory_logger(trainer, module)
             rank_zero_info(self._report.summary())
+        elif self._tuning is not None and self.plan.tune == "auto":
+            have(engine, [*self._own_arms(), *engine.arms()], self._tuning.choices)
         return module
 
     def _engine_for(self, module: LightningModule, host: Host, techniques: Sequence[Technique]) -> Engine:
@@ -290,7 +292,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
     def teardown(self) -> None:
         if self._live is not None:
             self._tuning, self._live = self._live.settled, None
-            self._runs_in_float32 = False
+        self._runs_in_float32 = False
         self._hooks.undo()
         self._hooks = PatchSet()
         if self._feeding is not None:

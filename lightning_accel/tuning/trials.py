@@ -195,7 +195,8 @@ class LiveTrials:
     def _all_questions(self, is_trusted: bool) -> Course:
         """Yields one comparison after the other, is sent how each ended, and yields None while there is none."""
         tuning = self.tuning
-        if self._arms and self._left >= MIN_TURNS and not is_trusted:
+        least_turns = max(MIN_TURNS, self._least_turns({}, tuning.choices))
+        if self._arms and self._left >= least_turns and not is_trusted:
             proven = tuning.choices if tuning.is_proven else None
             yield from self._settled_by(self._audit(proven) if tuning.is_settled else self._first_questions())
         while True:
@@ -227,13 +228,13 @@ class LiveTrials:
         without = {name: kept for name, kept in held.items() if name != arm.name}
         with_it = {**without, arm.name: choice}
         is_first = choice == arm.choices[0]
+        original = without if is_first else held
+        if original == with_it or not self._is_worth_asking(arm, original, with_it):
+            return
         if is_first and arm.saves_memory and arm.name in held:
             result = yield from self._ask(f"without {arm.name}", held, without, alpha)
             if result.is_won:
                 self._hold(without)
-            return
-        original = without if is_first else held
-        if original == with_it or not self._is_worth_asking(arm, original, with_it):
             return
         result = yield from self._ask(_question(arm, choice), original, with_it, alpha)
         self._hold(with_it if result.is_won else original)
@@ -289,13 +290,14 @@ class LiveTrials:
                 yield None
                 if turn % _LATEST == 0 and (has_drifted := self._has_drifted()):
                     break
-            if not self.tuning.choices:
+            held = self.tuning.choices
+            if not held or self._left < self._least_turns({}, held):  # no audit could end any more
                 continue
             if has_drifted:
                 self._say("a step takes longer than it did: what holds is tried against the plain run again")
                 break
             one_more = len(test) + 1
-            result = yield self._comparing("plain", self.tuning.choices, {}, test, one_more, one_more)
+            result = yield self._comparing("plain", held, {}, test, one_more, one_more)
             assert result is not None
             if result.is_won:
                 self._say("the plain run has become faster than what holds, which is tried against it again")

@@ -101,3 +101,12 @@ def test_nothing_counts_as_settled_while_the_audit_goes_on() -> None:
         trials.begin()
         trials.took(run.step(turn))
     assert not trials.tuning.is_settled
+
+
+def test_a_proven_plan_is_not_audited_where_no_audit_could_end() -> None:
+    """Of a dear switch: fourteen pairs take longer than the run."""
+    known = remembered()
+    run = SimulatedRun({"attention": 1.31}, 70, settle={"attention": 2})
+    tuning = run.run(known=known)
+    assert run.switches == []
+    assert tuning.line().endswith("steps of an earlier run")

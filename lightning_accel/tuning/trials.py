@@ -78,7 +78,7 @@ class LiveTrials:
         is_trusted: bool = False,
     ) -> None:
         self.tuning = known or Tuning({arm.name: arm.choices[0] for arm in arms})
-        self._arms = {arm.name: arm for arm in sorted(arms, key=_gain, reverse=True)}
+        self._arms = {arm.name: arm for arm in sorted(arms, key=_gain_ms, reverse=True)}
         self._left, self._allowance = turns, allowance(turns)
         self._put, self._say, self._peak, self._gather = put, say, peak, gather
         self._in_force: dict[str, str] = {arm.name: arm.choices[0] for arm in arms}
@@ -86,11 +86,9 @@ class LiveTrials:
         self._timed: deque[float | None] = deque()  # what the first of them took, in their order
         self._begun = 0
         self._metered: tuple[Comparison, Turn] | None = None  # whose peak of memory is being looked at
+        self._peaks: list[tuple[Comparison, Turn, int]] = []  # not heard of yet
         self._latest: deque[float] = deque(maxlen=_LATEST)
         self._settled_s: float | None = None
-        self._gain = (
-            self.tuning.whole.interval.ratio if self.tuning.whole and self.tuning.is_proven else 1.0
-        )  # of what holds over the plain run, as far as known
         self._has_given_up = False
         self._comparison: Comparison | None = None
         self._course: Course = self._all_questions(is_trusted)  # its first is asked at the first turn
@@ -102,8 +100,7 @@ class LiveTrials:
         self._begun += 1
         self._left -= 1
         if self._metered is not None and self._peak is not None:
-            comparison, turn = self._metered
-            comparison.peaked(turn, self._peak.peak_bytes())
+            self._peaks.append((*self._metered, self._peak.peak_bytes()))
         self._take_up()
         if self._comparison is None:
             self._advance(None)
@@ -142,28 +139,32 @@ class LiveTrials:
         self._arms, self._comparison, self._course = {}, None, self._nothing_more()
 
     def _take_up(self) -> None:
-        """Hears what turns took: at once, or every few turns, where ranks have to hear the same."""
-        if self._gather is None:
-            times = list(self._timed)
-        else:
+        """Hears what turns took, and held: at once, or every few turns, where ranks have to hear the same."""
+        times, peaks = list(self._timed), [peak_bytes for *_, peak_bytes in self._peaks]
+        if self._gather is not None:
             if self._begun % 8:
                 return
-            ranks: list[Any] = self._gather(None if self._has_given_up else list(self._timed))
+            ranks: list[Any] = self._gather(None if self._has_given_up else (times, peaks))
             if None in ranks:
                 self._gather = None
                 self._choose({})
                 self.give_up()
                 return
-            # The slowest rank's, of the turns that all have timed.
-            times = [None if None in each else max(each) for each in zip(*ranks, strict=False)]
+            # The slowest rank's, of the turns that all have timed, and the most that one of them has held.
+            timed, held = zip(*ranks, strict=True)
+            times = [None if None in each else max(each) for each in zip(*timed, strict=False)]
+            peaks = [max(each) for each in zip(*held, strict=False)]
+        for (comparison, turn, _), peak_bytes in zip(self._peaks, peaks, strict=False):
+            comparison.peaked(turn, peak_bytes)
+        self._peaks.clear()
         for seconds in times:
             self._timed.popleft()
-            comparison, turn = self._pending.popleft()
-            if comparison is None:
+            asking, turn = self._pending.popleft()
+            if asking is None:
                 self._note_settled(seconds)
             elif not self.tuning.is_settled and seconds is not None:
                 self._latest.append(seconds)
-            if comparison is not None and comparison is self._comparison and comparison.took(turn, seconds):
+            if asking is not None and asking is self._comparison and asking.took(turn, seconds):
                 self._conclude()
 
     def _conclude(self) -> None:
@@ -340,7 +341,7 @@ class LiveTrials:
             max_pairs=max_pairs,
             most_pairs=most_pairs,
             allowance=max(0.0, self._allowance / 2),
-            original_gain=self._gain if original else 1.0,
+            original_gain=self._gain() if original else 1.0,
         )
 
     def _settle(self, original: Choices, candidate: Choices) -> int:
@@ -354,16 +355,20 @@ class LiveTrials:
         settle = self._settle(original, candidate)
         return 2 * (1 + settle) + 1.5 * settle  # half of the pairs begin with the side that the last one ended with
 
+    def _gain(self) -> float:
+        """How many times as fast as a plain run what holds is, as far as known."""
+        whole = self.tuning.whole
+        return max(1.0, whole.interval.ratio) if whole is not None and self.tuning.choices else 1.0
+
     def _hold(self, choices: Choices, whole: Result | None = None) -> None:
         self.tuning.choices = dict(choices)
         if whole is not None:
             self.tuning.whole, self.tuning.is_earlier = whole, False
-            self._gain = max(1.0, whole.interval.ratio) if choices else 1.0
 
 
 def _question(arm: Arm, choice: str) -> str:
     return arm.name if choice == arm.choices[0] else f"{arm.name}={choice}"
 
 
-def _gain(arm: Arm) -> float:
+def _gain_ms(arm: Arm) -> float:
     return float("inf") if arm.gain_ms is None else arm.gain_ms

@@ -74,16 +74,6 @@ def test_a_short_run_tries_nothing_and_does_what_the_rules_say() -> None:
     assert tuning.whole is None
 
 
-def test_a_rank_that_gives_up_has_all_of_them_run_as_the_user_wrote_it() -> None:
-    run = SimulatedRun({"attention": 1.5}, 100)
-    trials = run.trials(gather=lambda mine: [mine, None])
-    for turn in range(16):
-        trials.begin()
-        trials.took(run.step(turn))
-    assert run.now == {"attention": "off"}
-    assert trials.tuning.choices == {}
-
-
 def test_steps_after_a_switch_are_charged_to_the_switch() -> None:
     """A switch of this arm makes the next two steps a quarter longer, and the step itself a fifth faster."""
     run = SimulatedRun({"layout": 1.2}, settle={"layout": 2})
@@ -178,21 +168,3 @@ def test_times_that_come_late_are_heard_in_their_order() -> None:
                 trials.took(seconds)
             waiting = []
     assert trials.tuning.choices == {"attention": "on"}
-
-
-def test_ranks_take_the_same_turns_and_go_by_the_slowest() -> None:
-    """One rank gains by the arm, the other, which all wait for, does not."""
-    ranks = [SimulatedRun({"attention": speedup}, 400, seed=seed) for seed, speedup in enumerate((1.5, 0.8))]
-    given: list[list[float | None]] = [[], []]
-    trials = [run.trials(gather=lambda mine: [list(times) for times in given]) for run in ranks]
-    for turn in range(400):
-        for one in trials:
-            one.begin()
-        if not trials[0]._timed:
-            given = [[], []]
-        assert ranks[0].now == ranks[1].now
-        for rank, one in enumerate(trials):
-            seconds = ranks[rank].step(turn)
-            given[rank].append(seconds)
-            one.took(seconds)
-    assert all(one.tuning.choices == {} for one in trials)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_accel.core.clocks import StepClock, clock_for
@@ -151,6 +152,7 @@ class LiveTuning:
     def __init__(self, trainer: Trainer, engine: Engine, own_arms: Sequence[Arm], resumed: Tuning | None) -> None:
         self._trainer, self._engine = trainer, engine
         self._own_arms, self.resumed = own_arms, resumed
+        self._searches = [one for one in trainer.callbacks if isinstance(one, LearningRateFinder | BatchSizeFinder)]
         self._key: Key | None = None
         self._known: Tuning | None = None
         self._quiet_batches = 0
@@ -181,6 +183,10 @@ class LiveTuning:
         return False
 
     def _trials(self, batch: Any) -> LiveTrials | None:
+        # A search runs the fit's loop within the fit, for a few steps and perhaps with other batches; its callback puts
+        # all the others, and itself, aside meanwhile.
+        if any(search not in self._trainer.callbacks for search in self._searches):
+            return None
         if self._engine.is_trying or self._quiet_batches < _QUIET_BATCHES:
             self._quiet_batches += not self._engine.is_trying
             return None
@@ -205,7 +211,7 @@ class LiveTuning:
         if known is not None and known.is_open and known is not self.resumed and turns >= MIN_TURNS:
             known = None
         if not self._arms or (known is None and turns < MIN_TURNS):
-            self._is_too_short = True  # which changes when a search of learning rates ends
+            self._is_too_short = True  # which changes where fewer batches are accumulated later
             return None
         if known is not None:
             self._record(known)

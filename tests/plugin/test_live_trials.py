@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
@@ -29,8 +30,9 @@ def status(plugin: AccelPlugin) -> str:
     return plugin.report.of("tuning").status
 
 
-def quiet_trainer(plugin: AccelPlugin) -> Trainer:
-    return Trainer(plugins=[plugin], max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+def quiet_trainer(plugin: AccelPlugin, **options: Any) -> Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(plugins=[plugin], max_epochs=1, **quiet, **options)
 
 
 def test_what_is_faster_stays_and_the_report_has_the_measurement() -> None:
@@ -128,6 +130,40 @@ def test_callbacks_that_take_a_run_in_hand(callback: Any) -> None:
         model.lr = 0.01  # type: ignore[assignment]  # what the finder looks for
         plugin = fit(model, 80, max_epochs=3, callbacks=[callback], gradient_clip_val=1.0)
     assert "over plain" in status(plugin)
+
+
+def test_a_later_run_audits_what_it_remembers_after_a_search_for_the_learning_rate() -> None:
+    with simulated(1.5) as time:
+        fit(Timed(time), 200)
+        Speed.speedup = 0.8
+        model = Timed(time)
+        model.lr = 0.01  # type: ignore[assignment]
+        fit(model, 200, callbacks=[LearningRateFinder(num_training_steps=20)])
+    assert model.seen[-1] == "off"
+
+
+def test_a_search_for_the_batch_size_comes_before_the_trials() -> None:
+    """What is settled belongs to the size that was found, not to the one of the search's first steps."""
+
+    class Sized(Timed):
+        batch_size = 2
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return batches(200, self.batch_size)
+
+        def val_dataloader(self) -> DataLoader[Any]:
+            return batches(1, self.batch_size)
+
+    with simulated(1.5) as time:
+        model = Sized(time)
+        search = BatchSizeFinder(init_val=2, max_trials=3, steps_per_trial=8)
+        plugin = AccelPlugin(log=False)
+        quiet_trainer(plugin, callbacks=[search]).fit(model)
+    assert model.batch_size == 8
+    assert "over plain" in status(plugin)
+    (entry,) = remembered.entries()
+    assert isinstance(entry, remembered.Entry)
+    assert entry.key["batch"] == "[[3, 3]]"  # 8 samples of 8 numbers, as powers of two
 
 
 def test_overfitting_batches() -> None:

@@ -152,7 +152,7 @@ class LiveTuning:
     def __init__(self, trainer: Trainer, engine: Engine, own_arms: Sequence[Arm], resumed: Tuning | None) -> None:
         self._trainer, self._engine = trainer, engine
         self._own_arms, self.resumed = own_arms, resumed
-        self._searches = [one for one in trainer.callbacks if isinstance(one, LearningRateFinder | BatchSizeFinder)]
+        self._searches = [one for one in _callbacks(trainer) if isinstance(one, LearningRateFinder | BatchSizeFinder)]
         self._key: Key | None = None
         self._known: Tuning | None = None
         self._quiet_batches = 0
@@ -185,7 +185,7 @@ class LiveTuning:
     def _trials(self, batch: Any) -> LiveTrials | None:
         # A search runs the fit's loop within the fit, for a few steps and perhaps with other batches; its callback puts
         # all the others, and itself, aside meanwhile.
-        if any(search not in self._trainer.callbacks for search in self._searches):
+        if any(search not in _callbacks(self._trainer) for search in self._searches):
             return None
         if self._engine.is_trying or self._quiet_batches < _QUIET_BATCHES:
             self._quiet_batches += not self._engine.is_trying
@@ -283,6 +283,11 @@ def turns_left(trainer: Trainer) -> float:
     left = epochs * batches - trainer.fit_loop.epoch_loop.batch_progress.current.ready
     turns = left / max(1, trainer.accumulate_grad_batches)
     return turns if trainer.max_steps == -1 else min(turns, trainer.max_steps - trainer.global_step)
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
 
 
 def _peak_of(device: torch.device) -> PeakMemory | None:

@@ -60,6 +60,21 @@ def test_slow_arms_cost_no_more_than_allowed(turns: int, speedup: float) -> None
     assert run.seconds / run.plain_seconds - 1 <= (allowance(turns) + 2 / speedup) / turns
 
 
+def test_one_hiccup_in_a_turn_of_a_faster_arm_is_not_held_against_it() -> None:
+    run = SimulatedRun({"attention": 1.3}, 200)
+    hiccups: list[int] = []
+
+    def slowdown(turn: int) -> float:
+        if turn >= 8 and run.now["attention"] == "on" and not hiccups:
+            hiccups.append(turn)
+            return 7.0  # more than half of what may be spent
+        return 1.0
+
+    run.slowdown = slowdown
+    assert run.run().choices == {"attention": "on"}
+    assert len(hiccups) == 1
+
+
 def test_the_allowance_is_five_percent_of_a_hundred_steps_and_two_of_a_thousand() -> None:
     assert allowance(100) == pytest.approx(5)
     assert allowance(1000) == pytest.approx(20)

@@ -22,7 +22,7 @@ from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import MixedPrecision
 from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning.loop import LoopTurns
-from lightning_accel.tuning.trials import Tuning
+from lightning_accel.tuning.settled import Tuning
 
 
 def surroundings_for(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_accel.core.clocks import StepClock, clock_for
@@ -19,11 +20,12 @@ from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.private import FetchPatch
-from lightning_accel.techniques.arms import Arm
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.remembered import DamagedError, Key
-from lightning_accel.tuning.trials import MIN_TURNS, LiveTrials, Tuning
+from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.trials import MIN_TURNS, LiveTrials
 
 _LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
 _QUIET_BATCHES = 2  # after the trials of the parts, for caches to fill
@@ -150,6 +152,7 @@ class LiveTuning:
     def __init__(self, trainer: Trainer, engine: Engine, own_arms: Sequence[Arm], resumed: Tuning | None) -> None:
         self._trainer, self._engine = trainer, engine
         self._own_arms, self.resumed = own_arms, resumed
+        self._searches = [one for one in _callbacks(trainer) if isinstance(one, LearningRateFinder | BatchSizeFinder)]
         self._key: Key | None = None
         self._known: Tuning | None = None
         self._quiet_batches = 0
@@ -163,6 +166,11 @@ class LiveTuning:
         """What they have come to; None before they began."""
         return self.resumed if self.turns.trials is None else self.turns.trials.tuning
 
+    @property
+    def settled(self) -> Tuning | None:
+        """What they have settled; None while they have not."""
+        return self.tuning if self.tuning is not None and self.tuning.is_settled else None
+
     def yields(self, error: Exception) -> bool:
         """Takes an arm back that was on trial in a step that raised; whether there was one. Else all trials end."""
         trials = self.turns.trials
@@ -175,6 +183,10 @@ class LiveTuning:
         return False
 
     def _trials(self, batch: Any) -> LiveTrials | None:
+        # A search runs the fit's loop within the fit, for a few steps and perhaps with other batches; its callback puts
+        # all the others, and itself, aside meanwhile.
+        if any(search not in _callbacks(self._trainer) for search in self._searches):
+            return None
         if self._engine.is_trying or self._quiet_batches < _QUIET_BATCHES:
             self._quiet_batches += not self._engine.is_trying
             return None
@@ -188,15 +200,18 @@ class LiveTuning:
             self._arms = [] if is_deterministic else [*self._own_arms, *self._engine.arms()]
             self._key = Key.of(trainer.lightning_module, batch, self._engine.host.described, self._arms)
             self._known = self.resumed or (self._recalled(self._key) if self._arms else None)
-            if self._known is not None and self._known.choices.keys() - {arm.name for arm in self._arms}:
+            possible = {(arm.name, choice) for arm in self._arms for choice in arm.choices}
+            if self._known is not None and self._known.choices.items() - possible:
                 self._known = None  # by another machine, or with other settings
             if trainer.world_size > 1 and self._arms:  # all of them try, or none; they settle that once
                 turns = min(gather(turns))
                 if self._known is None and turns < MIN_TURNS:
                     self._arms = []
         known = self._known
+        if known is not None and known.is_open and known is not self.resumed and turns >= MIN_TURNS:
+            known = None
         if not self._arms or (known is None and turns < MIN_TURNS):
-            self._is_too_short = True  # which changes when a search of learning rates ends
+            self._is_too_short = True  # which changes where fewer batches are accumulated later
             return None
         if known is not None:
             self._record(known)
@@ -212,7 +227,7 @@ class LiveTuning:
         )
 
     def _put(self, choices: Choices) -> None:
-        self._engine.rest(arm.name for arm in self._arms if arm.name not in choices)
+        _rest(self._engine, self._arms, choices)
 
     def _recalled(self, key: Key) -> Tuning | None:
         known, complaint = None, ""
@@ -243,11 +258,22 @@ class LiveTuning:
             logger.log_metrics(
                 {f"accel/tuning/{name}": value for name, value in metrics.items()}, step=self._trainer.global_step
             )
-        if self._trainer.is_global_zero and self._key is not None:
+        if self._trainer.is_global_zero and self._key is not None and not tuning.is_earlier:
             try:
                 remembered.remember(self._key, tuning)
             except OSError as error:
                 self._engine.report.note(f"what was settled could not be remembered: {error}")
+
+
+def have(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
+    """Puts in force what was settled, in a run that tries nothing: an evaluation."""
+    for arm in arms:
+        arm.choose(choices.get(arm.name, OFF))
+    _rest(engine, arms, choices)
+
+
+def _rest(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
+    engine.rest(arm.name for arm in arms if arm.name not in choices)
 
 
 def turns_left(trainer: Trainer) -> float:
@@ -257,6 +283,11 @@ def turns_left(trainer: Trainer) -> float:
     left = epochs * batches - trainer.fit_loop.epoch_loop.batch_progress.current.ready
     turns = left / max(1, trainer.accumulate_grad_batches)
     return turns if trainer.max_steps == -1 else min(turns, trainer.max_steps - trainer.global_step)
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
 
 
 def _peak_of(device: torch.device) -> PeakMemory | None:

@@ -33,7 +33,7 @@ from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Decisions, Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
 from lightning_accel.lightning.feeding import Feeding, followed_by
-from lightning_accel.lightning.live_trials import LiveTuning
+from lightning_accel.lightning.live_trials import LiveTuning, have
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
@@ -44,7 +44,7 @@ from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import DTYPES, check_optimizer, resolve_precision
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import declarations
-from lightning_accel.tuning.trials import Tuning
+from lightning_accel.tuning.settled import Tuning
 
 _NAMES_DTYPE = re.compile(r"dtype|scalar type|[Hh]alf|[Bb]?[Ff]loat(16|32)")
 
@@ -75,7 +75,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         self._hooks = PatchSet()
         self._feeding: Feeding | None = None
         self._live: LiveTuning | None = None
-        self._tuning: Tuning | None = None  # that a checkpoint has
+        self._tuning: Tuning | None = None  # that an earlier fit, or a checkpoint, has settled
         self._decided_for: weakref.ref[nn.Module] | None = None
         self._decisions: Decisions = {}
         self._decisions_without_gradients: Decisions = {}
@@ -139,6 +139,8 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             if self.plan.log:
                 add_speed_memory_logger(trainer, module)
             rank_zero_info(self._report.summary())
+        elif self._tuning is not None and self.plan.tune == "auto":
+            have(engine, [*self._own_arms(), *engine.arms()], self._tuning.choices)
         return module
 
     def _engine_for(self, module: LightningModule, host: Host, techniques: Sequence[Technique]) -> Engine:
@@ -245,8 +247,8 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         state: dict[str, Any] = {"decisions": decisions} if decisions else {}
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
-        tuning = self._tuning if self._live is None else self._live.tuning
-        if tuning is not None and tuning.is_settled:
+        tuning = self._tuning if self._live is None else self._live.settled
+        if tuning is not None:
             state["tuning"] = tuning.to_dict()
         return state
 
@@ -289,8 +291,8 @@ class AccelPlugin(Arguments, AutocastingPrecision):
     @override
     def teardown(self) -> None:
         if self._live is not None:
-            self._tuning, self._live = self._live.tuning, None
-            self._runs_in_float32 = False
+            self._tuning, self._live = self._live.settled, None
+        self._runs_in_float32 = False
         self._hooks.undo()
         self._hooks = PatchSet()
         if self._feeding is not None:

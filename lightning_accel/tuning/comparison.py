@@ -73,7 +73,8 @@ class Comparison:
         candidate: How it runs otherwise.
         settle: Turns after a switch that are not counted.
         test: What judges its pairs; one that was begun earlier, of the same two sides, goes on.
-        max_pairs: After so many nothing can be told.
+        max_pairs: After so many nothing can be told, unless the candidate is about to win.
+        most_pairs: After so many in no case.
         allowance: What the candidate may cost, in turns of a plain run.
         original_gain: How many times as fast as a plain run the original is: only what is slower than plain costs.
     """
@@ -87,6 +88,7 @@ class Comparison:
         settle: int,
         test: PairTest,
         max_pairs: int,
+        most_pairs: int,
         allowance: float,
         original_gain: float = 1.0,
     ) -> None:
@@ -95,7 +97,8 @@ class Comparison:
         self.original = original
         self._sides = original, candidate
         self._settle = settle
-        self._max_pairs, self._allowance, self._original_gain = max_pairs, allowance, original_gain
+        self._max_pairs, self._most_pairs = max_pairs, most_pairs
+        self._allowance, self._original_gain = allowance, original_gain
         self._test = test
         self._first_pair = len(self._test)
         self._length = 1 + settle  # turns of a side in a row: the dearer the switch, the more
@@ -179,6 +182,9 @@ class Comparison:
             return "needs more memory"
         if outcome:
             return outcome
-        if len(self._test) > self._first_pair and self.cost > self._allowance:
+        # One turn with a hiccup in it may cost more than all the others: one that is faster in most pairs has twice as
+        # much to spend.
+        if len(self._test) > self._first_pair and self.cost > self._allowance * (1 + self._test.is_mostly_faster):
             return "too dear to try on"
-        return "cannot tell" if len(self._test) >= self._max_pairs else None
+        most = self._most_pairs if self._test.is_promising else self._max_pairs
+        return "cannot tell" if len(self._test) >= most else None

@@ -7,7 +7,8 @@ import torch
 from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.engine import Engine
 from lightning_accel.tuning.comparison import Choices
-from lightning_accel.tuning.trials import LiveTrials, Tuning
+from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.trials import LiveTrials
 
 _QUIET_STEPS = 2  # after the trials of the parts, for caches to fill
 

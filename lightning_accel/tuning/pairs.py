@@ -103,6 +103,15 @@ class PairTest:
             return "not faster"
         return ""
 
+    @property
+    def is_mostly_faster(self) -> bool:
+        return 2 * self._above > len(self)
+
+    @property
+    def is_promising(self) -> bool:
+        """Whether B has won more than was staked: of what is no faster, one in 20 has after 14 pairs."""
+        return log_wealth(self._above, len(self)) > 0
+
     def interval(self, alpha: float = 0.05) -> Interval:
         """Every gain that is not rejected, from either side with half of ``alpha``; at all times at once."""
         ordered = sorted(self.log_ratios)

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from torch import nn
 
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.techniques.arms import Arm
-from lightning_accel.tuning.trials import Tuning
+from lightning_accel.tuning.settled import Tuning
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def searches() -> Path:
 
 
 def recall(key: Key) -> Tuning | None:
-    """What was settled for ``key``; None where nothing was.
+    """What was settled for ``key``, as an earlier run's; None where nothing was.
 
     Raises:
         DamagedError: There is a file for it that cannot be read, or is another's.
@@ -109,7 +109,7 @@ def recall(key: Key) -> Tuning | None:
     entry = _read(path)
     if dict(entry.key) != vars(key):
         raise DamagedError(f"{path} belongs to another model or machine")
-    return entry.tuning
+    return replace(entry.tuning, is_earlier=True)
 
 
 def remember(key: Key, tuning: Tuning) -> None:

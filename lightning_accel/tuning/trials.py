@@ -9,16 +9,17 @@ that it is never slower than plain.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import Choices, Comparison, Result, Turn, Verdict
-from lightning_accel.tuning.pairs import Interval, PairTest
+from lightning_accel.tuning.pairs import PairTest
+from lightning_accel.tuning.settled import Tuning
 
 ALPHA = 0.01
 """Of 100 runs in which nothing is faster than plain, at most one ends with a winner, over all its arms together."""
@@ -32,71 +33,19 @@ WATCH_EVERY = 100
 DRIFT = 1.2
 """A settled step that has become so many times as long is a reason for a new audit."""
 
-WHOLE = "whole plan"
+WHOLE, AUDIT = "whole plan", "audit"
 _LATEST = 16  # turns, whose median tells of drift
 _MAX_PAIRS = 200  # of one comparison, in the longest of runs
 _MIN_PAIRS = 14  # that can prove anything, a bad pair among them
 _WHOLE_SHARE, _ARM_SHARE = 0.25, 0.1  # of the turns left, that a comparison may take
+_PROMISING_SHARE = 0.5  # the same while it is about to be won
+_CANNOT_STAY = ("out of memory", "raised an error", "needs more memory")  # whatever it may gain
 _LEAST_GAIN = 0.02  # of a step: what could gain less is not asked
 
 
 def allowance(turns: float) -> float:
     """What slower arms may cost in a run, in turns: 5% of 100 of them, 2% of 1,000 or more."""
     return 0.05 * turns if turns <= 100 else max(0.02 * turns, 5 + (turns - 100) / 60)
-
-
-@dataclass
-class Tuning:
-    """What live trials have come to, for the report, the checkpoint and the cache.
-
-    Attributes:
-        choices: What holds: arm → choice.
-        results: Of each comparison, by its name.
-        whole: The latest comparison of all that holds with the plain run.
-        is_settled: Whether nothing more is to be decided.
-    """
-
-    choices: dict[str, str] = field(default_factory=dict)
-    results: dict[str, Result] = field(default_factory=dict)
-    whole: Result | None = None
-    is_settled: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values, for checkpoints and JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Tuning:
-        """What :meth:`to_dict` gave.
-
-        Raises:
-            KeyError, TypeError: It did not.
-        """
-        whole = state["whole"]
-        return cls(
-            choices=dict(state["choices"]),
-            results={name: _result(one) for name, one in state["results"].items()},
-            whole=None if whole is None else _result(whole),
-            is_settled=bool(state["is_settled"]),
-        )
-
-    def table(self) -> str:
-        """A line for each comparison: what was measured, on how many turns, and what came of it."""
-        width = max(map(len, self.results), default=0)
-        rows = (f"{r.name:{width}}  {r.verdict}: {r.interval}, on {r.turns} steps" for r in self.results.values())
-        return "\n".join(rows)
-
-    def line(self) -> str:
-        """In a line, for the console."""
-        if self.whole is None:
-            return "not tried: the run is too short"
-        if not self.choices:
-            return "as the user wrote it: nothing was faster for sure"
-        return f"{self.whole.interval} over plain, on {self.whole.turns} of your own steps"
-
-
-def _result(state: Mapping[str, Any]) -> Result:
-    return Result(**{**state, "interval": Interval(**state["interval"])})
 
 
 Course = Generator[Comparison | None, Result | None, None]
@@ -129,7 +78,7 @@ class LiveTrials:
         is_trusted: bool = False,
     ) -> None:
         self.tuning = known or Tuning({arm.name: arm.choices[0] for arm in arms})
-        self._arms = {arm.name: arm for arm in sorted(arms, key=_gain, reverse=True)}
+        self._arms = {arm.name: arm for arm in sorted(arms, key=_gain_ms, reverse=True)}
         self._left, self._allowance = turns, allowance(turns)
         self._put, self._say, self._peak, self._gather = put, say, peak, gather
         self._in_force: dict[str, str] = {arm.name: arm.choices[0] for arm in arms}
@@ -137,9 +86,9 @@ class LiveTrials:
         self._timed: deque[float | None] = deque()  # what the first of them took, in their order
         self._begun = 0
         self._metered: tuple[Comparison, Turn] | None = None  # whose peak of memory is being looked at
+        self._peaks: list[tuple[Comparison, Turn, int]] = []  # not heard of yet
         self._latest: deque[float] = deque(maxlen=_LATEST)
         self._settled_s: float | None = None
-        self._gain = 1.0  # of what holds over the plain run, as far as known
         self._has_given_up = False
         self._comparison: Comparison | None = None
         self._course: Course = self._all_questions(is_trusted)  # its first is asked at the first turn
@@ -151,8 +100,7 @@ class LiveTrials:
         self._begun += 1
         self._left -= 1
         if self._metered is not None and self._peak is not None:
-            comparison, turn = self._metered
-            comparison.peaked(turn, self._peak.peak_bytes())
+            self._peaks.append((*self._metered, self._peak.peak_bytes()))
         self._take_up()
         if self._comparison is None:
             self._advance(None)
@@ -191,26 +139,32 @@ class LiveTrials:
         self._arms, self._comparison, self._course = {}, None, self._nothing_more()
 
     def _take_up(self) -> None:
-        """Hears what turns took: at once, or every few turns, where ranks have to hear the same."""
-        if self._gather is None:
-            times = list(self._timed)
-        else:
+        """Hears what turns took, and held: at once, or every few turns, where ranks have to hear the same."""
+        times, peaks = list(self._timed), [peak_bytes for *_, peak_bytes in self._peaks]
+        if self._gather is not None:
             if self._begun % 8:
                 return
-            ranks: list[Any] = self._gather(None if self._has_given_up else list(self._timed))
+            ranks: list[Any] = self._gather(None if self._has_given_up else (times, peaks))
             if None in ranks:
                 self._gather = None
                 self._choose({})
                 self.give_up()
                 return
-            # The slowest rank's, of the turns that all have timed.
-            times = [None if None in each else max(each) for each in zip(*ranks, strict=False)]
+            # The slowest rank's, of the turns that all have timed, and the most that one of them has held.
+            timed, held = zip(*ranks, strict=True)
+            times = [None if None in each else max(each) for each in zip(*timed, strict=False)]
+            peaks = [max(each) for each in zip(*held, strict=False)]
+        for (comparison, turn, _), peak_bytes in zip(self._peaks, peaks, strict=False):
+            comparison.peaked(turn, peak_bytes)
+        self._peaks.clear()
         for seconds in times:
             self._timed.popleft()
-            comparison, turn = self._pending.popleft()
-            if comparison is None:
+            asking, turn = self._pending.popleft()
+            if asking is None:
                 self._note_settled(seconds)
-            elif comparison is self._comparison and comparison.took(turn, seconds):
+            elif not self.tuning.is_settled and seconds is not None:
+                self._latest.append(seconds)
+            if asking is not None and asking is self._comparison and asking.took(turn, seconds):
                 self._conclude()
 
     def _conclude(self) -> None:
@@ -242,12 +196,18 @@ class LiveTrials:
     def _all_questions(self, is_trusted: bool) -> Course:
         """Yields one comparison after the other, is sent how each ended, and yields None while there is none."""
         tuning = self.tuning
-        if self._arms and self._left >= MIN_TURNS and not is_trusted:
-            yield from self._audit() if tuning.is_settled else self._first_questions()
-            tuning.is_settled = True
-            self._say(tuning.line())
+        least_turns = max(MIN_TURNS, self._least_turns({}, tuning.choices))
+        if self._arms and self._left >= least_turns and not is_trusted:
+            proven = tuning.choices if tuning.is_proven else None
+            yield from self._settled_by(self._audit(proven) if tuning.is_settled else self._first_questions())
         while True:
             yield from self._watch()
+
+    def _settled_by(self, questions: Course) -> Course:
+        self.tuning.is_settled = False
+        yield from questions
+        self.tuning.is_settled = True
+        self._say(self.tuning.line())
 
     def _first_questions(self) -> Course:
         tuning, everything = self.tuning, dict(self.tuning.choices)
@@ -257,11 +217,11 @@ class LiveTrials:
         if len(self._arms) > 1 or any(len(arm.choices) > 1 for arm in self._arms.values()):
             asked = [(arm, choice) for arm in self._arms.values() for choice in arm.choices]
             for arm, choice in asked:
-                if self._left < 4 * _MIN_PAIRS or self._allowance <= 0:
-                    break
                 yield from self._ask_arm(arm, choice, alpha / len(asked))
-        if tuning.choices and (tuning.whole is None or tuning.choices != everything or not whole.is_won):
-            yield from self._audit()
+        if whole.is_won and tuning.choices == everything:
+            return
+        has_failed = any(result.verdict in _CANNOT_STAY for result in tuning.results.values())
+        yield from self._audit(everything if whole.is_won and not has_failed else None)
 
     def _ask_arm(self, arm: Arm, choice: str, alpha: float) -> Course:
         """The run with an arm against the run without it, or a choice of it against the one that holds."""
@@ -269,38 +229,56 @@ class LiveTrials:
         without = {name: kept for name, kept in held.items() if name != arm.name}
         with_it = {**without, arm.name: choice}
         is_first = choice == arm.choices[0]
+        original = without if is_first else held
+        if original == with_it or not self._is_worth_asking(arm, original, with_it):
+            return
         if is_first and arm.saves_memory and arm.name in held:
             result = yield from self._ask(f"without {arm.name}", held, without, alpha)
             if result.is_won:
                 self._hold(without)
             return
-        original = without if is_first else held
-        if original == with_it or not self._is_worth_asking(arm):
-            return
-        result = yield from self._ask(arm.name if is_first else f"{arm.name}={choice}", original, with_it, alpha)
+        result = yield from self._ask(_question(arm, choice), original, with_it, alpha)
         self._hold(with_it if result.is_won else original)
 
-    def _is_worth_asking(self, arm: Arm) -> bool:
+    def _is_worth_asking(self, arm: Arm, original: Choices, candidate: Choices) -> bool:
+        # An audit may follow, which takes as long at least.
+        if self._allowance <= 0 or self._left < 2 * self._least_turns(original, candidate):
+            return False
         if arm.gain_ms is None or not self._latest:
             return True
         return arm.gain_ms / 1e3 >= _LEAST_GAIN * statistics.median(self._latest)
 
-    def _audit(self) -> Course:
-        """What holds against the plain run; where it has not won, without its least arm, until nothing is left."""
-        while self.tuning.choices:
-            result = yield from self._ask(WHOLE, {}, self.tuning.choices, ALPHA / 4)
-            if result.is_won:
-                self._hold(self.tuning.choices, result)
-                return
-            kept = dict(self.tuning.choices)
-            least = min(kept, key=self._ratio_of)
-            del kept[least]
-            self._say(f"{least} is taken back: with it the run was not faster than plain for sure ({result.interval})")
-            self._hold(kept, result)
+    def _audit(self, proven: Choices | None = None) -> Course:
+        """What holds against the plain run; where it has not won, without its least arm, until nothing is left.
 
-    def _ratio_of(self, arm: str) -> float:
-        result = self.tuning.results.get(arm)
-        return 1.0 if result is None else result.interval.ratio
+        Args:
+            proven: The plan that ``tuning.whole`` has shown to be faster. While it is not refuted, it holds where
+                nothing else can be shown to be.
+        """
+        while held := dict(self.tuning.choices):
+            if proven is not None and held != proven and self._left < self._least_turns({}, held):
+                break
+            result = yield from self._ask(AUDIT, {}, held, ALPHA / 4)
+            if result.is_won:
+                self._hold(held, result)
+                return
+            if proven is not None:
+                if held != proven or result.verdict == "cannot tell":
+                    break
+                proven = None
+            least = min(held, key=self._gain_of)
+            self._say(f"{least} is taken back: with it the run was not faster than plain for sure ({result.interval})")
+            del held[least]
+            self._hold(held, result)
+        if proven is not None:
+            self._hold(proven)
+
+    def _gain_of(self, name: str) -> float:
+        """How many times as fast an arm has made the run: a choice of it was compared with the one that held before."""
+        arm, held = self._arms[name], self.tuning.choices[name]
+        results = {choice: self.tuning.results.get(_question(arm, choice)) for choice in arm.choices}
+        asked = {choice: result for choice, result in results.items() if result is not None}
+        return math.prod(r.interval.ratio for choice, r in asked.items() if r.is_won or choice == held)
 
     def _watch(self) -> Course:
         """A settled run: nothing for a while, then a pair, or an audit where a step takes longer than it did."""
@@ -313,19 +291,21 @@ class LiveTrials:
                 yield None
                 if turn % _LATEST == 0 and (has_drifted := self._has_drifted()):
                     break
-            if not self.tuning.choices:
+            held = self.tuning.choices
+            if not held or self._left < self._least_turns({}, held):  # no audit could end any more
                 continue
             if has_drifted:
                 self._say("a step takes longer than it did: what holds is tried against the plain run again")
                 break
-            result = yield self._comparing("plain", self.tuning.choices, {}, test=test, max_pairs=len(test) + 1)
+            one_more = len(test) + 1
+            result = yield self._comparing("plain", held, {}, test, one_more, one_more)
             assert result is not None
             if result.is_won:
                 self._say("the plain run has become faster than what holds, which is tried against it again")
                 break
         else:
             return
-        yield from self._audit()
+        yield from self._settled_by(self._audit())
 
     def _note_settled(self, seconds: float | None) -> None:
         if seconds is None:
@@ -340,14 +320,17 @@ class LiveTrials:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _ask(self, name: str, original: Choices, candidate: Choices, alpha: float) -> Generator[Any, Any, Result]:
-        share = _WHOLE_SHARE if name == WHOLE else _ARM_SHARE
-        pairs = int(min(_MAX_PAIRS, max(_MIN_PAIRS, share * self._left / self._turns_a_pair(original, candidate))))
-        result: Result = yield self._comparing(name, original, candidate, test=PairTest(alpha), max_pairs=pairs)
+        share = _WHOLE_SHARE if name in (WHOLE, AUDIT) else _ARM_SHARE
+        pairs, most = (
+            int(min(_MAX_PAIRS, max(_MIN_PAIRS, part * self._left / self._turns_a_pair(original, candidate))))
+            for part in (share, _PROMISING_SHARE)
+        )
+        result: Result = yield self._comparing(name, original, candidate, PairTest(alpha), pairs, most)
         self.tuning.results[name] = result
         return result
 
     def _comparing(
-        self, name: str, original: Choices, candidate: Choices, *, test: PairTest, max_pairs: int
+        self, name: str, original: Choices, candidate: Choices, test: PairTest, max_pairs: int, most_pairs: int
     ) -> Comparison:
         return Comparison(
             name,
@@ -356,24 +339,36 @@ class LiveTrials:
             settle=self._settle(original, candidate),
             test=test,
             max_pairs=max_pairs,
+            most_pairs=most_pairs,
             allowance=max(0.0, self._allowance / 2),
-            original_gain=self._gain if original else 1.0,
+            original_gain=self._gain() if original else 1.0,
         )
 
     def _settle(self, original: Choices, candidate: Choices) -> int:
         differing = [arm for one, arm in self._arms.items() if original.get(one) != candidate.get(one)]
         return max((arm.settle for arm in differing), default=0)
 
+    def _least_turns(self, original: Choices, candidate: Choices) -> float:
+        return _MIN_PAIRS * self._turns_a_pair(original, candidate)
+
     def _turns_a_pair(self, original: Choices, candidate: Choices) -> float:
         settle = self._settle(original, candidate)
         return 2 * (1 + settle) + 1.5 * settle  # half of the pairs begin with the side that the last one ended with
 
+    def _gain(self) -> float:
+        """How many times as fast as a plain run what holds is, as far as known."""
+        whole = self.tuning.whole
+        return max(1.0, whole.interval.ratio) if whole is not None and self.tuning.choices else 1.0
+
     def _hold(self, choices: Choices, whole: Result | None = None) -> None:
         self.tuning.choices = dict(choices)
         if whole is not None:
-            self.tuning.whole = whole
-            self._gain = max(1.0, whole.interval.ratio) if choices else 1.0
+            self.tuning.whole, self.tuning.is_earlier = whole, False
 
 
-def _gain(arm: Arm) -> float:
+def _question(arm: Arm, choice: str) -> str:
+    return arm.name if choice == arm.choices[0] else f"{arm.name}={choice}"
+
+
+def _gain_ms(arm: Arm) -> float:
     return float("inf") if arm.gain_ms is None else arm.gain_ms

@@ -11,7 +11,7 @@ from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import Interval
 from lightning_accel.tuning.remembered import Key
-from lightning_accel.tuning.trials import Tuning
+from lightning_accel.tuning.settled import Tuning
 
 WHOLE = Result("whole plan", "faster", Interval(1.31, 1.27, 1.35), 24)
 

@@ -3,52 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_accel.core import clocks as _clocks
 from lightning_accel.core.clocks import EventClock, StepClock, clock_for
-
-
-class SimulatedDevice:
-    """A queue that works behind the host's back, in milliseconds."""
-
-    def __init__(self) -> None:
-        self.host_ms = 0.0
-        self.free_at_ms = 0.0
-        self.synchronisations = 0
-        self.events = 0
-
-    def launch(self, work_ms: float) -> None:
-        self.free_at_ms = max(self.host_ms, self.free_at_ms) + work_ms
-
-    def new_event(self) -> SimulatedEvent:
-        self.events += 1
-        return SimulatedEvent(self)
-
-
-class SimulatedEvent:
-    def __init__(self, device: SimulatedDevice) -> None:
-        self.device = device
-        self.at_ms = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self.device.launch(0.0)
-        self.at_ms = self.device.free_at_ms
-
-    def query(self) -> bool:
-        return self.at_ms <= self.device.host_ms
-
-    def synchronize(self) -> None:
-        self.device.synchronisations += 1
-        self.device.host_ms = max(self.device.host_ms, self.at_ms)
-
-    def elapsed_time(self, end: SimulatedEvent) -> float:
-        assert self.query(), "not reached yet: CUDA raises here"
-        assert end.query(), "not reached yet: CUDA raises here"
-        return end.at_ms - self.at_ms
+from support.simulated_device import SimulatedDevice
 
 
 def train(clock: EventClock, device: SimulatedDevice, *, steps: int, fetch_ms: float, work_ms: float) -> None:

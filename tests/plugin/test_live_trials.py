@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
@@ -27,6 +28,11 @@ pytestmark = pytest.mark.numbers
 
 def status(plugin: AccelPlugin) -> str:
     return plugin.report.of("tuning").status
+
+
+def quiet_trainer(plugin: AccelPlugin, **options: Any) -> Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(plugins=[plugin], max_epochs=1, **quiet, **options)
 
 
 def test_what_is_faster_stays_and_the_report_has_the_measurement() -> None:
@@ -126,6 +132,40 @@ def test_callbacks_that_take_a_run_in_hand(callback: Any) -> None:
     assert "over plain" in status(plugin)
 
 
+def test_a_later_run_audits_what_it_remembers_after_a_search_for_the_learning_rate() -> None:
+    with simulated(1.5) as time:
+        fit(Timed(time), 200)
+        Speed.speedup = 0.8
+        model = Timed(time)
+        model.lr = 0.01  # type: ignore[assignment]
+        fit(model, 200, callbacks=[LearningRateFinder(num_training_steps=20)])
+    assert model.seen[-1] == "off"
+
+
+def test_a_search_for_the_batch_size_comes_before_the_trials() -> None:
+    """What is settled belongs to the size that was found, not to the one of the search's first steps."""
+
+    class Sized(Timed):
+        batch_size = 2
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return batches(200, self.batch_size)
+
+        def val_dataloader(self) -> DataLoader[Any]:
+            return batches(1, self.batch_size)
+
+    with simulated(1.5) as time:
+        model = Sized(time)
+        search = BatchSizeFinder(init_val=2, max_trials=3, steps_per_trial=8)
+        plugin = AccelPlugin(log=False)
+        quiet_trainer(plugin, callbacks=[search]).fit(model)
+    assert model.batch_size == 8
+    assert "over plain" in status(plugin)
+    (entry,) = remembered.entries()
+    assert isinstance(entry, remembered.Entry)
+    assert entry.key["batch"] == "[[3, 3]]"  # 8 samples of 8 numbers, as powers of two
+
+
 def test_overfitting_batches() -> None:
     with simulated(1.5) as time:
         plugin = fit(Timed(time), 4, max_epochs=60, overfit_batches=4)
@@ -158,6 +198,46 @@ def test_a_long_later_run_of_what_settled_on_plain_stays_plain() -> None:
         plugin = fit(model, 200)
     assert set(model.seen[6:]) == {"off"}
     assert status(plugin) == "as the user wrote it: nothing was faster for sure"
+
+
+def test_a_proven_plan_stays_in_a_short_later_run_that_cannot_tell() -> None:
+    with simulated(1.5) as time:
+        fit(Timed(time), 150)
+        before = (path := next(remembered.folder().glob("*.json"))).read_text()
+        time.noise, Speed.speedup = 0.05, 1.02
+        model = Timed(time)
+        plugin = fit(model, 70)
+    assert model.seen[-1] == "on"
+    assert "audit       cannot tell" in plugin.report.of("tuning").details
+    assert status(plugin).endswith("steps of an earlier run")
+    assert path.read_text() == before  # with its proof, and the date of it
+
+
+def test_a_run_that_could_not_tell_has_a_later_one_ask_again() -> None:
+    with simulated(1.1) as time:
+        time.noise = 0.2
+        fit(Timed(time), 70)
+        (entry,) = remembered.entries()
+        assert isinstance(entry, remembered.Entry)
+        assert entry.tuning.is_open
+        time.noise = 0.01
+        plugin = fit(Timed(time), 200)
+    assert status(plugin).endswith("of your own steps")
+
+
+def test_a_second_fit_after_one_that_was_interrupted_in_its_trials_asks_anew() -> None:
+    class Interrupted(Timed):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if len(self.seen) == 20:
+                raise RuntimeError("pulled the plug")
+
+    with simulated(0.8) as time:
+        model, plugin = Interrupted(time), AccelPlugin(log=False)
+        with pytest.raises(RuntimeError, match="pulled the plug"):
+            fit(model, trainer=quiet_trainer(plugin))
+        fit(model, trainer=quiet_trainer(plugin))
+    assert status(plugin) == "as the user wrote it: nothing was faster for sure"
+    assert "whole plan  not faster" in plugin.report.of("tuning").details
 
 
 def test_a_long_later_run_audits_what_it_remembers() -> None:
@@ -210,10 +290,7 @@ def test_one_plugin_serves_several_fits() -> None:
     with simulated(1.5) as time:
         plugin = AccelPlugin(log=False)
         for _ in range(2):
-            trainer = Trainer(
-                plugins=[plugin], max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
-            )
-            trainer.fit(Timed(time), batches(100))
+            quiet_trainer(plugin).fit(Timed(time), batches(100))
             assert "over plain" in status(plugin)
 
 

@@ -24,17 +24,22 @@ BATCH_SIZE = 4
 
 
 class SimulatedTime:
-    """What the clock of the trials takes for the time: it passes when a step says so, with noise of its own."""
+    """What the clock of the trials takes for the time: it passes when a step says so, with noise of its own.
+
+    Attributes:
+        noise: The standard deviation of the log of what a step takes.
+    """
 
     def __init__(self) -> None:
         self.now_ms = 0.0
+        self.noise = 0.01
         self._rng = random.Random(0)
 
     def perf_counter_ns(self) -> int:
         return round(self.now_ms * 1e6)
 
     def advance(self, ms: float) -> None:
-        self.now_ms += ms * self._rng.lognormvariate(0, 0.01)
+        self.now_ms += ms * self._rng.lognormvariate(0, self.noise)
 
 
 @dataclass(frozen=True, kw_only=True)

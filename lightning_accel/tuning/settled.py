@@ -1,0 +1,78 @@
+"""What live trials have come to: what holds, what each comparison has shown, and how that reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_accel.tuning.comparison import Result
+from lightning_accel.tuning.pairs import Interval
+
+
+@dataclass
+class Tuning:
+    """What live trials have come to, for the report, the checkpoint and the cache.
+
+    Attributes:
+        choices: What holds: arm → choice.
+        results: Of each comparison, by its name.
+        whole: The latest comparison of all that holds with the plain run.
+        is_settled: Whether nothing more is to be decided.
+        is_earlier: Whether ``whole`` was measured by an earlier run, and no audit of this one has replaced it.
+    """
+
+    choices: dict[str, str] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
+    whole: Result | None = None
+    is_settled: bool = False
+    is_earlier: bool = False
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether what holds was shown to be faster than the plain run."""
+        return bool(self.choices) and self.whole is not None and self.whole.is_won
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the plain run holds only because there were too few turns to tell: more of them may."""
+        return not self.choices and self.whole is not None and self.whole.verdict == "cannot tell"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for checkpoints and JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Tuning:
+        """What :meth:`to_dict` gave.
+
+        Raises:
+            KeyError, TypeError: It did not.
+        """
+        whole = state["whole"]
+        return cls(
+            choices=dict(state["choices"]),
+            results={name: _result(one) for name, one in state["results"].items()},
+            whole=None if whole is None else _result(whole),
+            is_settled=bool(state["is_settled"]),
+            is_earlier=bool(state["is_earlier"]),
+        )
+
+    def table(self) -> str:
+        """A line for each comparison: what was measured, on how many turns, and what came of it."""
+        width = max(map(len, self.results), default=0)
+        rows = (f"{r.name:{width}}  {r.verdict}: {r.interval}, on {r.turns} steps" for r in self.results.values())
+        return "\n".join(rows)
+
+    def line(self) -> str:
+        """In a line, for the console."""
+        if self.whole is None:
+            return "not tried: the run is too short"
+        if not self.choices:
+            return "as the user wrote it: nothing was faster for sure"
+        where = "steps of an earlier run" if self.is_earlier else "of your own steps"
+        return f"{self.whole.interval} over plain, on {self.whole.turns} {where}"
+
+
+def _result(state: Mapping[str, Any]) -> Result:
+    return Result(**{**state, "interval": Interval(**state["interval"])})

@@ -95,8 +95,8 @@ class Handle:
 
     def step(self, stage: str = "train") -> AbstractContextManager[None]:
         """Enter it around forward and loss of every step: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
-        if self._turns is not None and stage == "train":
-            self._turns.step_begins()
+        if self._turns is not None:
+            self._turns.step_begins() if stage == "train" else self._turns.interrupt()
         return self.engine.step(stage)
 
     def batch(self, batch: Any, stage: str | None = None) -> Any:

@@ -80,6 +80,8 @@ class Turns:
     def batch(self, batch: Any) -> None:
         """Tells which batch the turn under way is about to train on."""
         self.expects_batch = False
+        if self.trials is not None and self.trials.is_over:
+            return
         if self.trials is None:
             self.trials = self._make_trials(batch)  # they begin once the optimizer has stepped next
             if self.trials is not None:
@@ -96,7 +98,7 @@ class Turns:
         self._turn.is_interrupted = True
 
     def _fetch_begins(self) -> None:
-        if self.trials is None:
+        if self.trials is None or self.trials.is_over:
             return
         if self._has_batch:  # not where a fetcher looks ahead, or an epoch begins
             self._has_batch = False
@@ -108,7 +110,7 @@ class Turns:
         self._clock.fetch_began()
 
     def _fetch_ends(self) -> None:
-        self.expects_batch = True
+        self.expects_batch = self.trials is None or not self.trials.is_over
         if self.trials is not None and self._clock.is_open:
             self._clock.fetch_ended()
 

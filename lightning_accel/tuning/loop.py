@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 from lightning_accel.core.clocks import StepClock, clock_for
@@ -31,6 +33,8 @@ class LoopTurns:
         self._steps_left = steps
         self._quiet_steps = 0
         self._read = 0
+        self._unheard: deque[bool] = deque()  # of turns whose time is not known yet, whether they were interrupted
+        self._is_interrupted = False
         self._is_closed = False
         self._trials: LiveTrials | None = None
 
@@ -51,13 +55,20 @@ class LoopTurns:
             self._trials = self._made()
         else:
             self._clock.step_ended(0)
+            self._unheard.append(self._is_interrupted)
             known = self._clock.timed.step_ms
             for ms in known[self._read :]:
-                self._trials.took(ms / 1e3)
+                self._trials.took(None if self._unheard.popleft() else ms / 1e3)
             self._read = len(known)
+        self._is_interrupted = False
         self._trials.begin()
+        self._is_closed = self._trials.is_over
         self._clock.fetch_began()
         self._clock.fetch_ended()
+
+    def interrupt(self) -> None:
+        """Tells that something else than training goes on: the turn does not count."""
+        self._is_interrupted = True
 
     def close(self) -> None:
         """Switches nothing any more."""

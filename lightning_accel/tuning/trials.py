@@ -63,6 +63,10 @@ class LiveTrials:
         gather: Maps a value of this process to those of all, in the order of their ranks; None with one process.
         known: What holds by earlier trials.
         is_trusted: Whether it does without an audit: a resumed run's own, say. Else a run that is long enough has one.
+
+    Attributes:
+        tuning: What they have come to.
+        is_over: Whether the rest of the run is the user's own code: nobody needs to tell of turns any more.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class LiveTrials:
         self._latest: deque[float] = deque(maxlen=_LATEST)
         self._settled_s: float | None = None
         self._has_given_up = False
+        self.is_over = False
         self._comparison: Comparison | None = None
         self._course: Course = self._all_questions(is_trusted)  # its first is asked at the first turn
 
@@ -97,6 +102,8 @@ class LiveTrials:
 
     def begin(self) -> None:
         """Puts in force what the turn that now begins is to run with."""
+        if self.is_over:
+            return
         self._begun += 1
         self._left -= 1
         if self._metered is not None and self._peak is not None:
@@ -106,8 +113,12 @@ class LiveTrials:
             self._advance(None)
         turn = Turn(self.tuning.choices) if self._comparison is None else self._comparison.next_turn()
         self._choose(turn.choices)
-        self._pending.append((self._comparison, turn))
         self._metered = None
+        if self._comparison is None and not turn.choices and self._is_all_decided():
+            self.is_over = True
+            self._pending.clear()
+            return
+        self._pending.append((self._comparison, turn))
         if self._comparison is not None and self._peak is not None and turn.pair is None:
             self._metered = self._comparison, turn
             self._peak.restart()
@@ -133,10 +144,14 @@ class LiveTrials:
 
     def give_up(self) -> None:
         """Has the rest of the run be the user's own, on all ranks: there is nothing left to switch on this one."""
-        self._has_given_up = True
+        self._has_given_up = not self.is_over  # by then, nobody asks
         self.tuning.choices, self.tuning.is_settled = {}, True
         self._in_force = {}
         self._arms, self._comparison, self._course = {}, None, self._nothing_more()
+
+    def _is_all_decided(self) -> bool:
+        has_to_tell_others = self._has_given_up and self._gather is not None
+        return (self.tuning.is_settled or not self._arms) and not has_to_tell_others
 
     def _take_up(self) -> None:
         """Hears what turns took, and held: at once, or every few turns, where ranks have to hear the same."""

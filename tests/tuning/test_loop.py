@@ -84,3 +84,20 @@ def test_after_undo_nothing_is_switched_any_more() -> None:
         assert Speed.latest.switches == before
         assert handle.tuning is not None
         assert handle.tuning.choices == {"speed": "on"}
+
+
+def test_a_validation_between_two_steps_is_no_part_of_a_turn() -> None:
+    with simulated(1.5) as time:
+        model = nn.Linear(8, 2)
+        handle = accelerate(model, Plan(), steps=300)
+        for step in range(300):
+            with handle.step():
+                model(torch.ones(4, 8)).square().mean().backward()
+            is_on = Speed.latest.now == "on"
+            time.advance(10 / (Speed.speedup if is_on else 1.0))
+            if is_on and step % 2:
+                with handle.step("validate"):
+                    time.advance(1000)
+        assert handle.tuning is not None
+        assert handle.tuning.choices == {"speed": "on"}
+        handle.undo()

@@ -183,3 +183,23 @@ def test_times_that_come_late_are_heard_in_their_order() -> None:
                 trials.took(seconds)
             waiting = []
     assert trials.tuning.choices == {"attention": "on"}
+
+
+def test_a_run_that_has_settled_on_plain_is_left_alone() -> None:
+    run = SimulatedRun({"attention": 0.8}, turns=500)
+    trials = run.trials()
+    for _ in range(400):
+        trials.begin()
+        trials.took(0.1 if run.now["attention"] == "off" else 0.125)
+    assert trials.tuning.choices == {}
+    assert trials.is_over
+
+
+def test_a_plan_that_holds_is_watched_to_the_end() -> None:
+    run = SimulatedRun({"attention": 1.5}, turns=500)
+    trials = run.trials()
+    for _ in range(499):
+        trials.begin()
+        trials.took(0.15 if run.now["attention"] == "off" else 0.1)
+    assert trials.tuning.choices == {"attention": "on"}
+    assert not trials.is_over

@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.tuning.trials import LiveTrials, Tuning
+from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.trials import LiveTrials
 
 CHUNK, FLOOR = 8, 1.03  # of the greedy search
 FIRST = 8  # pairs of two loops in turns, until caches are full and the trials of the parts are over

@@ -13,6 +13,7 @@ import yaml
 
 from lightning_accel import Plan
 from lightning_accel.arguments import arguments
+from lightning_accel.cli.tune_command import TuneOptions
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,8 +42,11 @@ def test_python_blocks_run(code: str, capsys: pytest.CaptureFixture[str], monkey
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_yaml_blocks_are_plans(text: str) -> None:
+def test_yaml_blocks_are_settings(text: str) -> None:
     config = yaml.safe_load(text)
+    if "tuning" in config:
+        assert TuneOptions(**config["tuning"])
+        return
     settings = config["accel"] if "accel" in config else config["trainer"]["plugins"][0]["init_args"]
     assert Plan.from_dict(settings)
 

@@ -1,4 +1,4 @@
-"""A search as it goes: a line that is rewritten on a terminal, a line for each comparison elsewhere."""
+"""A search as it goes: a line that is rewritten on a terminal, a line for each comparison elsewhere, too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
 from typing_extensions import Self, override
 
 from lightning_accel.search.setup import Setup
@@ -24,48 +25,49 @@ class SearchProgress(AbstractContextManager["SearchProgress"]):
 
     def __init__(self, seconds: float, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._began, self._seconds = time.monotonic(), seconds
-        self._bar = Progress(
+        self._line = Progress(
+            SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[left]}"),
+            _TimeLeft(seconds),
             console=self._console,
             transient=True,
+            refresh_per_second=2,  # it shares the processor with what is timed
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=seconds, left="")
-        self._best, self._trying = "as it is", ""
+        self._task = self._line.add_task("", total=None)
+        self._best = Setup()
         self._told: list[Result] = []
 
     @override
     def __enter__(self) -> Self:
-        self._bar.start()
+        self._line.start()
         return self
 
     @override
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._line.stop()
 
     def trying(self, what: str) -> None:
         """Shows what is being tried."""
-        self._trying = what
-        self.tick()
-
-    def tick(self) -> None:
-        """Shows how much time is left."""
-        spent = min(self._seconds, time.monotonic() - self._began)
-        left = f"{self._seconds - spent:.0f} s left"
-        self._bar.update(
-            self._task, completed=spent, left=left, description=f"trying {self._trying} · best so far: {self._best}"
-        )
+        self._line.update(self._task, description=f"trying {what} · best so far: {self._best}")
 
     def told(self, result: Result, best: Setup) -> None:
         """Prints how a comparison ended; not twice, where one is the last one, too."""
-        self._best = str(best)
+        self._best = best
         if result in self._told:
             return
         self._told.append(result)
-        self._console.print(f"{result.name}: {result.verdict}, {result.interval}", highlight=False, soft_wrap=True)
-        self.tick()
+        line = f"{result.name}: {result.verdict}, {result.interval}"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class _TimeLeft(ProgressColumn):
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        super().__init__()
+
+    @override
+    def render(self, task: Task) -> Text:
+        return Text(f"· {max(0.0, self._end - time.monotonic()):.0f} s left")

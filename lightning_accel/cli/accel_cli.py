@@ -82,11 +82,14 @@ class AccelCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        if args is not None or sys.argv[1:2] != ["tune"]:
+        given = sys.argv if args is None else args
+        if not isinstance(given, list) or "tune" not in given:
             super().parse_arguments(parser, args)
-            return
-        with temporarily(lambda: sys.argv, _set_argv, with_sections(sys.argv)):
-            super().parse_arguments(parser, args)
+        elif args is not None:
+            super().parse_arguments(parser, with_sections(given))
+        else:
+            with temporarily(lambda: sys.argv, _set_argv, with_sections(given)):
+                super().parse_arguments(parser, args)
 
     def tune(self, model: LightningModule, datamodule: LightningDataModule | None = None, **not_read: Any) -> None:
         """Carries out the subcommand."""
@@ -104,10 +107,13 @@ class AccelCLI(LightningCLI):
                 keep_effective_batch=options.keep_effective_batch,
                 places=places_in(config),
             )
-        except ValueError as error:
+            has_answer = result.has_compared or result.has_changes
+            if has_answer:
+                write(out, result)
+        except (ValueError, OSError) as error:
             self.parser.error(f"tune: {error}")
-        write(out, result)
-        print(f"{result}\n{out} is written: fit --config ... --config {out}")
+        print(result)
+        print(f"{out} is written: fit --config ... --config {out}" if has_answer else f"{out} is not written.")
 
     @override
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

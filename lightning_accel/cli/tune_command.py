@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,9 +67,13 @@ def with_sections(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def places_in(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Where a configuration has its batch size and its loader's settings: name → keys."""
-    return {name: path for section in ("model", "data") for name, path in _arguments(config.get(section), section)}
+def places_in(config: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+    """Where a configuration has its batch size and its loader's settings: name → keys, of each place."""
+    places: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for section in ("model", "data"):
+        for name, path in _arguments(config.get(section), section):
+            places[name].append(path)
+    return places
 
 
 def _arguments(section: Any, name: str) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -97,7 +102,14 @@ def check_out(out: str) -> Path:
 
 
 def write(path: Path, result: TuneResult) -> None:
-    """Writes the configuration; whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(result.to_yaml(), encoding="utf-8")
-    os.replace(temporary, path)
+    """Writes the configuration; whole or not at all.
+
+    Raises:
+        OSError: That is not possible.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(result.to_yaml(), encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_accel.search.setup import Setup
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import Interval
+from lightning_accel.tuning.remembered import write_whole
 
 FORMAT = 1
 
@@ -27,13 +29,14 @@ class Answers:
 
     Args:
         path: The file; None: nothing is kept.
+        seconds: How long the search may take; what an earlier one could not tell is asked again if that had less.
 
     Attributes:
         complaint: Why an earlier search's file was not used; empty where it was, or there was none.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None = None, seconds: float = 0.0) -> None:
+        self._path, self._seconds, self._asked_in_s = path, seconds, seconds
         self.complaint = ""
         self.facts: dict[str, Facts] = {}
         self._results: dict[str, Result] = {}
@@ -48,8 +51,16 @@ class Answers:
         return len(self._results)
 
     def result(self, original: Setup, candidate: Setup) -> Result | None:
-        """How the two compared; None where nobody has asked, or could not tell in the time there was."""
-        return self._results.get(_pair(original, candidate))
+        """How the two compared; None where nobody has asked, or had too little time to tell."""
+        found = self._results.get(_pair(original, candidate))
+        if found is not None and found.verdict == "cannot tell" and self._seconds > self._asked_in_s:
+            return None
+        return found
+
+    def forget(self) -> None:
+        """Forgets everything: it was of another run."""
+        self.facts.clear()
+        self._results.clear()
 
     def add(self, original: Setup, candidate: Setup, result: Result) -> None:
         """Keeps how they compared."""
@@ -59,6 +70,7 @@ class Answers:
     def _read(self, content: Any) -> None:
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}, not {FORMAT}")
+        self._asked_in_s = float(content["seconds"])
         self.facts = {key: Facts(**one) for key, one in content["facts"].items()}
         self._results = {
             key: Result(**{**one, "interval": Interval(**one["interval"])}) for key, one in content["results"].items()
@@ -69,24 +81,32 @@ class Answers:
             return
         facts = {key: asdict(one) for key, one in self.facts.items()}
         results = {key: asdict(one) for key, one in self._results.items()}
-        text = json.dumps({"format": FORMAT, "facts": facts, "results": results}, indent=1)
+        # Those that could not be told before are, by now, of this search.
+        content = {"format": FORMAT, "seconds": self._seconds, "facts": facts, "results": results}
         with suppress(OSError):  # what cannot be kept has to be asked again
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, self._path)
+            write_whole(self._path, json.dumps(content, indent=1))
 
 
-def answers_for(job: Job, host: str, objective: Objective) -> Answers:
-    """What earlier searches of the same job on the same machine have found out."""
+def answers_for(job: Job, host: str, objective: Objective, limit: int | None, seconds: float) -> Answers:
+    """What earlier searches of the same job on the same machine, with the same aim, have found out."""
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in job.model.named_parameters()]
     about = (
         *(type(job.model).__qualname__, parameters, type(job.data).__qualname__, job.batch_size),
         *(sorted(job.loader_settings.items()), sorted(job.options.items()), job.accumulate, job.plan),
-        *(host, torch.__version__, objective),
+        *(job.max_steps, job.max_epochs, job.threads, job.matmul_precision, dict(job.model.hparams)),
+        *(dict(getattr(job.data, "hparams", {})), _source_of(job.model), _source_of(job.data)),
+        *(host, torch.__version__, version("lightning-accel"), objective, limit),
     )
     digest = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-    return Answers(remembered.searches() / f"{digest}.json")
+    return Answers(remembered.searches() / f"{digest}.json", seconds)
+
+
+def _source_of(thing: object) -> str:
+    """The code that it is an object of, where that can be read."""
+    try:
+        return inspect.getsource(type(thing))
+    except (OSError, TypeError):
+        return ""
 
 
 def _pair(original: Setup, candidate: Setup) -> str:

@@ -7,7 +7,7 @@ import math
 from lightning_accel.core.host import Host
 from lightning_accel.search.answers import Answers
 from lightning_accel.search.job import Job
-from lightning_accel.search.judging import LEAST_PAIRS, Facts, Objective, Side, judged, worth_of_memory, worth_of_start
+from lightning_accel.search.judging import MIN_PAIRS, Facts, Objective, Side, judged, worth_of_memory, worth_of_start
 from lightning_accel.search.runs import Run, RunError, Workers
 from lightning_accel.search.setup import Setup
 from lightning_accel.tuning.comparison import Result, Verdict
@@ -26,7 +26,9 @@ class Bench:
         host: The machine.
         objective: What is better.
         limit: The most memory that one may hold, in bytes.
+        available: What the machine has for two of them.
         answers: What is known already; added to.
+        patience_s: How long one may take to begin, or for a block of turns.
 
     Attributes:
         limit: As given; the run as it is may need more.
@@ -36,12 +38,22 @@ class Bench:
         ValueError: The job cannot be copied.
     """
 
-    def __init__(self, job: Job, host: Host, objective: Objective, limit: int, answers: Answers) -> None:
-        self.limit = limit
+    def __init__(
+        self,
+        job: Job,
+        host: Host,
+        objective: Objective,
+        *,
+        limit: int,
+        available: int,
+        answers: Answers,
+        patience_s: float,
+    ) -> None:
+        self.limit, self._available = limit, available
         self.notes: list[str] = []
         self._job, self._host, self._objective, self._answers = job, host, objective, answers
         self._alive: dict[str, Run] = {}
-        self._workers = Workers(job)
+        self._workers = Workers(job, patience_s)
 
     def facts(self, setup: Setup, beside: Setup | None = None) -> Facts:
         """What is known of ``setup``, which is run where nothing is; ``beside``: whose run is kept for later.
@@ -51,18 +63,39 @@ class Bench:
         """
         if setup.key not in self._answers.facts:
             self._keep(setup, beside or setup)
-            self._answers.facts[setup.key] = Facts.of(self._run(setup))
+            self._answers.facts[setup.key] = self._measured(setup)
         return self._answers.facts[setup.key]
 
-    def compare(
-        self, name: str, original: Setup, candidate: Setup, seconds: float, *, keeps_unsure: bool = True
-    ) -> Result:
+    def look_anew(self, setup: Setup) -> Facts:
+        """What is known of ``setup``, by a run of today; what was known of a run that was another is forgotten.
+
+        Raises:
+            RunError: It does not train.
+        """
+        before, now = self._answers.facts.get(setup.key), self._measured(setup)
+        if before is not None and not now.is_like(before):
+            self._answers.forget()
+            self.notes.append("What an earlier search has found out is not used: the run has become another one.")
+        self._answers.facts[setup.key] = now
+        return now
+
+    def _measured(self, setup: Setup) -> Facts:
+        try:
+            return Facts.of(self._run(setup))
+        except RunError as error:
+            if not error.is_memory or not self._alive.keys() - {setup.key}:
+                raise
+            self._keep()  # it may fit by itself
+            return Facts.of(self._run(setup))
+
+    def compare(self, name: str, original: Setup, candidate: Setup, seconds: float) -> Result:
         """How many times as fast the candidate is, and whether it is better, in about ``seconds``.
 
-        The answer is kept; ``keeps_unsure``: also where it could not be told.
+        Raises:
+            RunError: The original does not run any more.
         """
         result = self._compared(name, original, candidate, seconds)
-        if result.verdict != "cannot tell" or keeps_unsure:
+        if result.turns:  # what could not run may another time
             self._answers.add(original, candidate, result)
         return result
 
@@ -79,18 +112,20 @@ class Bench:
             return Result(name, "not faster", NOTHING_TOLD, 0)
         self._keep(original, candidate)
         test = PairTest(ALPHA / _QUESTIONS, worth)
+        side = self._side(original, before)
         try:
-            return judged(name, self._side(original, before), self._side(candidate, after), test, seconds)
+            return judged(name, side, self._side(candidate, after), test, seconds)
         except RunError as error:
-            self.notes.append(f"{name}: {error}")
+            self.notes.append(f"{name}: {error}" + (" (beside another run)" if error.is_memory else ""))
             return Result(name, _verdict_of(error), test.interval(), 0)
 
     def _side(self, setup: Setup, facts: Facts) -> Side:
-        return Side(self._run(setup), facts, facts.settling_turns(setup, self.accumulate(setup)))
+        loader = {**self._job.loader_settings, **setup.loader}
+        return Side(self._run(setup), facts, facts.settling_turns(loader, self.accumulate(setup)))
 
     def least_s(self, facts: Facts) -> float:
         """What a comparison takes that can prove something."""
-        return facts.started_s + 2 * LEAST_PAIRS * facts.block_s(0)
+        return facts.started_s + 2 * MIN_PAIRS * facts.block_s(0)
 
     def accumulate(self, setup: Setup) -> int:
         """Batches to an optimizer step."""
@@ -106,7 +141,8 @@ class Bench:
 
     def _can_run(self, name: str, before: Facts, original: Setup, candidate: Setup) -> Facts | Verdict:
         """What is known of the candidate, or why it cannot be compared."""
-        if self._would_take_all_memory(before, original, candidate):
+        if candidate.key not in self._answers.facts and self._would_take_all_memory(before, original, candidate):
+            self.notes.append(f"{name}: not tried: by what {original} needs, there is not enough memory for it.")
             return "needs more memory"
         try:
             after = self.facts(candidate, beside=original)
@@ -128,7 +164,8 @@ class Bench:
         if self._host.kind != "cpu" or candidate.batch_size is None or now is None:
             return False
         activations = before.peak_bytes - before.base_bytes
-        return before.base_bytes + candidate.batch_size / now * activations > self.limit
+        predicted = before.base_bytes + candidate.batch_size / now * activations
+        return predicted > self.limit or predicted + before.peak_bytes > self._available
 
     def _samples(self, facts: Facts) -> float:
         """That the user's whole run will train on; infinite where it does not end by itself."""
@@ -138,7 +175,7 @@ class Bench:
         return min(by_steps, by_epochs)
 
     def _run(self, setup: Setup) -> Run:
-        if setup.key not in self._alive:
+        if setup.key not in self._alive or self._alive[setup.key].is_over:
             self._alive[setup.key] = self._workers.start(setup)
         return self._alive[setup.key]
 

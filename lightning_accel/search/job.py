@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import cloudpickle
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.search.setup import Setup
@@ -46,6 +47,10 @@ class Job:
         accumulate: Batches to an optimizer step.
         max_steps: Of the whole run; -1: not limited.
         max_epochs: Of the whole run; -1: not limited.
+        has_logger: Whether the module may ask for one.
+        threads: That an operation uses on the host.
+        matmul_precision: Of products of float32.
+        has_plugin: Whether the run as it is has an ``AccelPlugin``.
     """
 
     model: LightningModule
@@ -55,6 +60,10 @@ class Job:
     accumulate: int = 1
     max_steps: int = -1
     max_epochs: int = -1
+    has_logger: bool = False
+    threads: int = field(default_factory=torch.get_num_threads)
+    matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)
+    has_plugin: bool = True
 
     @classmethod
     def of(cls, model: LightningModule, data: Any, trainer: Trainer) -> Job:
@@ -68,9 +77,15 @@ class Job:
                 f"data is of type {type(data).__name__}. Allowed: a LightningDataModule, a DataLoader, or None, where"
                 " the module has a train_dataloader of its own."
             )
-        plugin = trainer.precision_plugin
+        plugin, device = trainer.precision_plugin, trainer.strategy.root_device
+        # As Lightning has it, once the run begins.
+        default_epochs = 1000 if trainer.max_steps == -1 else -1
         options: dict[str, Any] = {
-            "accelerator": trainer.strategy.root_device.type,
+            "accelerator": device.type,
+            "devices": 1 if device.index is None else [device.index],
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "benchmark": torch.backends.cudnn.benchmark,
+            "overfit_batches": getattr(trainer, "overfit_batches", 0.0),  # set, and nowhere declared
             "gradient_clip_val": trainer.gradient_clip_val,
             "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
             "limit_train_batches": trainer.limit_train_batches,
@@ -82,7 +97,9 @@ class Job:
             options=options,
             accumulate=trainer.accumulate_grad_batches,
             max_steps=trainer.max_steps,
-            max_epochs=-1 if trainer.max_epochs is None else trainer.max_epochs,
+            max_epochs=default_epochs if trainer.max_epochs is None else trainer.max_epochs,
+            has_logger=bool(trainer.loggers),
+            has_plugin=isinstance(plugin, AccelPlugin),
         )
 
     # -- what can be set -----------------------------------------------------------------------------------------
@@ -164,9 +181,13 @@ def _plan_for(precision: str) -> Plan:
 
 
 def _can_be_remade(loader: DataLoader[Any]) -> bool:
-    return type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler
+    has_own_batches = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
+    return type(loader) is DataLoader and has_own_batches
 
 
 def _remade(loader: DataLoader[Any], changes: Mapping[str, Any]) -> DataLoader[Any]:
     """The same loader with some arguments changed."""
-    return DataLoader(loader.dataset, **{**{name: getattr(loader, name) for name in _KEPT}, **changes})
+    settings = {name: getattr(loader, name) for name in _KEPT}
+    if isinstance(loader.dataset, IterableDataset):
+        del settings["sampler"]  # which such a dataset does not take
+    return DataLoader(loader.dataset, **{**settings, **changes})

@@ -6,10 +6,9 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_accel.search.runs import Run
-from lightning_accel.search.setup import Setup
 from lightning_accel.search.worker import Block
 from lightning_accel.tuning.comparison import LEAST_RISE_BYTES, MEMORY_RISE, Result, Verdict
 from lightning_accel.tuning.pairs import PairTest
@@ -20,12 +19,12 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 MEMORY_WEIGHT: Mapping[Objective, float] = {"speed": 0.0, "balanced": 1.0, "memory": 4.0}
 """How many percent of time one percent of memory is worth."""
 
-LEAST_PAIRS = 8
-"""A question that has no time for so many is not asked."""
+MIN_PAIRS = 14
+"""That can prove something, a bad pair among them: a question that has no time for so many is not asked."""
 
-MIN_PAIRS = 14  # that can prove anything, a bad pair among them
 MAX_PAIRS = 60
 _BLOCK_S = 0.1  # a block of turns takes at least that long
+_OTHER_MEMORY, _OTHER_TIME = 0.25, 4.0  # a share, and a factor, by which it must be another run
 _FIRST_TURNS = 2  # by which the length of a turn is estimated
 
 
@@ -71,6 +70,11 @@ class Facts:
             batches=run.ready.batches,
         )
 
+    def is_like(self, other: Facts) -> bool:
+        """Whether both may be of the same run, on a machine that is busy at times."""
+        same_size = self.samples == other.samples and abs(self.peak_bytes / other.peak_bytes - 1) < _OTHER_MEMORY
+        return same_size and 1 / _OTHER_TIME < self.seconds / other.seconds < _OTHER_TIME
+
     @property
     def turn_s(self) -> float:
         return self.seconds * self.samples
@@ -80,10 +84,15 @@ class Facts:
         """Turns of a block that is long enough to be timed."""
         return _turns_in(_BLOCK_S, self.turn_s)
 
-    def settling_turns(self, setup: Setup, accumulate: int) -> int:
-        """Turns after a pause that do not count: caches are cold, and batches were loaded while nobody trained."""
-        workers = int(setup.loader.get("num_workers") or 0)
-        loaded = math.ceil(workers * int(setup.loader.get("prefetch_factor") or 2) / accumulate)
+    def settling_turns(self, loader: Mapping[str, Any], accumulate: int) -> int:
+        """Turns after a pause that do not count: caches are cold, and batches were loaded while nobody trained.
+
+        Args:
+            loader: Its settings.
+            accumulate: Batches to a turn.
+        """
+        workers = int(loader.get("num_workers") or 0)
+        loaded = math.ceil(workers * int(loader.get("prefetch_factor") or 2) / accumulate)
         return loaded + (self.turn_s < _BLOCK_S)
 
     def block_s(self, settle: int) -> float:

@@ -94,7 +94,8 @@ def _loaders(job: Job, host: Host, facts: Facts, best: Setup) -> Trying:
     if facts.waited < LEAST_WAIT:
         return
     can_be_set = job.loader_settings
-    now = int(can_be_set["num_workers"])
+    now = int(best.loader.get("num_workers", can_be_set["num_workers"]))
+    has_workers = now > 0
 
     def with_workers(count: int) -> Setup:
         keeps = {"persistent_workers": True} if "persistent_workers" in can_be_set else {}
@@ -102,13 +103,14 @@ def _loaders(job: Job, host: Host, facts: Facts, best: Setup) -> Trying:
 
     first = workers = max(1, min(usable_cores() - 1, _MOST_WORKERS // 2))  # a core is left to the training
     # More than there are cores, too: what waits for a disk computes nothing.
-    while workers <= _MOST_WORKERS and workers != now and (yield with_workers(workers)):
+    while workers <= _MOST_WORKERS and (workers == now or (yield with_workers(workers))):
+        has_workers = True
         workers *= 2
-    if workers == first > 1:
-        yield with_workers(first // 2)
+    if workers == first > 1 and first // 2 != now and (yield with_workers(first // 2)):
+        has_workers = True
     if host.kind == "cuda" and can_be_set.get("pin_memory") is False:
         yield Setup(loader={"pin_memory": True})
-    if now and "prefetch_factor" in can_be_set:
+    if has_workers and "prefetch_factor" in can_be_set:
         yield Setup(loader={"prefetch_factor": 4})
 
 

@@ -59,8 +59,14 @@ class SearchProgress(AbstractContextManager["SearchProgress"]):
         if result in self._told:
             return
         self._told.append(result)
-        line = f"{result.name}: {result.verdict}, {result.interval}"
+        line = f"{result.name}: {better(result)}, {result.interval}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def better(result: Result) -> str:
+    """The verdict in words: what saves memory may be better, and slower."""
+    words: dict[str, str] = {"faster": "better", "not faster": "no better"}
+    return words.get(result.verdict, result.verdict)
 
 
 class _TimeLeft(ProgressColumn):

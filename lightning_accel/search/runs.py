@@ -21,7 +21,6 @@ from lightning_accel.search.job import Job
 from lightning_accel.search.setup import Setup
 from lightning_accel.search.worker import AUTHKEY, Block, Failed, Ready
 
-_PATIENCE_S = 600.0  # for a process to begin, and for a block of turns
 _MOMENT_S = 0.2
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # which Windows does not have
 
@@ -49,12 +48,14 @@ class Workers:
 
     Args:
         job: What they train.
+        patience_s: How long one may take to begin, or for a block of turns.
 
     Raises:
         ValueError: It cannot be copied.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, patience_s: float) -> None:
+        self.patience_s = patience_s
         self._folder = tempfile.TemporaryDirectory(prefix="lightning-accel-")
         self._log = Path(self._folder.name) / "log"
         self._path = Path(self._folder.name) / "job"
@@ -76,12 +77,14 @@ class Workers:
         """
         name = repr(sorted(setup.environment.items()))
         process = self._forked.get(name) or self._process(setup.environment)
-        process.connection.send((setup, self._can_fork))
+        try:
+            process.connection.send((setup, self._can_fork))
+            pid = process.connection.recv() if self._can_fork else process.popen.pid
+        except (EOFError, OSError):
+            raise RunError(f"its process ended at once: {self._last_words()}") from None
         if self._can_fork:
             self._forked[name] = process
-            run = Run(self, process, process.connection.recv(), setup)
-        else:
-            run = Run(self, process, process.popen.pid, setup)
+        run = Run(self, process, pid, setup)
         self._runs.append(run)
         run.connection = self.accept(process.popen)
         run.ready = run.answer()
@@ -99,7 +102,7 @@ class Workers:
 
     def accept(self, popen: subprocess.Popen[bytes]) -> Connection:
         """The connection that a process opens once it has come so far."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + self.patience_s
         while time.monotonic() < deadline:
             with suppress(TimeoutError):
                 connection = Connection(self._server.accept()[0].detach())
@@ -108,14 +111,17 @@ class Workers:
                 return connection
             if popen.poll() is not None:
                 raise RunError(f"its process ended at once: {self._last_words()}")
-        raise RunError(f"its process did not begin within {_PATIENCE_S:.0f} s: {self._last_words()}")
+        raise RunError(f"its process did not begin within {self.patience_s:.0f} s: {self._last_words()}")
 
     def status(self, process: _Process, pid: int) -> int:
         """With which status a run's process has ended."""
         if not self._can_fork:
             return process.popen.wait()
-        process.connection.send(pid)
-        return int(process.connection.recv())
+        try:
+            process.connection.send(pid)
+            return int(process.connection.recv())
+        except (EOFError, OSError):  # whoever would know is gone, too
+            return -1
 
     def _process(self, environment: Mapping[str, str]) -> _Process:
         # Not as a program of its own: what it sends would be of classes of another name.
@@ -143,6 +149,7 @@ class Run:
     Attributes:
         setup: What it was set up with.
         ready: What it said when it was warm.
+        is_over: Whether it has ended.
     """
 
     ready: Ready
@@ -151,7 +158,7 @@ class Run:
     def __init__(self, workers: Workers, process: _Process, pid: int, setup: Setup) -> None:
         self.setup = setup
         self._workers, self._process, self._pid = workers, process, pid
-        self._is_over = False
+        self.is_over = False
 
     def block(self, turns: int) -> Block:
         """Has it train for so many turns.
@@ -159,7 +166,8 @@ class Run:
         Raises:
             RunError: It has ended.
         """
-        self.connection.send(turns)
+        with suppress(OSError):  # why it is gone, the answer says
+            self.connection.send(turns)
         answer: Block = self.answer()
         return answer
 
@@ -169,18 +177,18 @@ class Run:
         Raises:
             RunError: It has ended, or says nothing for a long time.
         """
-        if not self.connection.poll(_PATIENCE_S):
+        if not self.connection.poll(self._workers.patience_s):
             self.close()
-            raise RunError(f"it did not answer within {_PATIENCE_S:.0f} s")
+            raise RunError(f"it did not answer within {self._workers.patience_s:.0f} s")
         try:
             answer = self.connection.recv()
-        except EOFError:
-            self._is_over = True
+        except (EOFError, OSError):
+            self.is_over = True
             status = self._workers.status(self._process, self._pid)
             # What the system does to a process that has taken all memory.
             raise RunError(f"its process ended with status {status}", is_memory=status == -_KILL) from None
         if isinstance(answer, Failed):
-            self._is_over = True
+            self.is_over = True
             raise RunError(answer.message, is_memory=answer.is_memory)
         return answer
 
@@ -192,7 +200,7 @@ class Run:
 
     def kill(self) -> bool:
         """Ends it at once; whether it was still there."""
-        was_there, self._is_over = not self._is_over, True
+        was_there, self.is_over = not self.is_over, True
         if was_there:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, _KILL)

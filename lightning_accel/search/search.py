@@ -19,6 +19,7 @@ from lightning_accel.search.setup import Setup
 from lightning_accel.tuning.comparison import Result
 
 _RESERVE = 0.2  # of the time, for the last comparison
+_PATIENCE_S, _LEAST_PATIENCE_S = 600.0, 60.0  # for a run to begin, and for a block of its turns
 _SHARE = 0.3  # of what is left, that one question may take
 _PLAIN = Setup()
 
@@ -91,11 +92,21 @@ class Search:
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
         self._adopted: list[tuple[str, Setup]] = []
         self._start = _PLAIN  # what is best before anything is asked: plain, or what fits into the limit
-        self._bench = Bench(job, host, objective, available if limit is None else limit, answers)
+        self._bench = Bench(
+            job,
+            host,
+            objective,
+            limit=available if limit is None else limit,
+            available=available,
+            answers=answers,
+            patience_s=min(_PATIENCE_S, max(_LEAST_PATIENCE_S, seconds)),
+        )
         # The bench has something to say, too.
         self.outcome = Outcome(facts=answers.facts, notes=self._bench.notes)
         if answers.complaint:
             self.outcome.notes.append(answers.complaint)
+        if not job.has_plugin:
+            self.outcome.notes.append("The Trainer has no AccelPlugin: it is compared as it is with one.")
 
     def run(self) -> Outcome:
         """Searches until everything is asked, time is over, or Ctrl-C is pressed.
@@ -122,6 +133,7 @@ class Search:
         except RunError as error:  # of what has run before
             outcome.is_whole = False
             outcome.notes.append(f"The search ended early: {outcome.best} could not be run again: {error}")
+            outcome.best = self._start
         finally:
             self._bench.close()
         return outcome
@@ -132,7 +144,7 @@ class Search:
         """Runs it as it is; where that does not fit into the limit, finds what does."""
         self._watcher.trying("the run as it is")
         try:
-            plain = self._bench.facts(_PLAIN)
+            plain = self._bench.look_anew(_PLAIN)
             if not self._is_limit_given:
                 self._bench.limit = max(self._bench.limit, plain.peak_bytes)
         except RunError as error:
@@ -142,11 +154,11 @@ class Search:
         if plain is None or plain.peak_bytes > self._bench.limit:
             self.outcome.best = self._least()
             plain = self._bench.facts(self._start)
-        least = self._bench.least_s(plain)
-        if least > self._seconds:
+        if self._left() < (least := self._bench.least_s(plain)):
+            spent = self._seconds - (self._deadline - time.monotonic())
             raise ValueError(
-                f"time={self._seconds:.0f}s is too short for one comparison, which takes about {least:.0f} s here."
-                f" Give at least {math.ceil(2 * least)} s."
+                f"time={self._seconds:.0f}s is too short for one comparison: the run took {spent:.0f} s to start, and a"
+                f" comparison takes about {least:.0f} s here. Give at least {math.ceil(2 * (spent + least))} s."
             )
 
     def _least(self) -> Setup:
@@ -232,7 +244,7 @@ class Search:
             return
         outcome.whole = self._compare("everything", _PLAIN, outcome.best, is_last=True)
         self._watcher.told(outcome.whole, outcome.best)
-        if outcome.whole.verdict in ("not faster", "raised an error", "out of memory"):
+        if outcome.whole.verdict in ("not faster", "raised an error", "out of memory", "needs more memory"):
             outcome.notes.append("All changes together were no better than the run as it is: nothing is changed.")
             outcome.best = _PLAIN
 
@@ -240,16 +252,17 @@ class Search:
         result = self._answers.result(original, candidate)
         if result is None:
             self._watcher.trying(name)
-            left = self._deadline - time.monotonic()
-            if not is_last:
-                left -= _RESERVE * self._seconds
-                if left < self._bench.least_s(self._bench.facts(original)):
-                    raise _OutOfTimeError
-            seconds = left if is_last else _SHARE * left
-            result = self._bench.compare(name, original, candidate, seconds, keeps_unsure=not is_last)
+            if not is_last and self._left() < self._bench.least_s(self._bench.facts(original)):
+                raise _OutOfTimeError
+            seconds = self._deadline - time.monotonic() if is_last else _SHARE * self._left()
+            result = self._bench.compare(name, original, candidate, seconds)
         if result not in self.outcome.results:  # with one change, it was compared with the run as it is already
             self.outcome.results.append(result)
         return result
+
+    def _left(self) -> float:
+        """What questions may take, in seconds."""
+        return self._deadline - time.monotonic() - _RESERVE * self._seconds
 
     def _note_what_cannot_be_set(self) -> None:
         notes, facts = self.outcome.notes, self._bench.facts(self.outcome.best)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -19,9 +20,9 @@ from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.search.answers import answers_for
-from lightning_accel.search.job import Job
+from lightning_accel.search.job import LOADER_SETTINGS, Job
 from lightning_accel.search.judging import OBJECTIVES, Facts, Objective
-from lightning_accel.search.progress import SearchProgress
+from lightning_accel.search.progress import SearchProgress, better
 from lightning_accel.search.search import Outcome, Search
 from lightning_accel.search.setup import Setup
 
@@ -37,6 +38,8 @@ class TuneResult:
     Attributes:
         settings: What to change, by section: ``trainer``, ``data`` (or ``model``) and ``accel``.
         environment: Variables to set before Python starts.
+        has_changes: Whether anything is to be changed, be it by hand.
+        has_compared: Whether anything was compared: it was not interrupted before.
         ratio: How many samples a second there are to one before, with an interval: ``"1.84x [1.60, 2.05]"``; empty
             where nothing changes, or nothing was there to compare with.
         memory: The peak, over that before; 1.0 where nothing changes.
@@ -47,6 +50,8 @@ class TuneResult:
 
     settings: Mapping[str, Any]
     environment: Mapping[str, str]
+    has_changes: bool
+    has_compared: bool
     ratio: str
     memory: float
     is_whole: bool
@@ -55,8 +60,9 @@ class TuneResult:
 
     def line(self) -> str:
         """In a line."""
-        if not (self.settings or self.environment):
-            return "as it is: nothing that was tried is better for sure"
+        if not self.has_changes:
+            tried = "nothing that was tried is better for sure" if self.has_compared else "nothing was compared"
+            return f"as it is: {tried}"
         if not self.ratio:
             return "found, and not compared with the run as it is"
         return f"{self.ratio} the samples a second, {self.memory:.2f}x the memory"
@@ -82,7 +88,7 @@ def tune(
     objective: Objective = "speed",
     memory_limit: str | int | None = None,
     keep_effective_batch: bool = False,
-    places: Mapping[str, tuple[str, ...]] | None = None,
+    places: Mapping[str, Sequence[tuple[str, ...]]] | None = None,
 ) -> TuneResult:
     """Tries what cannot change in mid-run, in short runs of copies in other processes, and finds what is best together.
 
@@ -101,8 +107,8 @@ def tune(
         memory_limit: The most memory that a run may hold: on a GPU that of its allocator, on a CPU that of its process.
             None: what the machine has.
         keep_effective_batch: Whether as many samples as now have to make an optimizer step.
-        places: Where a configuration has its ``batch_size`` and the loader's settings: name → keys. By default under
-            ``data`` or ``model``.
+        places: Where a configuration has its ``batch_size`` and the loader's settings: name → keys, of each place. By
+            default under ``data`` or ``model``, or both.
 
     Raises:
         ValueError: A value is not allowed; the run does not train; no setup fits into the limit; the time is too short
@@ -126,10 +132,10 @@ def tune(
             limit=limit,
             available=_available(device),
             keeps_effective_batch=keep_effective_batch,
-            answers=answers_for(job, host.described, objective),
+            answers=answers_for(job, host.described, objective, limit, seconds),
             watcher=progress,
         ).run()
-    return _result(outcome, job, places or _places(job))
+    return _result(outcome, job, _places(job) if places is None else places)
 
 
 def parse_time(value: str | float) -> float:
@@ -156,26 +162,29 @@ def _available(device: torch.device) -> int:
     return int(_USABLE_CPU * psutil.virtual_memory().available)
 
 
-def _places(job: Job) -> dict[str, tuple[str, ...]]:
-    """Under the section of whoever has them."""
-    places: dict[str, tuple[str, ...]] = {}
+def _places(job: Job) -> dict[str, list[tuple[str, ...]]]:
+    """Under the sections of whoever has them."""
+    names = ("batch_size", *LOADER_SETTINGS)
+    if isinstance(job.data, DataLoader):
+        return {name: [("data", name)] for name in names}
+    places: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for section, owner in (("model", job.model), ("data", job.data)):
-        if owner is not None:
-            places.update(
-                {name: (section, name) for name in ("batch_size", *job.loader_settings) if name in vars(owner)}
-            )
+        known = () if owner is None else {*vars(owner), *owner.hparams}
+        for name in names:
+            if name in known:
+                places[name].append((section, name))
     return places
 
 
-def _result(outcome: Outcome, job: Job, places: Mapping[str, tuple[str, ...]]) -> TuneResult:
+def _result(outcome: Outcome, job: Job, places: Mapping[str, Sequence[tuple[str, ...]]]) -> TuneResult:
     best, notes = outcome.best, list(outcome.notes)
     settings: dict[str, Any] = {}
     if best.accumulate is not None and best.accumulate != job.accumulate:
         settings["trainer"] = {"accumulate_grad_batches": best.accumulate}
     for name, value in {**({"batch_size": best.batch_size} if best.batch_size else {}), **best.loader}.items():
-        if name in places:
-            _put(settings, places[name], value)
-        else:
+        for place in places.get(name, ()):
+            _put(settings, place, value)
+        if not places.get(name):
             notes.append(f"{name}={value} has to be written by hand: no configuration has a place for it.")
     if best.plan:
         settings["accel"] = dict(best.plan)
@@ -186,6 +195,8 @@ def _result(outcome: Outcome, job: Job, places: Mapping[str, tuple[str, ...]]) -
     return TuneResult(
         settings=settings,
         environment=dict(best.environment),
+        has_changes=best != Setup(),
+        has_compared=bool(outcome.results),
         ratio="" if outcome.whole is None or best == Setup() else str(outcome.whole.interval),
         memory=_memory_ratio(outcome.facts, best),
         is_whole=outcome.is_whole,
@@ -208,6 +219,6 @@ def _memory_ratio(facts: Mapping[str, Facts], best: Setup) -> float:
 def _table(outcome: Outcome) -> str:
     width = max((len(result.name) for result in outcome.results), default=0)
     return "\n".join(
-        f"{result.name:{width}}  {result.verdict}: {result.interval}, on {result.turns} steps"
+        f"{result.name:{width}}  {better(result)}: {result.interval}, on {result.turns} steps"
         for result in outcome.results
     )

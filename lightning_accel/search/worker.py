@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import override
 
@@ -79,13 +80,13 @@ class Paced(Callback):
 
     Args:
         connection: Sends a number of turns, 0 for the end, and is sent a :class:`Block` for each.
-        accumulate: Batches to a turn.
+        job: What is trained; a turn is as many batches as it accumulates.
         started: When the process began to work on this run, by ``time.perf_counter``.
     """
 
-    def __init__(self, connection: Connection, accumulate: int, started: float) -> None:
+    def __init__(self, connection: Connection, job: Job, started: float) -> None:
         self._connection = connection
-        self._accumulate = accumulate
+        self._accumulate, self._batch_size = job.accumulate, job.batch_size or 1
         self._started = started
         self._batches = 0
         self._empty_epochs = 0
@@ -95,6 +96,8 @@ class Paced(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for config in trainer.lr_scheduler_configs:
+            config.strict = False  # nobody validates here: what it monitors may not be there
         self._device = trainer.strategy.root_device
         self._peak = PeakMemory(self._device)
         is_cuda = self._device.type == "cuda"
@@ -116,9 +119,7 @@ class Paced(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sizes that contradict each other: the first is taken
-            self._samples += extract_batch_size(batch)
+        self._samples += _samples_in(batch, self._batch_size)
         self._batches += 1
         self._ended = time.perf_counter()
         if self._batches % self._accumulate:
@@ -147,19 +148,31 @@ class Paced(Callback):
         self._began = self._ended = time.perf_counter()
 
 
-def train(job: Job, setup: Setup, connection: Connection) -> None:
-    """Trains under ``setup`` until it is told to stop, and says what went wrong if something does."""
+def _samples_in(batch: Any, batch_size: int) -> int:
+    """As Lightning finds it; of a batch that does not tell, what its loader should have put into it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sizes that contradict each other: the first is taken
+        try:
+            return extract_batch_size(batch)
+        except RuntimeError:
+            return batch_size
+
+
+def train(job: Job, setup: Setup, connection: Connection, folder: Path) -> None:
+    """Trains under ``setup`` until it is told to stop, and says what went wrong if something does.
+
+    What the run writes is in ``folder``.
+    """
     started = time.perf_counter()
     try:
         job.set_up(setup)
         job.model.configure_callbacks = list  # type: ignore[method-assign]  # they may write files
         seed_everything(0, verbose=False)
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = Trainer(
                 **job.options,
                 accumulate_grad_batches=job.accumulate,
-                devices=1,
                 # Schedulers ask for the end of a run: it has one where the user's has, and does not come to it.
                 max_epochs=_MANY_EPOCHS if job.max_epochs >= 0 else -1,
                 max_steps=_MANY_STEPS if job.max_steps >= 0 else -1,
@@ -169,10 +182,12 @@ def train(job: Job, setup: Setup, connection: Connection) -> None:
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
-                default_root_dir=folder,
+                default_root_dir=tempfile.mkdtemp(dir=folder),
                 plugins=[AccelPlugin.from_plan(job.plan)],
-                callbacks=[Paced(connection, job.accumulate, started)],
+                callbacks=[Paced(connection, job, started)],
             )
+            if job.has_logger:
+                trainer.loggers = [DummyLogger()]
             trainer.fit(job.model, job.data)
     except (EOFError, BrokenPipeError):
         return  # whoever asked is gone
@@ -193,7 +208,6 @@ def main() -> None:
     key = bytes.fromhex(os.environ[AUTHKEY])
     address = ("127.0.0.1", int(port))
     connection = Client(address, authkey=key)
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a fork has none of its parent's threads, and would wait for them
     job = read(Path(path))
     while True:
@@ -209,8 +223,9 @@ def main() -> None:
             connection.send(pid)
             continue
         connection.close()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(job.threads)
+        torch.set_float32_matmul_precision(job.matmul_precision)
         with Client(address, authkey=key) as run:
-            train(job, setup, run)
+            train(job, setup, run, Path(path).parent)
         sys.stdout.flush()
         os._exit(0)  # a fork must not run what its parent has registered for its own end

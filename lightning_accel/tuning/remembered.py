@@ -118,10 +118,18 @@ def remember(key: Key, tuning: Tuning) -> None:
     Raises:
         OSError: The folder cannot be written to.
     """
-    path = folder() / key.file_name
-    path.parent.mkdir(parents=True, exist_ok=True)
     written = datetime.now(timezone.utc).isoformat(timespec="seconds")
     text = json.dumps({"format": FORMAT, "key": vars(key), "written": written, "tuning": tuning.to_dict()}, indent=1)
+    write_whole(folder() / key.file_name, text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, in a folder that is made where it is missing; whole or not at all.
+
+    Raises:
+        OSError: That is not possible.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -34,6 +34,7 @@ DRIFT = 1.2
 """A settled step that has become so many times as long is a reason for a new audit."""
 
 WHOLE, AUDIT = "whole plan", "audit"
+_GATHERED_EVERY = 8  # turns, by several ranks
 _LATEST = 16  # turns, whose median tells of drift
 _MAX_PAIRS = 200  # of one comparison, in the longest of runs
 _MIN_PAIRS = 14  # that can prove anything, a bad pair among them
@@ -150,14 +151,15 @@ class LiveTrials:
         self._arms, self._comparison, self._course = {}, None, self._nothing_more()
 
     def _is_all_decided(self) -> bool:
-        has_to_tell_others = self._has_given_up and self._gather is not None
-        return (self.tuning.is_settled or not self._arms) and not has_to_tell_others
+        # All ranks find that at the same turn, one at which they have heard of each other.
+        has_heard = self._gather is None or (self._begun % _GATHERED_EVERY == 0 and not self._has_given_up)
+        return (self.tuning.is_settled or not self._arms) and has_heard
 
     def _take_up(self) -> None:
         """Hears what turns took, and held: at once, or every few turns, where ranks have to hear the same."""
         times, peaks = list(self._timed), [peak_bytes for *_, peak_bytes in self._peaks]
         if self._gather is not None:
-            if self._begun % 8:
+            if self._begun % _GATHERED_EVERY:
                 return
             ranks: list[Any] = self._gather(None if self._has_given_up else (times, peaks))
             if None in ranks:

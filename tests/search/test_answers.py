@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_accel.search.answers import Answers, answers_for
 from lightning_accel.search.job import Job
-from lightning_accel.search.judging import Facts
+from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.setup import Setup
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import Interval
-from support.search_runs import Sleeper, loader, trainer
+from support.search_runs import Broken, Sleeper, loader, trainer
 
 FACTS = Facts(1.0, 0.01, 0.0, 1 << 30, 1 << 29, 8, 4)
 WON = Result("batch_size=16", "faster", Interval(1.5, 1.2, 1.9), 40)
@@ -39,14 +40,40 @@ def test_a_damaged_file_is_left_and_said(content: str) -> None:
 
 
 def test_another_model_batch_machine_or_aim_is_another_search() -> None:
-    def stored(batch_size: int = 8, host: str = "a CPU", objective: str = "speed", step_s: float = 0.1) -> list[str]:
-        job = Job.of(Sleeper(step_s), loader(batch_size), trainer())
-        answers_for(job, host, objective).add(Setup(), LARGER, WON)  # type: ignore[arg-type]
-        return [path.name for path in remembered.searches().glob("*.json")]
+    def stored(
+        batch_size: int = 8,
+        host: str = "a CPU",
+        objective: Objective = "speed",
+        limit: int | None = None,
+        model: type[Sleeper] = Sleeper,
+        **options: Any,
+    ) -> int:
+        job = Job.of(model(), loader(batch_size), trainer(**options))
+        answers_for(job, host, objective, limit, 60.0).add(Setup(), LARGER, WON)
+        return len(list(remembered.searches().glob("*.json")))
 
-    assert len(stored()) == 1
-    assert len(stored()) == 1
-    assert len(stored(batch_size=4)) == 2
-    assert len(stored(host="another CPU")) == 3
-    assert len(stored(objective="memory")) == 4
-    assert remembered.clear() == 4
+    assert stored() == 1
+    assert stored() == 1
+    assert stored(batch_size=4) == 2
+    assert stored(host="another CPU") == 3
+    assert stored(objective="memory") == 4
+    assert stored(limit=1 << 30) == 5
+    assert stored(max_epochs=1) == 6  # in which a compiler has to win back its time
+    assert stored(model=Broken) == 7
+    assert remembered.clear() == 7
+
+
+def test_what_could_not_be_told_is_asked_again_by_a_longer_search() -> None:
+    unsure = Result("batch_size=16", "cannot tell", Interval(1.1, 0.9, 1.3), 40)
+    Answers(Path("one.json"), seconds=60).add(Setup(), LARGER, unsure)
+    assert Answers(Path("one.json"), seconds=30).result(Setup(), LARGER) == unsure
+    assert Answers(Path("one.json"), seconds=600).result(Setup(), LARGER) is None
+
+
+def test_answers_of_another_run_can_be_forgotten() -> None:
+    answers = Answers()
+    answers.facts[LARGER.key] = FACTS
+    answers.add(Setup(), LARGER, WON)
+    answers.forget()
+    assert answers.result(Setup(), LARGER) is None
+    assert not answers.facts

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
 from lightning_accel import AccelPlugin, Plan
 from lightning_accel.search.job import Job, read
 from lightning_accel.search.setup import Setup
-from support.search_runs import Samples, Sleeper, loader, samples, trainer
+from support.search_runs import Empty, Samples, Sleeper, loader, samples, trainer
 
 
 def test_a_loader_is_remade_with_its_own_arguments() -> None:
@@ -49,6 +50,27 @@ def test_a_loader_of_somebody_elses_making_is_left_alone() -> None:
     job = Job.of(Sleeper(), Own(samples(), 8), trainer())
     assert job.batch_size is None
     assert job.loader_settings == {}
+
+
+def test_a_loader_of_a_stream_is_remade_without_the_sampler_that_it_does_not_take() -> None:
+    job = Job.of(Sleeper(), DataLoader(Empty(), 8), trainer())
+    job.set_up(Setup(batch_size=16))
+    assert isinstance(job.data, DataLoader)
+    assert job.data.batch_size == 16
+
+
+def test_batches_of_somebody_elses_making_stay_as_they_are() -> None:
+    sampler = BatchSampler(SequentialSampler(samples()), 8, drop_last=False)
+    job = Job.of(Sleeper(), DataLoader(samples(), batch_sampler=sampler), trainer())
+    assert job.loader_settings == {}
+
+
+@pytest.mark.filterwarnings("ignore:`max_epochs` was not set")
+@pytest.mark.parametrize(
+    ("options", "epochs"), [({"max_epochs": None}, 1000), ({"max_epochs": None, "max_steps": 5}, -1)]
+)
+def test_a_run_without_an_end_has_the_one_that_lightning_gives_it(options: dict[str, Any], epochs: int) -> None:
+    assert Job.of(Sleeper(), loader(), trainer(**options)).max_epochs == epochs
 
 
 def test_settings_of_the_trainer_and_its_plugin_are_read() -> None:

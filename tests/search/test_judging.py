@@ -11,7 +11,6 @@ import pytest
 
 from lightning_accel.search.judging import MAX_PAIRS, Facts, Side, judged, worth_of_memory, worth_of_start
 from lightning_accel.search.runs import Run
-from lightning_accel.search.setup import Setup
 from lightning_accel.search.worker import Block
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import PairTest
@@ -86,10 +85,24 @@ def test_a_start_has_to_be_won_back_in_the_rest_of_the_run() -> None:
     ("loader", "turns"), [({}, 0), ({"num_workers": 2}, 4), ({"num_workers": 2, "prefetch_factor": 4}, 8)]
 )
 def test_batches_that_were_loaded_in_a_pause_do_not_count(loader: dict[str, Any], turns: int) -> None:
-    assert FACTS.settling_turns(Setup(loader=loader), accumulate=1) == turns
+    assert FACTS.settling_turns(loader, accumulate=1) == turns
 
 
 def test_short_turns_are_timed_in_longer_blocks_and_not_right_after_a_pause() -> None:
     short = replace(FACTS, seconds=0.001)
     assert short.block_turns == math.ceil(0.1 / 0.008)
-    assert short.settling_turns(Setup(), accumulate=1) == 1
+    assert short.settling_turns({}, accumulate=1) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "is_like"),
+    [
+        ({}, True),
+        ({"seconds": 0.05}, True),
+        ({"seconds": 0.2}, False),
+        ({"samples": 16}, False),
+        ({"peak_bytes": 2 << 30}, False),
+    ],
+)
+def test_a_run_that_has_become_another_is_noticed(change: dict[str, Any], is_like: bool) -> None:
+    assert replace(FACTS, **change).is_like(FACTS) == is_like

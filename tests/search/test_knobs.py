@@ -68,11 +68,24 @@ def test_who_does_not_wait_for_data_is_not_asked_about_the_loader() -> None:
     assert tried(named("loader"), lambda setup: True, replace(FACTS, waited=0.01)) == []
 
 
-def test_workers_are_added_while_that_is_better() -> None:
-    found = [setup.loader["num_workers"] for setup in tried(named("loader"), lambda setup: True)]
-    assert found == sorted(found)
-    assert found[-1] <= 16
-    assert all(setup.loader["persistent_workers"] for setup in tried(named("loader"), lambda setup: False))
+def test_workers_are_added_while_that_is_better_and_then_batches_for_each() -> None:
+    *workers, last = [setup.loader for setup in tried(named("loader"), lambda setup: True)]
+    counts = [setup["num_workers"] for setup in workers]
+    assert counts == sorted(counts)
+    assert counts[-1] <= 16
+    assert all(setup["persistent_workers"] for setup in workers)
+    assert last == {"prefetch_factor": 4}
+
+
+def test_without_a_gain_by_workers_their_batches_are_not_asked_about() -> None:
+    assert all("num_workers" in setup.loader for setup in tried(named("loader"), lambda setup: False))
+
+
+def test_the_workers_that_there_are_are_not_tried_again() -> None:
+    first = tried(named("loader"), lambda setup: True)[0]
+    again = tried(named("loader"), lambda setup: True, best=first)
+    assert first not in again
+    assert again
 
 
 def test_waiting_for_data_says_what_could_be_gained() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_accel import tune
@@ -19,9 +20,10 @@ from lightning_accel.search.answers import Answers
 from lightning_accel.search.job import Job
 from lightning_accel.search.search import Outcome, Search
 from lightning_accel.search.setup import Setup
-from lightning_accel.search.tune import parse_time
+from lightning_accel.search.tune import TuneResult, _places, _result, parse_time
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Result
+from lightning_accel.tuning.pairs import Interval
 from support.search_runs import Broken, Empty, Samples, Scheduled, Sleeper, Slow, loader, trainer
 
 
@@ -60,7 +62,7 @@ def _files() -> set[str]:
 
 
 def test_the_best_batch_is_found_and_everything_is_as_it_was() -> None:
-    model, data, given = Scheduled(), Samples(), trainer()
+    model, data, given = Scheduled(), Samples(), trainer(logger=CSVLogger("logs"))
     streams = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     files, threads = _files(), torch.get_num_threads()
@@ -76,11 +78,11 @@ def test_the_best_batch_is_found_and_everything_is_as_it_was() -> None:
     assert (_files(), torch.get_num_threads(), data.batch_size) == (files, threads, 8)
     assert given.global_step == 0
 
-    # A second call has nothing left to ask.
+    # A second call has nothing left to ask: it looks whether the run is the same, and that is it.
     again = tune(model, data, given, time="60s")
     assert (again.settings, again.ratio) == (result.settings, result.ratio)
 
-    with pytest.raises(ValueError, match=r"time=0s is too short for one comparison.* Give at least \d+ s"):
+    with pytest.raises(ValueError, match=r"time=0s is too short for one comparison: .* Give at least \d+ s"):
         tune(model, data, given, time=0.01)
 
 
@@ -152,14 +154,29 @@ def test_a_bad_value_is_named_before_anything_runs(options: dict[str, Any], mess
 
 
 def test_what_is_found_is_a_configuration() -> None:
-    from lightning_accel.search.tune import TuneResult
-
-    result = TuneResult(
-        {"data": {"batch_size": 32}}, {"LD_PRELOAD": "libx.so"}, "2.00x [1.90, 2.10]", 1.1, True, "", ()
-    )
+    given: dict[str, Any] = {"has_compared": True, "is_whole": True, "table": "", "notes": ()}
+    changed: dict[str, Any] = {"settings": {"data": {"batch_size": 32}}, "environment": {"LD_PRELOAD": "libx.so"}}
+    result = TuneResult(**given, **changed, has_changes=True, ratio="2.00x [1.90, 2.10]", memory=1.1)
     text = result.to_yaml()
     assert yaml.safe_load(text) == {"data": {"batch_size": 32}}
     assert "2.00x [1.90, 2.10] the samples a second, 1.10x the memory" in text
     assert "# Not in this file: start with LD_PRELOAD=libx.so" in text
-    nothing = TuneResult({}, {}, "", 1.0, True, "", ())
+    nothing = TuneResult(**given, settings={}, environment={}, has_changes=False, ratio="", memory=1.0)
     assert yaml.safe_load(nothing.to_yaml()) == {"accel": {}}
+    assert nothing.line() == "as it is: nothing that was tried is better for sure"
+
+
+def test_what_no_configuration_has_a_place_for_is_said() -> None:
+    outcome = Outcome(
+        best=Setup(batch_size=32), results=[Result("batch_size=32", "faster", Interval(2.0, 1.9, 2.1), 20)]
+    )
+    found = _result(outcome, Job.of(Sleeper(), Samples(), trainer()), places={})
+    assert found.settings == {}
+    assert found.has_changes
+    assert "batch_size=32 has to be written by hand: no configuration has a place for it." in found.notes
+
+
+def test_hyperparameters_are_a_place() -> None:
+    data = Samples()
+    del data.batch_size
+    assert _places(Job.of(Sleeper(), data, trainer()))["batch_size"] == [("data", "batch_size")]

@@ -119,5 +119,6 @@ def _work(job: Job, pipe: Connection) -> None:
     # take the core of the run whose turn it is.
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         os.environ.pop(name, None)
+    os.environ["LIGHTNING_ACCEL_CACHE"] = str(job.folder / "cache")  # a first run, whatever earlier ones have settled
     # Imported here: the parent needs nothing of it, and OpenMP reads its settings when torch is loaded.
     importlib.import_module(job.worker).train(job, pipe)

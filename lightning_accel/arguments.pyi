@@ -35,7 +35,7 @@ class Arguments:
             "off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
         ]
         | bool = "off",
-        threads: Literal["off"] | int | bool = "off",
+        threads: Literal["off", "auto"] | int | bool = "off",
         tune: Literal["auto", "off"] = "auto",
         log: bool = True,
         strict: bool = False,
@@ -73,8 +73,9 @@ class Arguments:
                 limit. Or a :class:`MemoryBudgetPlan`, in YAML a mapping of ``budget``, ``blocks``.
             compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where a trial is faster;
                 or a mode of :func:`torch.compile`.
-            threads: ``"off"`` leaves them as they are; or a number of threads from 1 on. ``lightning-accel tune``
-                finds the fastest.
+            threads: ``"off"`` leaves them as they are; a number from 1 on; or ``"auto"``: half as many, a quarter
+                and so on are tried on the run's own steps, and the fastest stays. ``lightning-accel tune`` finds it
+                before a run.
             tune: ``"auto"``: what is kept is decided by whole training steps, while they train, so that the run is
                 never slower than plain; ``"off"``: by the trials of the parts alone.
             log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
@@ -102,7 +103,7 @@ class Values:
     compile: (
         Literal["off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | bool
     )
-    threads: Literal["off"] | int | bool
+    threads: Literal["off", "auto"] | int | bool
     tune: Literal["auto", "off"]
     log: bool
     strict: bool

@@ -12,6 +12,7 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.core.patch import Patch
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Forecast, Surroundings, Technique
 from lightning_accel.techniques.registry import register
 
@@ -21,21 +22,23 @@ class ThreadsPlan:
     """How many threads an operation uses on the host while a run lasts.
 
     Attributes:
-        count: ``"off"`` leaves them as they are; or a number of threads from 1 on. ``lightning-accel tune`` finds
-            the fastest.
+        count: ``"off"`` leaves them as they are; a number from 1 on; or ``"auto"``: half as many, a quarter and so
+            on are tried on the run's own steps, and the fastest stays. ``lightning-accel tune`` finds it before a run.
 
     Raises:
         ValueError: It is neither.
     """
 
-    count: Literal["off"] | int = "off"
+    count: Literal["off", "auto"] | int = "off"
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.count, int) and not isinstance(self.count, bool)
-        if self.count != "off" and not (is_number and self.count >= 1):
+        if isinstance(self.count, str) and self.count in ("off", "auto"):
+            return
+        if not (is_number and self.count >= 1):
             raise ValueError(
-                f"threads={self.count!r} is not possible. Allowed: 'off', or a number from 1 on; this process may use"
-                f" {usable_cores()} cores."
+                f"threads={self.count!r} is not possible. Allowed: 'off', 'auto', or a number from 1 on; this process"
+                f" may use {usable_cores()} cores."
             )
 
 
@@ -45,10 +48,15 @@ def in_words(count: int) -> str:
 
 
 class ThreadsPatch(Patch):
-    """Sets the number of threads of this process; undone where nobody else has set another since."""
+    """Sets the number of threads of this process; undone where nobody else has set another since.
 
-    def __init__(self, count: int) -> None:
-        super().__init__("", in_words(count))
+    Args:
+        count: How many.
+        change: For the report.
+    """
+
+    def __init__(self, count: int, change: str) -> None:
+        super().__init__("", change)
         self._count = count
         self._before = torch.get_num_threads()
 
@@ -56,6 +64,13 @@ class ThreadsPatch(Patch):
     def _apply(self) -> None:
         self._before = torch.get_num_threads()
         torch.set_num_threads(self._count)
+
+    def choose(self, choice: str) -> None:
+        """Has another number in force, or the user's own."""
+        self.undo()
+        if choice != OFF:
+            self._count = int(choice)
+            self.apply()
 
     @override
     def _undo(self) -> None:
@@ -71,8 +86,12 @@ class Threads(Technique):
     trial_step: ClassVar[None] = None
     remembers = False
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: Literal["auto"] | int) -> None:
+        # Fewer than there are: all of them is what the run has without this.
+        fewer = [str(torch.get_num_threads() >> halved) for halved in range(1, torch.get_num_threads().bit_length())]
+        self._choices = tuple(fewer) if count == "auto" else ()
         self._count = count
+        self._patch: ThreadsPatch | None = None
 
     @classmethod
     @override
@@ -82,8 +101,22 @@ class Threads(Technique):
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch]:
-        yield ThreadsPatch(self._count)
+        if self._count != "auto":
+            self._patch = ThreadsPatch(self._count, in_words(self._count))
+        elif self._choices:
+            self._patch = ThreadsPatch(int(self._choices[0]), f"{', '.join(self._choices)} on trial")
+        if self._patch is not None:
+            yield self._patch
+
+    @override
+    def arms(self) -> Iterator[Arm]:
+        if self._patch is not None and self._choices:
+            yield Arm(self.name, self._choices, self._patch.choose)
 
     @override
     def forecast(self, host: Host) -> Forecast:
-        return Forecast(True, "yes", in_words(self._count))
+        return (
+            Forecast(True, "tried", "fewer are tried")
+            if self._count == "auto"
+            else Forecast(True, "yes", in_words(self._count))
+        )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_accel import Plan, accelerate
+from lightning_accel.tuning.trials import LiveTrials
 
 
 @pytest.fixture(autouse=True)
@@ -20,14 +21,14 @@ def two_threads() -> Iterator[None]:
 
 
 def test_a_run_uses_as_many_threads_as_it_is_told() -> None:
-    handle = accelerate(nn.Linear(2, 2), Plan(threads=1))
+    handle = accelerate(nn.Linear(2, 2), Plan(threads=1, tune="off"))
     assert torch.get_num_threads() == 1
     handle.undo()
     assert torch.get_num_threads() == 2
 
 
 def test_what_the_user_sets_in_mid_run_stays() -> None:
-    handle = accelerate(nn.Linear(2, 2), Plan(threads=1))
+    handle = accelerate(nn.Linear(2, 2), Plan(threads=1, tune="off"))
     torch.set_num_threads(3)
     handle.undo()
     assert torch.get_num_threads() == 3
@@ -37,7 +38,30 @@ def test_a_number_for_another_machine_is_a_plan_here_too() -> None:
     assert Plan.from_yaml("threads: 4096").threads == 4096
 
 
+def test_what_is_faster_than_all_cores_is_found_on_the_runs_own_steps() -> None:
+    torch.set_num_threads(8)
+    handle = accelerate(nn.Linear(2, 2), Plan(threads="auto", tune="off"))
+    [arm] = handle.engine.arms()
+    assert arm.choices == ("4", "2", "1")
+    seconds = {8: 1.0, 4: 0.8, 2: 0.5, 1: 0.9}
+    trials = LiveTrials([arm], 400)
+    for _ in range(400):
+        trials.begin()
+        trials.took(seconds[torch.get_num_threads()])
+    assert trials.tuning.choices == {"threads": "2"}
+    assert torch.get_num_threads() == 2
+    handle.undo()
+    assert torch.get_num_threads() == 8
+
+
+def test_with_one_thread_there_is_nothing_to_try() -> None:
+    torch.set_num_threads(1)
+    handle = accelerate(nn.Linear(2, 2), Plan(threads="auto", tune="off"))
+    assert handle.engine.arms() == []
+    handle.undo()
+
+
 def test_the_report_says_how_many() -> None:
-    handle = accelerate(nn.Linear(2, 2), Plan(threads=1))
+    handle = accelerate(nn.Linear(2, 2), Plan(threads=1, tune="off"))
     assert "1 thread an operation" in handle.report.to_text()
     handle.undo()

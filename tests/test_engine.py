@@ -370,8 +370,8 @@ def test_the_report_names_device_and_every_technique() -> None:
             "activation_offloading:",
             "gradient_checkpointing:",
             "memory_budget:",
-            "compile:",
             "threads:",
+            "compile:",
         )
     ]
     handle.undo()

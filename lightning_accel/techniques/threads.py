@@ -78,7 +78,8 @@ class ThreadsPatch(Patch):
             torch.set_num_threads(self._before)
 
 
-@register("threads", settings=ThreadsPlan, default="off", exactness="rounding", shown=(1,))
+# Before a compiler, whose kernels are made for the threads that there are.
+@register("threads", settings=ThreadsPlan, default="off", before="compile", exactness="rounding", shown=(1,))
 class Threads(Technique):
     """Has torch use as many threads as it is told, while the run lasts. Sums may be rounded in another order."""
 

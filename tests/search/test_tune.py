@@ -26,6 +26,8 @@ from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import Interval
 from support.search_runs import Broken, Empty, Samples, Scheduled, Sleeper, Slow, loader, trainer
 
+pytestmark = pytest.mark.numbers
+
 
 class Quiet:
     """A watcher that presses Ctrl-C after so many wins."""

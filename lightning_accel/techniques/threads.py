@@ -32,10 +32,9 @@ class ThreadsPlan:
     count: Literal["off", "auto"] | int = "off"
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.count, int) and not isinstance(self.count, bool)
         if isinstance(self.count, str) and self.count in ("off", "auto"):
             return
-        if not (is_number and self.count >= 1):
+        if isinstance(self.count, str | bool) or not (isinstance(self.count, int) and self.count >= 1):
             raise ValueError(
                 f"threads={self.count!r} is not possible. Allowed: 'off', 'auto', or a number from 1 on; this process"
                 f" may use {usable_cores()} cores."
@@ -116,8 +115,6 @@ class Threads(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
-        return (
-            Forecast(True, "tried", "fewer are tried")
-            if self._count == "auto"
-            else Forecast(True, "yes", in_words(self._count))
-        )
+        if self._count == "auto":
+            return Forecast(True, "tried", "fewer are tried")
+        return Forecast(True, "yes", in_words(self._count))

@@ -60,6 +60,11 @@ COMBINED = {
 
 def table() -> dict[str, Row]:
     """Every technique with its default and with what it declares to be worth showing, and all of them together."""
+    return alone() | COMBINED
+
+
+def alone() -> dict[str, Row]:
+    """Every technique with its default, where that is not off, and with what it declares to be worth showing."""
     rows = {}
     for name, declaration in declarations().items():
         for value in (declaration.default, *declaration.shown):
@@ -67,7 +72,7 @@ def table() -> dict[str, Row]:
                 chosen = SMALL.get(value, value) if name == "activation_offloading" else value
                 tolerance = 0.01 if value == "16-mixed" else TOLERANCES[declaration.exactness]
                 rows[f"{name}={value}"] = Row({name: chosen}, name, tolerance)
-    return rows | COMBINED
+    return rows
 
 
 def _acts(declaration: Declaration, value: Any) -> bool:

@@ -198,7 +198,7 @@ def run(row: Row, folder: Path) -> dict[str, Any]:
 def epochs(row: Row) -> int:
     if row.does in ("stop", "fit twice"):
         return 1
-    return 2 if row.variant == "plain" and row.kind in _OVER_AN_EPOCH else 1
+    return 2 if row.does == "resume" or (row.variant == "plain" and row.kind in _OVER_AN_EPOCH) else 1
 
 
 def trainer_for(row: Row, **options: Any) -> Trainer:
@@ -206,7 +206,7 @@ def trainer_for(row: Row, **options: Any) -> Trainer:
     if row.strategy != "plain":
         # Techniques that are kept or not by the clock would compute other last bits from run to run.
         settings = {"precision": "32-true", "flash_attention": "off", "memory_format": "off", "log": False}
-        options |= {"strategy": strategy(row), "plugins": [AccelPlugin(**settings, **VARIANTS[row.variant][1])]}
+        options |= {"strategy": strategy(row), "plugins": [AccelPlugin(**{**settings, **VARIANTS[row.variant][1]})]}
     saves = any(isinstance(callback, ModelCheckpoint) for callback in options["callbacks"])
     return Trainer(accelerator="cpu", devices=row.world_size, enable_checkpointing=saves, **quiet, **options)
 

@@ -1,0 +1,72 @@
+"""The trial of a loss: in pieces and plain, on a few rows of the run's own and the first classes of its own weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.techniques.loss.pieces import Problem, linear_cross_entropy
+
+ROWS, CLASSES, AT_ONCE = 48, 4096, 16  # three pieces; a copy of the weight in float64 is small beside the logits
+
+
+def objection(problem: Problem, with_gradients: bool) -> str:
+    """How the numbers differ from the plain way's by more than its own spread; empty: they do not."""
+    some = problem.rows.detach()[:ROWS]
+    target = problem.target[:ROWS]
+    kept = target.ne(problem.form.ignore_index)
+    target = torch.where(kept, target % min(CLASSES, len(problem.weight)), target)
+    plain = _Plain(problem)
+    rows = some.clone().requires_grad_(with_gradients and problem.rows.requires_grad)
+
+    def in_pieces(rows: Tensor, target: Tensor) -> Tensor:
+        class_weight = None if plain.class_weight is None else plain.class_weight
+        small = replace(
+            problem,
+            rows=rows,
+            weight=plain.weight,
+            bias=plain.bias,
+            target=target,
+            class_weight=class_weight,
+            rows_at_once=AT_ONCE,
+        )
+        return linear_cross_entropy(small)
+
+    trial = Trial(plain, (rows, target), with_gradients=with_gradients, samples=None)
+    return trial.numbers(Contender(plain), Contender(in_pieces)).failure
+
+
+class _Plain(nn.Module):
+    """The plain way, in whatever dtype its parameters are."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__()
+        self._form = problem.form
+        self.weight = _part(problem.weight)
+        self.bias = None if problem.bias is None else _part(problem.bias)
+        weight = problem.class_weight
+        self.class_weight: Tensor | None
+        self.register_buffer("class_weight", None if weight is None else weight.detach()[:CLASSES].clone())
+
+    @override
+    def forward(self, rows: Tensor, target: Tensor) -> Any:
+        form = self._form
+        logits = F.linear(rows, self.weight, self.bias)
+        return F.cross_entropy(
+            logits.to(torch.promote_types(logits.dtype, form.loss_dtype)),
+            target,
+            self.class_weight,
+            ignore_index=form.ignore_index,
+            reduction=form.reduction,
+            label_smoothing=form.label_smoothing,
+        )
+
+
+def _part(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(parameter.detach()[:CLASSES].clone(), parameter.requires_grad)

@@ -20,7 +20,7 @@ SMALLEST_BYTES = 16 << 20
 """Of logits: fewer fit in caches, and computing them in pieces gains nothing."""
 
 PATIENCE = 2
-"""Steps running in which logits are read, after which a head computes them at once: now and then an accuracy is fine."""
+"""Steps running in which logits are read, after which a head computes them at once: now and then it may be."""
 
 _DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.bfloat16),

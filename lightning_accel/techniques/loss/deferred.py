@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ from torch.autograd.function import Function
 from torch.overrides import resolve_name
 from typing_extensions import Self, override
 
-from lightning_accel.core.torch_private import version_of, wrapper_tensor
+from lightning_accel.core.torch_private import saved_tensors_hooks, version_of, wrapper_tensor
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.techniques.loss.pieces import Form, Problem
 
@@ -88,7 +88,11 @@ class Family:
     @contextmanager
     def as_at_the_call(self) -> Iterator[None]:
         device, dtype, enabled = self._autocast
-        with torch.set_grad_enabled(self.with_gradients), torch.autocast(device, dtype, enabled):
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.with_gradients))
+            stack.enter_context(torch.autocast(device, dtype, enabled))
+            if is_checkpointing():  # what the head saves belongs to nothing that is computed a second time
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
             yield
 
     def logits(self, rows: Tensor, weight: Tensor, bias: Tensor | None, class_dim: int, dtype: torch.dtype) -> Tensor:
@@ -100,6 +104,12 @@ class Family:
     def _count_versions(self) -> list[int]:
         tensors = (self.rows, self.weight, *(() if self.bias is None else (self.bias,)))
         return [-1 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
+
+
+def is_checkpointing() -> bool:
+    """Whether hooks of others take what is saved: in a checkpoint the second time must save what the first has."""
+    hooks = saved_tensors_hooks()
+    return torch.is_grad_enabled() and hooks is not None and not hasattr(hooks[0], "gives_way")
 
 
 class DeferredLogits(Tensor):
@@ -217,17 +227,20 @@ class DeferredLogits(Tensor):
             return None
         if type(target) is not Tensor or not 0.0 <= label_smoothing <= 1.0 or target.device != self.device:
             return None
-        if weight is not None and (weight.requires_grad or weight.dtype != self.dtype or weight.dim() != 1):
+        dtype = _dtype_of_loss(self.dtype, self.device.type)
+        if weight is not None and (weight.requires_grad or weight.dtype not in (self.dtype, dtype)):
             return None
         if family.is_fused:
             return "a second loss"
+        if is_checkpointing():
+            return "a loss that is checkpointed"
         family.check()
         form = Form(
             reduction=reduction,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             logits_dtype=family.dtype,
-            loss_dtype=_dtype_of_loss(self.dtype, self.device.type),
+            loss_dtype=dtype,
         )
         rows = self.rows.movedim(self.class_dim, -1).reshape(-1, self.rows.shape[self.class_dim])
         found = family.fuse(Problem(rows, family.weight, family.bias, target.reshape(-1), weight, form))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.isolation import is_trial
-from lightning_accel.core.torch_private import is_transformed, saved_tensors_hooks
-from lightning_accel.techniques.loss.deferred import DeferredLogits, Family
+from lightning_accel.core.torch_private import is_transformed
+from lightning_accel.techniques.loss.deferred import DeferredLogits, Family, is_checkpointing
 from lightning_accel.techniques.loss.pieces import Form, Problem, linear_cross_entropy
 from lightning_accel.techniques.loss.rehearsal import objection
 
@@ -127,12 +127,8 @@ class Head:
             return None
         if x.numel() // x.shape[-1] * len(weight) * dtype.itemsize < self._smallest:
             return None
-        if torch.is_grad_enabled():
-            # Of a checkpoint the second time must save what the first has; ours saves later, or nothing.
-            hooks = saved_tensors_hooks()
-            if hooks is not None and not hasattr(hooks[0], "gives_way"):
-                return None
-        elif self.stage == "train":  # inside an autograd.Function perhaps, which makes a part of a graph of it
+        # Without gradients in training: inside an autograd.Function perhaps, which makes it a part of its graph.
+        if is_checkpointing() or (self.stage == "train" and not torch.is_grad_enabled()):
             return None
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed() or is_trial():
             return None

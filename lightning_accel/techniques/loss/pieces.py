@@ -97,7 +97,7 @@ def plain_cross_entropy(problem: Problem) -> Tensor:
     return F.cross_entropy(
         F.linear(rows, weight, bias).to(form.loss_dtype),
         p.target,
-        p.class_weight,
+        None if p.class_weight is None else p.class_weight.to(form.loss_dtype),
         ignore_index=form.ignore_index,
         reduction=form.reduction,
         label_smoothing=form.label_smoothing,

@@ -26,14 +26,13 @@ def objection(problem: Problem, with_gradients: bool) -> str:
     rows = some.clone().requires_grad_(with_gradients and problem.rows.requires_grad)
 
     def in_pieces(rows: Tensor, target: Tensor) -> Tensor:
-        class_weight = None if plain.class_weight is None else plain.class_weight
         small = replace(
             problem,
             rows=rows,
             weight=plain.weight,
             bias=plain.bias,
             target=target,
-            class_weight=class_weight,
+            class_weight=plain.class_weight,
             rows_at_once=AT_ONCE,
         )
         return linear_cross_entropy(small)
@@ -58,10 +57,11 @@ class _Plain(nn.Module):
     def forward(self, rows: Tensor, target: Tensor) -> Any:
         form = self._form
         logits = F.linear(rows, self.weight, self.bias)
+        logits = logits.to(torch.promote_types(logits.dtype, form.loss_dtype))
         return F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, form.loss_dtype)),
+            logits,
             target,
-            self.class_weight,
+            None if self.class_weight is None else self.class_weight.to(logits.dtype),
             ignore_index=form.ignore_index,
             reduction=form.reduction,
             label_smoothing=form.label_smoothing,

@@ -84,12 +84,12 @@ class Loss(Technique):
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
-        blocks = repeated_blocks(model)
-        for site, module in model.named_modules():
+        wide = {site: module for site, module in model.named_modules() if isinstance(module, nn.Linear)}
+        wide = {site: module for site, module in wide.items() if module.out_features >= self._fewest}
+        blocks = repeated_blocks(model) if wide else ()
+        for site, module in wide.items():
             # Within a block it is a layer among others, whose output the next one reads.
-            if not isinstance(module, nn.Linear) or any(f"{site}.".startswith(f"{block}.") for block in blocks):
-                continue
-            if module.out_features < self._fewest:
+            if any(site.startswith(f"{block}.") for block in blocks):
                 continue
             if (reason := _unfit(model, site, module)) is not None:
                 yield Refusal(site, reason)

@@ -282,6 +282,18 @@ def test_inside_a_reentrant_checkpoint_the_head_computes_its_logits() -> None:
     assert side_by_side(LanguageModel(), step).num_fused == 0
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_loss_that_is_checkpointed_by_itself_is_the_plain_one(reentrant: bool) -> None:
+    def step(model: nn.Module, tokens: Tensor) -> Tensor:
+        found: Tensor = checkpoint(loss_of, model(tokens), tokens, use_reentrant=reentrant)
+        return found
+
+    def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits.view(-1, VOCABULARY), tokens.view(-1))
+
+    side_by_side(LanguageModel(), step, steps=4)
+
+
 def test_beside_sparse_activations_which_watch_what_is_saved_it_acts() -> None:
     assert side_by_side(LanguageModel(), loss_of_all, sparse_activations="auto").num_fused == 3
 

@@ -5,8 +5,8 @@
 Forward and backward of the head alone, with gradients of its input and its weight; both sides take turns, and ratios
 are medians of paired rounds. The memory is the peak of a step beyond those gradients, which both sides return, beside
 that of plain's logits. Errors are norms of differences over norms, the largest of loss and gradients: in float64
-from plain, in other dtypes from plain in float64, ours and plain's own. Where torch has ``F.linear_cross_entropy``, a step
-of that is measured, too, with its own choice of pieces. Takes about ten minutes on two cores.
+from plain, in other dtypes from plain in float64, ours and plain's own. Where torch has ``F.linear_cross_entropy``, one
+step of that is measured, too, with its own choice of pieces. Takes about ten minutes on two cores.
 
 To answer: at most a tenth of plain's logits, at most 1.05x its time, 1e-12 in float64.
 """

@@ -71,8 +71,8 @@ REMARKS = {
     " runs in a process of its own.",
     "linear_cross_entropy": "Asked for: at most a tenth of plain's logits, at most 1.05x its time, 1e-12 in float64."
     " Memory is the peak of forward and backward beyond the gradients of input and weight, which both sides return."
-    " *Error* is from plain in float64, beside plain's own. *Torch's own* is `F.linear_cross_entropy` with its own choice"
-    " of pieces.",
+    " *Error* is from plain in float64, beside plain's own. *Torch's own* is `F.linear_cross_entropy` with its own"
+    " choice of pieces.",
     "memory_modes": "float32, the same weights and batch. `disk` is `activation_offloading` to a memory-mapped file,"
     " `sparse` is `sparse_activations`; a `budget` is a share of the plain activations, and may use the disk. Points on"
     " the dashed line are beaten by no other in both.",

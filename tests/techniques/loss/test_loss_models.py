@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_accel import AccelPlugin
+from lightning_accel.core.host import Host
+from lightning_accel.core.spread import deviation
+from lightning_accel.engine import Engine
 from lightning_accel.techniques.loss import technique
 from support.huggingface_models import VOCABULARY, tiny_models
 from support.loss_models import LanguageModel, of_handle, start
+from support.scripts import SUPPORT, run_script
 
 pytestmark = pytest.mark.numbers
 
@@ -163,3 +168,56 @@ def test_logits_that_a_training_step_returns_are_there_for_callbacks(make_traine
     fitted(module, make_trainer, ours)
     torch.testing.assert_close(torch.stack(seen[6:]), torch.stack(seen[:6]), rtol=1e-4, atol=1e-4)
     assert "holds them after the step" in ours.report.refused("loss")["model.head"]
+
+
+def test_on_two_ranks_averaged_gradients_are_those_of_plain_runs(tmp_path: Path) -> None:
+    """Under DistributedDataParallel; with tied weights, and where it looks for unused parameters in its output."""
+    run_script(SUPPORT / "loss_ranks.py", tmp_path)
+
+
+def test_sharded_over_processes_it_is_not_there_and_says_why() -> None:
+    model = LanguageModel()
+    loss = technique.Loss(False, True, smallest=0, fewest=96)
+    loss.on_by_default = True
+    engine = Engine(model, Host.detect("cpu"), [loss], is_sharded=True)
+    assert "a head's weight is whole only while the head is called" in engine.report.of("loss").status
+    assert "forward" not in vars(model.head)
+    engine.undo()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_gpu_numbers_are_within_the_spread_and_logits_never_there(dtype: torch.dtype) -> None:
+    vocabulary, width, tokens = 32768, 256, 16384
+    torch.manual_seed(0)
+    head = nn.Linear(width, vocabulary, bias=False, device="cuda")
+    rows = torch.randn(tokens, width, device="cuda", requires_grad=True)
+    target = torch.randint(vocabulary, (tokens,), device="cuda")
+    target[::7] = -100
+
+    def step(handle: Any) -> tuple[list[Tensor], int]:
+        rows.grad = head.weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32), handle.step():
+            loss = F.cross_entropy(head(rows), target)
+        (1024 * loss).backward()  # type: ignore[no-untyped-call]
+        assert rows.grad is not None
+        assert head.weight.grad is not None
+        peak = torch.cuda.max_memory_allocated() - before
+        return [loss.detach(), rows.grad, head.weight.grad], peak
+
+    plainly = start(nn.Sequential(head), loss="off")
+    expected, plain_peak = step(plainly)
+    plainly.undo()
+    handle = start(nn.Sequential(head), loss="on")
+    for _ in range(2):
+        step(handle)
+    assert handle.report.applied("loss"), handle.report.to_text()
+    found, peak = step(handle)
+    handle.undo()
+    for got, want in zip(found, expected, strict=True):
+        assert deviation([got], [want]).noise < (1e-3 if dtype == torch.float32 else 2e-2)
+    returned = rows.nbytes + head.weight.nbytes
+    assert peak - returned < (plain_peak - returned) / 4

@@ -26,6 +26,7 @@ class Arguments:
         | dict[str, Any]
         | bool = "auto",
         inplace_activations: Literal["auto", "off"] | bool = "auto",
+        loss: Literal["auto", "on", "off"] | bool = "auto",
         memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool = "auto",
         sparse_activations: Literal["auto", "off"] | bool = "off",
         activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool = "auto",
@@ -55,6 +56,8 @@ class Arguments:
                 ``backend``, ``skip``, ``force``.
             inplace_activations: ``"auto"`` lets activation and dropout modules overwrite their input at every call
                 where nobody else can read it, as counts of who holds it show; ``"off"``.
+            loss: ``"auto"`` computes the loss of large vocabularies in pieces, without the logits, where they are
+                asked for nothing else and that is not slower; ``"on"`` also where it is; ``"off"``.
             memory_format: ``"auto"`` moves models with convolutions to channels_last where that is not slower; a
                 named format is used wherever the numbers agree; ``"off"`` leaves every layout alone.
             sparse_activations: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where
@@ -95,6 +98,7 @@ class Values:
         | bool
     )
     inplace_activations: Literal["auto", "off"] | bool
+    loss: Literal["auto", "on", "off"] | bool
     memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool
     sparse_activations: Literal["auto", "off"] | bool
     activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool

@@ -365,6 +365,7 @@ def test_the_report_names_device_and_every_technique() -> None:
             "precision:",
             "flash_attention:",
             "inplace_activations:",
+            "loss:",
             "memory_format:",
             "sparse_activations:",
             "activation_offloading:",

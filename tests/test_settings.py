@@ -121,6 +121,8 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("preprocess", ["normalize"], "the transforms of lightning_accel.data"),
     ("preprocess", "normalize", "a list"),
     ("preprocess", 3, "a list"),
+    ("loss", "chunked", "'auto', 'on', 'off'"),
+    ("loss", 1, "'auto', 'on', 'off'"),
     ("threads", 0, "'auto', or a number from 1 on"),
     ("threads", True, "a number from 1 on"),
     ("threads", "2", "a number from 1 on"),

@@ -1,0 +1,403 @@
+"""Logits that are not there yet: what a head's output is, until somebody reads it or takes its cross-entropy."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import EllipsisType
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.overrides import resolve_name
+from typing_extensions import Self, override
+
+from lightning_accel.core.torch_private import saved_tensors_hooks, version_of, wrapper_tensor
+from lightning_accel.core.tree import map_tensors, tensors_in
+from lightning_accel.techniques.loss.pieces import Form, Problem
+
+Fuse: TypeAlias = "Callable[[Problem], Tensor | str]"
+
+
+@dataclass(eq=False)
+class Family:
+    """The output of one call of a head, and what was made of it by views and casts.
+
+    Attributes:
+        rows: What the head was given, (…, H).
+        weight: The head's weight at that call, (V, H).
+        bias: Its bias, (V,).
+        dtype: Of the logits.
+        fuse: Gives the loss, or says in words why it is to be computed from the logits.
+        on_read: Told that the logits had to be computed, and who reads them.
+        is_fused: Whether a loss was computed without the logits.
+        is_plain: Whether the logits are there.
+    """
+
+    rows: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    fuse: Fuse
+    on_read: Callable[[str], None]
+    is_fused: bool = False
+    is_plain: bool = False
+    _members: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        device = self.rows.device.type
+        self.with_gradients = torch.is_grad_enabled()
+        self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        self._versions = self._count_versions()
+
+    @property
+    def living(self) -> list[DeferredLogits]:
+        """Those that somebody holds, in the order in which they were made."""
+        return [member for ref in self._members if (member := ref()) is not None]
+
+    def joined_by(self, member: DeferredLogits) -> None:
+        self._members.append(weakref.ref(member))
+
+    def read_by(self, who: str) -> None:
+        """Computes the logits, once, as the head would have, with all that was made of them and is still held."""
+        if self.is_plain:
+            return
+        self.check()
+        self.is_plain = True
+        for member in self.living:
+            member.compute()
+        self.on_read(who)
+
+    def check(self) -> None:
+        """Makes sure that the logits would be the ones of the call.
+
+        Raises:
+            RuntimeError: A weight, or the head's input, was changed since.
+        """
+        if self._count_versions() != self._versions:
+            raise RuntimeError(
+                "The weight or the input of a linear head was changed in place after the head was called, and before"
+                " its logits were read; they were left out until then. Read them before the change, or set loss='off'."
+            )
+
+    @contextmanager
+    def as_at_the_call(self) -> Iterator[None]:
+        device, dtype, enabled = self._autocast
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.with_gradients))
+            stack.enter_context(torch.autocast(device, dtype, enabled))
+            if is_checkpointing():  # what the head saves belongs to nothing that is computed a second time
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
+            yield
+
+    def logits(self, rows: Tensor, weight: Tensor, bias: Tensor | None, class_dim: int, dtype: torch.dtype) -> Tensor:
+        """The head's output for ``rows``, with the classes in their place."""
+        device, autocast_dtype, enabled = self._autocast
+        with torch.autocast(device, autocast_dtype, enabled):
+            return F.linear(rows.movedim(class_dim, -1), weight, bias).movedim(-1, class_dim).to(dtype)
+
+    def _count_versions(self) -> list[int]:
+        tensors = (self.rows, self.weight, *(() if self.bias is None else (self.bias,)))
+        return [-1 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
+
+
+def is_checkpointing() -> bool:
+    """Whether hooks of others take what is saved: in a checkpoint the second time must save what the first has."""
+    hooks = saved_tensors_hooks()
+    return torch.is_grad_enabled() and hooks is not None and not hasattr(hooks[0], "gives_way")
+
+
+class DeferredLogits(Tensor):
+    """A tensor without values. Its shape and the like are known, views and casts of it are others of its kind,
+    its cross-entropy is computed in pieces; whatever else is done with it, is done with the values, computed then.
+
+    Attributes:
+        family: What it belongs to.
+        rows: The head's input, with the same views taken of it, the classes' dimension being that of the features.
+        class_dim: Which dimension is that of the classes.
+        like: A tensor on the meta device with its shape, strides and dtype.
+    """
+
+    family: Family
+    rows: Tensor
+    class_dim: int
+    like: Tensor
+    _origin: tuple[DeferredLogits, Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None
+    _values: Tensor | None
+
+    @classmethod
+    def of_call(cls, family: Family) -> Self:
+        """The output of the call."""
+        shape = (*family.rows.shape[:-1], len(family.weight))
+        like = torch.empty(shape, dtype=family.dtype, device="meta")
+        return cls._made(family, family.rows, like.dim() - 1, like, None)
+
+    @classmethod
+    def _made(cls, family: Family, rows: Tensor, class_dim: int, like: Tensor, origin: Any) -> Self:
+        # Part of the graph: what does not ask __torch_function__ (an autograd.Function) still finds the way back.
+        made: Self = _Edge.apply(rows, family.weight, family.bias, cls, family, class_dim, like)  # type: ignore[no-untyped-call]
+        made.family, made.rows, made.class_dim, made.like = family, rows, class_dim, like
+        made._origin, made._values = origin, None
+        family.joined_by(made)
+        return made
+
+    def compute(self) -> Tensor:
+        """What it would have been."""
+        if self._values is None:
+            family = self.family
+            with family.as_at_the_call():
+                if self._origin is None:
+                    self._values = F.linear(family.rows, family.weight, family.bias)
+                else:
+                    parent, function, args, kwargs = self._origin
+                    self._values = function(parent.compute(), *args, **kwargs)
+        return self._values
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        who = resolve_name(func) or getattr(func, "__name__", str(func))
+        first = args[0] if args else None
+        if isinstance(first, DeferredLogits) and not first.family.is_plain:
+            found = None
+            if func is F.cross_entropy:
+                found = first._cross_entropy(*args[1:], **kwargs)
+            elif func in _LAYOUT and torch.is_grad_enabled() == first.family.with_gradients:
+                found = _LAYOUT[func](first, func, args[1:], kwargs)
+            if isinstance(found, Tensor):
+                return found
+            who = found or who
+        for one in tensors_in((args, kwargs)):
+            if isinstance(one, DeferredLogits):
+                if one.family.is_fused and func in _OF_GRADIENTS:
+                    one.family.read_by(who)
+                    raise RuntimeError(
+                        f"{who} was called with logits whose loss was computed without them: they have no gradient."
+                        " Call it before the loss, or set loss='off'."
+                    )
+                one.family.read_by(who)
+        args, kwargs = map_tensors(lambda t: t.compute() if isinstance(t, DeferredLogits) else t, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What came past ``__torch_function__``, below autograd: values alone are wanted."""
+        name = func.overloadpacket.__name__
+        if name.endswith("_") and not name.endswith("__"):
+            raise RuntimeError(
+                f"{name} would change logits in place that were left out so far. Read them before, or set loss='off'."
+            )
+
+        def values(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DeferredLogits):
+                return tensor
+            family = tensor.family
+            family.check()
+            family.on_read(f"{name}, past torch's functions")
+            parts = (None if part is None else part.detach() for part in (tensor.rows, family.weight, family.bias))
+            return family.logits(*parts, tensor.class_dim, tensor.like.dtype)  # type: ignore[arg-type]
+
+        args, kwargs = map_tensors(values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor | str | None:
+        """The loss, or why it is to be computed from the logits; None: for torch to say."""
+        family = self.family
+        of_tokens = self.shape[: self.class_dim] + self.shape[self.class_dim + 1 :]
+        if self.class_dim != min(1, self.dim() - 1) or target.shape != of_tokens or target.dtype != torch.int64:
+            return None  # probabilities, or a mistake
+        if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
+            return None
+        if type(target) is not Tensor or not 0.0 <= label_smoothing <= 1.0 or target.device != self.device:
+            return None
+        dtype = _dtype_of_loss(self.dtype, self.device.type)
+        if weight is not None and (weight.requires_grad or weight.dtype not in (self.dtype, dtype)):
+            return None
+        if family.is_fused:
+            return "a second loss"
+        if is_checkpointing():
+            return "a loss that is checkpointed"
+        family.check()
+        form = Form(
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            logits_dtype=family.dtype,
+            loss_dtype=dtype,
+        )
+        rows = self.rows.movedim(self.class_dim, -1).reshape(-1, self.rows.shape[self.class_dim])
+        found = family.fuse(Problem(rows, family.weight, family.bias, target.reshape(-1), weight, form))
+        if isinstance(found, str):
+            return found
+        family.is_fused = True
+        return found.reshape(target.shape) if reduction == "none" else found
+
+
+class _Edge(Function):
+    """Logits as a part of the graph, for the few that find them there: from their gradient to the head's own."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cls: type[DeferredLogits],
+        family: Family,
+        class_dim: int,
+        like: Tensor,
+    ) -> Tensor:
+        # Not by save_for_backward: hooks on saved tensors are for what is really used.
+        ctx.given = rows, weight, bias
+        ctx.logits = functools.partial(family.logits, class_dim=class_dim, dtype=like.dtype)
+        return wrapper_tensor(cls, like, rows.device)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("Logits that were left out have no second derivative. Set loss='off'.")
+        wanted = ctx.needs_input_grad[:3]
+        with torch.enable_grad():
+            leaves = [
+                None if t is None else t.detach().requires_grad_(needed)
+                for t, needed in zip(ctx.given, wanted, strict=True)
+            ]
+            logits = ctx.logits(*leaves)
+            needed = [t for t in leaves if t is not None and t.requires_grad]
+            found = iter(torch.autograd.grad(logits, needed, gradients[0]))
+        return (*(next(found) if want else None for want in wanted), None, None, None, None)
+
+
+@functools.cache
+def _dtype_by_autocast(dtype: torch.dtype, device: str, autocast: torch.dtype | None) -> torch.dtype:
+    logits = torch.zeros(1, 2, dtype=dtype, device=device)
+    return F.cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device=device)).dtype
+
+
+def _dtype_of_loss(dtype: torch.dtype, device: str) -> torch.dtype:
+    """Of a cross-entropy of logits of ``dtype``, as autocast has it just now."""
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return _dtype_by_autocast(dtype, device, autocast)
+
+
+# -- what only moves logits about ------------------------------------------------------------------------------------
+
+Rule: TypeAlias = "Callable[[DeferredLogits, Any, Sequence[Any], Mapping[str, Any]], DeferredLogits | None]"
+
+
+def _child(
+    parent: DeferredLogits, func: Any, args: Any, kwargs: Any, rows: Tensor, class_dim: int, like: Tensor
+) -> DeferredLogits:
+    return DeferredLogits._made(parent.family, rows, class_dim, like, (parent, func, args, kwargs))
+
+
+def _reshaped(parent: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
+    if parent.class_dim != parent.like.dim() - 1 or any(isinstance(arg, torch.dtype) for arg in args):
+        return None
+    like = func(parent.like, *args, **kwargs)
+    if like.dim() == 0 or like.shape[-1] != parent.like.shape[-1] or like.dtype != parent.like.dtype:
+        return None
+    rows = parent.rows.reshape(*like.shape[:-1], parent.rows.shape[-1])
+    return _child(parent, func, args, kwargs, rows, like.dim() - 1, like)
+
+
+def _permuted(parent: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
+    like = func(parent.like, *args, **kwargs)
+    # Dimensions of different sizes show where each of them went.
+    sizes = range(2, parent.like.dim() + 2)
+    went = func(torch.empty(*sizes, device="meta"), *args, **kwargs)
+    rows = func(parent.rows, *args, **kwargs)
+    return _child(parent, func, args, kwargs, rows, went.shape.index(sizes[parent.class_dim]), like)
+
+
+def _indexed(parent: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
+    item = args[0]
+    num_dims, class_dim = parent.like.dim(), parent.class_dim
+    if type(item) is Tensor:  # a mask of tokens
+        if item.dtype != torch.bool or item.dim() >= num_dims or class_dim != num_dims - 1:
+            return None
+        rows = parent.rows[item]
+        like = torch.empty(*rows.shape[:-1], parent.like.shape[-1], dtype=parent.like.dtype, device="meta")
+        return _child(parent, func, args, kwargs, rows, like.dim() - 1, like)
+    items = item if isinstance(item, tuple) else (item,)
+    if not all(type(one) in (int, slice, EllipsisType) for one in items):
+        return None
+    at = next((n for n, one in enumerate(items) if one is ...), len(items))
+    before, after = items[:at], items[at + 1 :]
+    full = (*before, *(slice(None),) * (num_dims - len(before) - len(after)), *after)
+    if len(full) != num_dims or full[class_dim] != slice(None):
+        return None
+    like, rows = parent.like[full], parent.rows[full]
+    num_gone = sum(type(one) is int for one in full[:class_dim])
+    return _child(parent, func, args, kwargs, rows, class_dim - num_gone, like)
+
+
+def _cast(parent: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
+    dtype = _CASTS.get(func)
+    if dtype is None:
+        given = [*args, *kwargs.values()]
+        if len(given) != 1 or not kwargs.keys() <= {"dtype", "device"}:
+            return None
+        if given[0] in (parent.device, str(parent.device)):
+            return parent
+        if not isinstance(given[0], torch.dtype):
+            return None
+        dtype = given[0]
+    if dtype == parent.like.dtype:
+        return parent
+    # Into a wider one only: nothing may be lost on the way to the loss.
+    if torch.promote_types(dtype, parent.like.dtype) != dtype or dtype not in (torch.float32, torch.float64):
+        return None
+    return _child(parent, func, args, kwargs, parent.rows, parent.class_dim, parent.like.to(dtype))
+
+
+def _contiguous(parent: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
+    like = func(parent.like, *args, **kwargs)
+    return parent if like is parent.like else _child(parent, func, args, kwargs, parent.rows, parent.class_dim, like)
+
+
+def _getters(*names: str) -> list[Any]:
+    """What ``__torch_function__`` is given where these attributes of a tensor are read."""
+    return [getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)]
+
+
+_CASTS: dict[Any, torch.dtype] = {Tensor.float: torch.float32, Tensor.double: torch.float64}
+_LAYOUT: dict[Any, Rule] = {
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), _reshaped),
+    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, *_getters("mT")), _permuted),
+    **dict.fromkeys((Tensor.movedim, torch.movedim, Tensor.swapaxes, torch.swapaxes), _permuted),
+    **dict.fromkeys((*_CASTS, Tensor.to), _cast),
+    Tensor.__getitem__: _indexed,
+    Tensor.contiguous: _contiguous,
+}
+_METADATA = frozenset(
+    [
+        *_getters("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf", "grad_fn", "itemsize"),
+        *_getters("is_cuda", "is_cpu", "is_mps", "is_meta", "is_xla", "is_xpu", "is_sparse", "is_sparse_csr"),
+        *_getters("is_nested", "is_quantized", "is_mkldnn", "is_ipu", "is_maia", "is_mtia", "is_vulkan", "output_nr"),
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__),
+        *(Tensor.is_contiguous, Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed),
+        *(Tensor.get_device, Tensor.__hash__, Tensor.is_inference, *_getters("nbytes")),
+        *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
+    ]
+)
+_OF_GRADIENTS = frozenset([torch.autograd.grad, Tensor.register_hook, Tensor.retain_grad])

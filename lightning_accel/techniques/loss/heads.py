@@ -1,0 +1,161 @@
+"""One linear head in a run: when it leaves its logits out, and how often somebody wanted them after all."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.core.isolation import is_trial
+from lightning_accel.core.torch_private import is_transformed
+from lightning_accel.techniques.loss.deferred import DeferredLogits, Family, is_checkpointing
+from lightning_accel.techniques.loss.pieces import Form, Problem, linear_cross_entropy
+from lightning_accel.techniques.loss.rehearsal import objection
+
+SMALLEST_BYTES = 16 << 20
+"""Of logits: fewer fit in caches, and computing them in pieces gains nothing."""
+
+PATIENCE = 2
+"""Steps running in which logits are read, after which a head computes them at once: now and then it may be."""
+
+_DTYPES = {
+    "cpu": (torch.float32, torch.float64, torch.bfloat16),
+    "cuda": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+}
+
+
+class Head:
+    """A linear layer whose logits are left out where their cross-entropy is all that is asked of them.
+
+    Args:
+        site: Its name in the model.
+        module: The layer.
+        always: Whether also where that takes longer: ``reduction="none"``.
+        verify: Whether its numbers are tried at its first loss of each form.
+        smallest: Bytes of logits below which it computes them at once.
+        refuse: Told, with the reason, when it is not to act any more in a stage.
+    """
+
+    def __init__(
+        self,
+        site: str,
+        module: nn.Linear,
+        *,
+        always: bool,
+        verify: bool,
+        smallest: int,
+        refuse: Callable[[str, str, str], None],
+    ) -> None:
+        self.site, self.module = site, module
+        self.stage: str | None = None  # of the step under way
+        self.num_fused = 0
+        self._always, self._verify, self._smallest, self._refuse = always, verify, smallest, refuse
+        self._families: list[weakref.ref[Family]] = []
+        self._reader = ""  # in the step under way
+        self._reads: Counter[str] = Counter()  # by stage: steps running
+        self._plain_in: set[str] = set()
+        self._tried: set[Any] = set()
+
+    def rebound(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The layer's forward."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.stage is None or module is not self.module or len(args) != 1 or kwargs:
+                return original(module, *args, **kwargs)
+            dtype = self._dtype_of_logits(args[0])
+            return original(module, *args) if dtype is None else self._defer(args[0], dtype)
+
+        return forward
+
+    def begin(self, stage: str) -> None:
+        """A step begins."""
+        self.stage, self._reader = None if stage in self._plain_in else stage, ""
+
+    def end(self, *, is_whole: bool) -> None:
+        """It is over. Logits that somebody still holds are computed now, while weights are what they were."""
+        stage, self.stage = self.stage, None
+        if stage is None:
+            return
+        families, self._families = self._families, []
+        if not is_whole:
+            return
+        for ref in families:
+            if (family := ref()) is not None and family.living:
+                family.read_by("somebody who holds them after the step")
+        self._reads[stage] = self._reads[stage] + 1 if self._reader else 0
+        if self._reads[stage] >= PATIENCE:
+            self._give_up(stage, f"its logits are read, by {self._reader}")
+
+    def before_weights_change(self) -> None:
+        """Computes what is held, in the middle of a step."""
+        for ref in self._families:
+            if (family := ref()) is not None and family.living:
+                family.read_by("somebody who holds them while weights change")
+
+    def _give_up(self, stage: str, why: str) -> None:
+        self._plain_in.add(stage)
+        self._refuse(self.site, stage, why)
+
+    def _defer(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        module = self.module
+        family = Family(rows, module.weight, module.bias, dtype, self._fuse, self._read)
+        self._families.append(weakref.ref(family))
+        return DeferredLogits.of_call(family)
+
+    def _read(self, who: str) -> None:
+        self._reader = who
+
+    def _dtype_of_logits(self, x: Any) -> torch.dtype | None:
+        """Of this call; None where it is none to be put off."""
+        module = self.module
+        weight, bias = module.weight, module.bias
+        given = (x, weight) if bias is None else (x, weight, bias)
+        # Sharded, quantised and whatever else is a kind of its own computes by its own rules.
+        if any(type(t) not in (Tensor, nn.Parameter) for t in given) or x.dim() == 0:
+            return None
+        device = x.device.type
+        dtype: torch.dtype = x.dtype
+        if torch.is_autocast_enabled(device) and dtype.is_floating_point and torch.float64 not in (dtype, weight.dtype):
+            dtype = torch.get_autocast_dtype(device)
+        elif any(t.dtype != dtype for t in given):
+            return None
+        if dtype not in _DTYPES.get(device, ()) or weight.device != x.device:
+            return None
+        if x.numel() // x.shape[-1] * len(weight) * dtype.itemsize < self._smallest:
+            return None
+        # Without gradients in training: inside an autograd.Function perhaps, which makes it a part of its graph.
+        if is_checkpointing() or (self.stage == "train" and not torch.is_grad_enabled()):
+            return None
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed() or is_trial():
+            return None
+        return dtype
+
+    def _fuse(self, problem: Problem) -> Tensor | str:
+        form = problem.form
+        needs_gradients = torch.is_grad_enabled() and (problem.rows.requires_grad or problem.weight.requires_grad)
+        if form.reduction == "none" and needs_gradients and not self._always:
+            return "a loss of every token by itself, whose gradients would be computed twice (loss='on' has them so)"
+        if self._verify and (why := self._failure(problem, needs_gradients)):
+            self._give_up(self.stage or "train", why)
+            return why
+        self.num_fused += 1
+        loss = linear_cross_entropy(problem)
+        if loss.grad_fn is not None:
+            loss.grad_fn.register_prehook(lambda _: self.before_weights_change())
+        return loss
+
+    def _failure(self, problem: Problem, with_gradients: bool) -> str:
+        """What is wrong with the numbers of the first loss of its form; empty: nothing."""
+        form: Form = problem.form
+        autocast = torch.is_autocast_enabled(problem.rows.device.type)
+        kind = (form, problem.class_weight is None, with_gradients, autocast)
+        if kind in self._tried:
+            return ""
+        why = objection(problem, with_gradients)
+        if not why:
+            self._tried.add(kind)
+        return why

@@ -1,0 +1,166 @@
+"""The technique: heads leave their logits out where a cross-entropy is all that is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import Self, override
+
+from lightning_accel.core.blocks import repeated_blocks
+from lightning_accel.core.compiled import is_inside_compiled
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.techniques.arms import OFF, Arm
+from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.loss.heads import SMALLEST_BYTES, Head
+from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.registry import register
+
+FEWEST_CLASSES = 4096
+"""Of a layer that is taken for a head: of fewer the logits are no large part of a step's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossPlan:
+    """Whether a linear head and the cross-entropy of its output are computed together.
+
+    Attributes:
+        mode: ``"auto"`` computes the loss of large vocabularies in pieces, without the logits, where they are asked for
+            nothing else and that is not slower; ``"on"`` also where it is; ``"off"``.
+    """
+
+    mode: Literal["auto", "on", "off"] = "auto"
+
+
+@register(
+    "loss",
+    settings=LossPlan,
+    default="auto",
+    on="on",
+    after="inplace_activations",
+    before="compile",
+    exactness="rounding",
+)
+class Loss(Technique):
+    """Has linear heads return logits that are not there, until somebody reads them or takes their cross-entropy.
+
+    A loss is tried, on a few rows, at the first of each form. A head whose logits are read in two steps running, or are
+    held after a step, goes back to what it was, with the reason. Ranks need not agree: gradients are autograd's.
+
+    Args:
+        always: Whether also where it is slower, and without live trials.
+        verify: Whether to try.
+        smallest: Bytes of logits below which they are computed at once.
+        fewest: Classes below which a layer is not taken for a head.
+    """
+
+    applied_before_trial = True
+    trial_step: ClassVar[None] = None
+    remembers: ClassVar[bool] = False
+    why_not_sharded: ClassVar[str] = (
+        "a head's weight is whole only while the head is called, before its loss is computed"
+    )
+
+    def __init__(self, always: bool, verify: bool, *, smallest: int, fewest: int) -> None:
+        self._always, self._verify, self._smallest, self._fewest = always, verify, smallest, fewest
+        self.heads: dict[str, Head] = {}
+        self._is_paused = False
+
+    @classmethod
+    @override
+    def planned(cls, settings: LossPlan, surroundings: Surroundings) -> Self:
+        return cls(settings.mode == "on", surroundings.verify, smallest=SMALLEST_BYTES, fewest=FEWEST_CLASSES)
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind in ("xla", "mps"):
+            return f"the loss in pieces is made for CPUs and for NVIDIA and AMD GPUs, and not tried on {host.kind}"
+        return None
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+        wide = {site: module for site, module in model.named_modules() if isinstance(module, nn.Linear)}
+        wide = {site: module for site, module in wide.items() if module.out_features >= self._fewest}
+        blocks = repeated_blocks(model) if wide else ()
+        for site, module in wide.items():
+            # Within a block it is a layer among others, whose output the next one reads.
+            if any(site.startswith(f"{block}.") for block in blocks):
+                continue
+            if (reason := _unfit(model, site, module)) is not None:
+                yield Refusal(site, reason)
+                continue
+            head = self.heads[site] = Head(
+                site,
+                module,
+                always=self._always,
+                verify=self._verify,
+                smallest=self._smallest,
+                refuse=self._refuse,
+            )
+            change = "its cross-entropy is computed in pieces, without the logits"
+            yield MethodPatch(site, change, module, "forward", head.rebound)
+
+    def _refuse(self, site: str, stage: str, why: str) -> None:
+        if stage == "train":
+            self.notes.refuse(site, why)
+        else:
+            self.notes.revise(site, Verdict(keep=True, reason=f"in pieces while training; in {stage} {why}"))
+
+    @override
+    def step(self, stage: str) -> AbstractContextManager[Any]:
+        if self._is_paused or stage == "predict":  # in which nobody asks for a loss
+            return nullcontext()
+        heads = [head for head in self.heads.values() if "forward" in vars(head.module)]
+        return _Step(heads, stage) if heads else nullcontext()
+
+    @override
+    def arms(self) -> Iterable[Arm]:
+        if not self._always and any(head.num_fused for head in self.heads.values()):
+            yield Arm(self.name, ("on",), self._have, saves_memory=True)
+
+    def _have(self, choice: str) -> None:
+        self._is_paused = choice == OFF
+
+    @override
+    def forecast(self, host: Host) -> Forecast:
+        if (reason := self.unavailable(host)) is not None:
+            return Forecast(False, "no", reason)
+        return Forecast(True, "tried", f"in pieces for {self._fewest:,} classes or more, where nobody reads the logits")
+
+
+class _Step:
+    """Around a step: what heads leave out is computed before a weight changes, for whoever still holds it."""
+
+    __slots__ = ("_heads", "_hook", "_stage")
+
+    def __init__(self, heads: list[Head], stage: str) -> None:
+        self._heads, self._stage = heads, stage
+
+    def __enter__(self) -> None:
+        for head in self._heads:
+            head.begin(self._stage)
+        self._hook = register_optimizer_step_pre_hook(self._before_weights_change)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._hook.remove()
+        for head in self._heads:
+            head.end(is_whole=kind is None)
+
+    def _before_weights_change(self, *_: Any) -> None:
+        for head in self._heads:
+            head.before_weights_change()
+
+
+def _unfit(model: nn.Module, site: str, module: nn.Linear) -> str | None:
+    if type(module) is not nn.Linear:
+        return f"a {type(module).__name__}, which may compute otherwise than nn.Linear"
+    if "forward" in vars(module):
+        return "its forward is not the one of its class"
+    if is_inside_compiled(model, site):
+        return "inside a compiled module"
+    return None

@@ -17,6 +17,7 @@ class Arguments:
     def __init__(
         self,
         *,
+        optimizer: Literal["auto", "off", "foreach", "fused"] | bool = "auto",
         preprocess: Sequence[Transform | dict[str, Any]] | None = (),
         precision: Literal["auto", "32-true", "16-mixed", "bf16-mixed"] = "auto",
         flash_attention: Literal[
@@ -43,6 +44,10 @@ class Arguments:
     ) -> None:
         """
         Args:
+            optimizer: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of
+                them at once; ``"auto"`` tries both on the run's own steps, and the fastest stays; ``"off"``. Groups
+                for which the user has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left
+                as they are.
             preprocess: Transforms of :mod:`lightning_accel.data` that batches go through on the device, each
                 prepared while the one before it is trained on (in YAML mappings of ``class_path`` and
                 ``init_args``).
@@ -86,6 +91,7 @@ class Arguments:
     def _configure(self, settings: dict[str, Any]) -> None: ...
 
 class Values:
+    optimizer: Literal["auto", "off", "foreach", "fused"] | bool
     preprocess: Sequence[Transform | dict[str, Any]] | None
     precision: Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
     flash_attention: (

@@ -74,6 +74,7 @@ class Engine:
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
         self._available = tuple(self._techniques)
         self._at_work: list[Technique] = []  # those that a step has to do with
+        self._has_edits = False
         self._resting: set[str] = set()  # whose arms are off
         self._trial_step: int | None = 0 if self._techniques else None
         self._open = list(self._techniques)  # those that are not closed, among them such as stand aside
@@ -102,7 +103,7 @@ class Engine:
             if may_try is None:
                 may_try = stage == "train" and torch.is_grad_enabled()
             if may_try:
-                if self._searches_left:
+                if self._searches_left and stage == "train":
                     self._search_optimizers()
                 return self._trial(stage)
         if not self._at_work:
@@ -167,12 +168,18 @@ class Engine:
             self._patches.get(technique.name, PatchSet()).undo()
             technique.close()
         self._techniques, self._at_work, self._open = [], [], []
+        self._has_edits = False
         self._trial_step = None
 
     @property
     def has_edits(self) -> bool:
-        """Whether a step may run otherwise than the user wrote it."""
-        return bool(self._at_work)
+        """Whether forward and loss of a step may run otherwise than the user wrote them."""
+        return self._has_edits
+
+    @property
+    def edits_optimizers(self) -> bool:
+        """Whether optimizers may step otherwise than the user has them."""
+        return any(technique.edits_optimizers for technique in self._techniques)
 
     @property
     def is_trying(self) -> bool:
@@ -202,6 +209,7 @@ class Engine:
             record.is_on, record.status = False, f"taken back: {reason}"
         # Not closed before the run ends: layouts that DistributedDataParallel counts on are held until then.
         self._techniques, self._at_work = [], []
+        self._has_edits = False
         self._trial_step = None
 
     def join_after_failure(self) -> None:
@@ -380,7 +388,9 @@ class Engine:
 
     def _find_at_work(self) -> None:
         awake = [t for t in self._techniques if t.name not in self._resting]
-        self._at_work = [t for t in awake if t.acts_without_sites or t.watches_on or self._has_sites(t)]
+        on_model = [t for t in awake if t.acts_without_sites or t.watches_on or self._patches[t.name]]
+        self._at_work = [t for t in awake if t in on_model or self._on_optimizers[t.name]]
+        self._has_edits = bool(on_model)
 
     def _settle(self, technique: Technique) -> None:
         technique.settled()

@@ -25,6 +25,7 @@ COLUMNS = {
     'flash_attention="auto"': "attention",
     'inplace_activations="auto"': "in place",
     'memory_format="auto"': "memory format",
+    'optimizer="auto"': "optimizer",
     'gradient_checkpointing="full"': "checkpointing",
     'memory_budget="12GiB"': "memory budget",
     'activation_offloading="disk"': "offloading",

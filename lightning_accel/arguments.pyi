@@ -17,7 +17,6 @@ class Arguments:
     def __init__(
         self,
         *,
-        optimizer: Literal["auto", "off", "foreach", "fused"] | bool = "auto",
         preprocess: Sequence[Transform | dict[str, Any]] | None = (),
         precision: Literal["auto", "32-true", "16-mixed", "bf16-mixed"] = "auto",
         flash_attention: Literal[
@@ -28,6 +27,7 @@ class Arguments:
         | bool = "auto",
         inplace_activations: Literal["auto", "off"] | bool = "auto",
         memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool = "auto",
+        optimizer: Literal["auto", "off", "foreach", "fused"] | bool = "auto",
         sparse_activations: Literal["auto", "off"] | bool = "off",
         activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool = "auto",
         gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool = "off",
@@ -44,10 +44,6 @@ class Arguments:
     ) -> None:
         """
         Args:
-            optimizer: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of
-                them at once; ``"auto"`` tries both on the run's own steps, and the fastest stays; ``"off"``. Groups
-                for which the user has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left
-                as they are.
             preprocess: Transforms of :mod:`lightning_accel.data` that batches go through on the device, each
                 prepared while the one before it is trained on (in YAML mappings of ``class_path`` and
                 ``init_args``).
@@ -62,6 +58,10 @@ class Arguments:
                 where nobody else can read it, as counts of who holds it show; ``"off"``.
             memory_format: ``"auto"`` moves models with convolutions to channels_last where that is not slower; a
                 named format is used wherever the numbers agree; ``"off"`` leaves every layout alone.
+            optimizer: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of
+                them at once; ``"auto"`` tries both on the run's own steps, and the fastest stays; ``"off"``. Groups
+                for which the user has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left
+                as they are.
             sparse_activations: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where
                 that is worth its time; ``"off"``.
             activation_offloading: ``"host"`` moves what is saved for the backward pass to pinned memory of the host
@@ -91,7 +91,6 @@ class Arguments:
     def _configure(self, settings: dict[str, Any]) -> None: ...
 
 class Values:
-    optimizer: Literal["auto", "off", "foreach", "fused"] | bool
     preprocess: Sequence[Transform | dict[str, Any]] | None
     precision: Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
     flash_attention: (
@@ -102,6 +101,7 @@ class Values:
     )
     inplace_activations: Literal["auto", "off"] | bool
     memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool
+    optimizer: Literal["auto", "off", "foreach", "fused"] | bool
     sparse_activations: Literal["auto", "off"] | bool
     activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool
     gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool

@@ -366,6 +366,7 @@ def test_the_report_names_device_and_every_technique() -> None:
             "flash_attention:",
             "inplace_activations:",
             "memory_format:",
+            "optimizer:",
             "sparse_activations:",
             "activation_offloading:",
             "gradient_checkpointing:",

@@ -225,6 +225,7 @@ class StepsTogether(Patch):
     "optimizer",
     settings=OptimizerPlan,
     default="auto",
+    after="memory_format",
     exactness="rounding",
     shown=("fused", "foreach"),
 )
@@ -291,6 +292,8 @@ class OptimizerSteps(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
+        if (reason := self.unavailable(host)) is not None:
+            return Forecast(False, "no", reason)
         if self._setting != "auto":
             return Forecast(True, "yes", f"{self._setting} steps of torch's own optimizers")
         ways = "fused and foreach steps" if host.kind == "cpu" else "fused steps"

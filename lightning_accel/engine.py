@@ -158,8 +158,10 @@ class Engine:
         if any(one.edits_optimizers or one in self._at_work for one in reading):  # to look for them takes a while
             self.meet(living_optimizers(self.model))
         for technique in self._techniques:
-            if technique.edits_optimizers and not self._searches_left:
+            if technique.edits_optimizers and not self._searches_left and not self._has_sites(technique):
                 self._miss_sites(technique)
+                record = self.report.of(technique.name)
+                record.status = technique.notes.status or record.outcome()
 
     def undo(self) -> None:
         """Takes every edit back: the model is again the one that was passed in. The report stays."""
@@ -256,9 +258,8 @@ class Engine:
         record.is_on = technique.acts_without_sites or len(patches) > 0
         if not technique.edits_optimizers:
             self._miss_sites(technique)
-        record.status = technique.notes.status or (
-            "waiting for the first step" if len(patches) else "no site in this model"
-        )
+        nothing = "waiting for optimizers" if technique.edits_optimizers else "no site in this model"
+        record.status = technique.notes.status or ("waiting for the first step" if len(patches) else nothing)
         self._hear(technique)
 
     def _miss_sites(self, technique: Technique) -> None:

@@ -1,9 +1,9 @@
 """Optimizers of torch's that can step many parameters together, and when a group of parameters may be stepped so.
 
-Torch's optimizers step in one of three ways: parameter by parameter; by *foreach*, each operation on all parameters of a
-group at once; and *fused*, the whole step of a group in one kernel. A fused kernel walks parameters, gradients and states
-by their addresses. Where their layouts, types or sizes differ it updates wrong elements, without an error (on CPU, torch
-2.11 to 2.13), so that all of them are looked at before every step that is to be fused.
+Torch's optimizers step in one of three ways: parameter by parameter; by *foreach*, each operation on all parameters of
+a group at once; and *fused*, the whole step of a group in one kernel. A fused kernel walks parameters, gradients and
+states by their addresses. Where their layouts, types or sizes differ it updates wrong elements, without an error (on
+CPU, torch 2.11 to 2.13), so that all of them are looked at before every step that is to be fused.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ FUSED: Mapping[type[Optimizer], tuple[str, ...]] = {
 
 FOREACH = (*FUSED, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop)
 """Not ASGD, whose foreach step rounds its learning rate otherwise: by 1e-10 of the weights in float64."""
+
+_DISTRIBUTED: Mapping[Way, tuple[type[Optimizer], ...]] = {"fused": (Adam, AdamW), "foreach": (Adam, AdamW, SGD)}
+"""Those whose operations torch has for DTensors; of the others it raises a ``NotImplementedError`` (torch 2.13)."""
 
 _ON_CPU = (torch.float32, torch.float64)
 """What fused kernels step on a CPU. Others silently leave elements out (pytorch#191763, SGD of torch 2.11 to 2.13)."""
@@ -79,6 +82,11 @@ def own_choice(group: Group) -> str | None:
     return None
 
 
+def knows_distributed(kind: type[Optimizer], group: Group, way: Way) -> bool:
+    """Whether a group could be stepped in this way if all its parameters that are no plain tensors are DTensors."""
+    return kind in _DISTRIBUTED[way] or all(type(p) in (Tensor, nn.Parameter) for p in group["params"])
+
+
 def is_one_operation(kind: type[Optimizer], group: Group) -> bool:
     """Whether a step is one addition for each parameter: there is nothing to fuse."""
     return kind is SGD and not group["momentum"] and not group["weight_decay"]
@@ -89,15 +97,17 @@ def is_foreach_by_itself(group: Group) -> bool:
     return all(p.device.type != "cpu" and type(p) in (Tensor, nn.Parameter) for p in group["params"])
 
 
-@functools.cache
 def has_fused(kind: type[Optimizer], device_type: str, dtype: torch.dtype) -> bool:
     """Whether torch has a fused step of these optimizers for such parameters, and it is right."""
     if kind not in FUSED or dtype not in {"cpu": _ON_CPU, "cuda": _ON_GPU}.get(device_type, ()):
         return False
-    if kind is not Adagrad or device_type == "cpu":
-        return True
-    # On CUDA younger than the others. No optimizer is made, whose hooks somebody could see.
-    parameter, gradient, total = (torch.zeros(1, device=device_type, dtype=dtype) for _ in range(3))
+    return kind is not Adagrad or _has_fused_adagrad(device_type)
+
+
+@functools.cache
+def _has_fused_adagrad(device_type: str) -> bool:
+    """On CUDA it is younger than the others. No optimizer is made to find out, whose hooks somebody could see."""
+    parameter, gradient, total = (torch.zeros(1, device=device_type) for _ in range(3))
     steps = [torch.zeros((), device=device_type)]
     settings: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.0, "lr_decay": 0.0, "eps": 1.0, "maximize": False}
     try:
@@ -147,20 +157,22 @@ def make_ready(kind: type[Optimizer], group: Group, states: Mapping[Tensor, dict
             return f"a parameter is of {dtype}, its gradient of {gradient.dtype}"
         if not (parameter.is_cpu or parameter.is_cuda):
             return f"a parameter is on {parameter.device.type}"
-    if distributed and (reason := _distributed(distributed, group)):
+    if distributed and (reason := _distributed(distributed, kind, group, way)):
         return reason
     return _fused(kind, group, states, bool(distributed)) if way == "fused" else None
 
 
-def _distributed(strange: Sequence[Any], group: Group) -> str | None:
+def _distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, way: Way) -> str | None:
     """Parameters that are no plain tensors have all to be DTensors of one mesh, whose gradients lie as they do."""
     # Imported where there are any: it takes a while.
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     for parameter in strange:
-        if type(parameter) is not kind:
+        if type(parameter) is not distributed:
             return f"a parameter is a {type(parameter).__name__}"
-        if type(parameter.grad) is not kind or parameter.grad.placements != parameter.placements:
+        if type(parameter.grad) is not distributed or parameter.grad.placements != parameter.placements:
             return "a gradient is distributed otherwise than its parameter"
+    if kind not in _DISTRIBUTED[way]:
+        return f"torch has no {way} step of {kind.__name__} for distributed parameters"
     stepping = sum(parameter.grad is not None for parameter in group["params"])
     if len(strange) < stepping or any(parameter.device_mesh != strange[0].device_mesh for parameter in strange):
         return "not all of its parameters are distributed over the same processes"
@@ -226,7 +238,7 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-# -- how many steps a parameter has seen: state["step"] -----------------------------------------------------------------
+# -- how many steps a parameter has seen: state["step"] ---------------------------------------------------------------
 
 
 def own_steps(group: Group, states: Mapping[Tensor, dict[str, Any]]) -> Iterator[tuple[Tensor, Tensor]]:

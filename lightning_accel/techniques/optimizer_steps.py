@@ -25,6 +25,7 @@ from lightning_accel.core.stepping import (
     is_foreach_by_itself,
     is_one_operation,
     kind_of,
+    knows_distributed,
     make_ready,
     own_choice,
     own_steps,
@@ -46,9 +47,9 @@ class OptimizerPlan:
     """How torch's own optimizers step.
 
     Attributes:
-        step: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of them at once;
-            ``"auto"`` tries both on the run's own steps, and the fastest stays; ``"off"``. Groups for which the user
-            has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left as they are.
+        step: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of them at
+            once; ``"auto"`` tries both on the run's own steps, and the fastest stays; ``"off"``. Groups for which the
+            user has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left as they are.
     """
 
     step: OptimizerSetting = "auto"
@@ -94,17 +95,22 @@ def _ways(kind: type[Optimizer], group: Group, setting: OptimizerSetting) -> lis
     # On GPUs it needs memory for temporary copies, which a run may not have.
     if setting == "foreach" or (is_auto and devices == {"cpu"} and _mean_size(group) <= SMALL):
         ways += ["foreach"]
-    return ways
+    return [way for way in ways if knows_distributed(kind, group, way)]
 
 
 def _mean_size(group: Group) -> float:
-    return sum(parameter.numel() for parameter in group["params"]) / max(1, len(group["params"]))
+    sizes = [parameter.numel() for parameter in group["params"]]
+    return sum(sizes) / max(1, len(sizes))
 
 
 def _nothing_to_gain(kind: type[Optimizer], group: Group, setting: OptimizerSetting) -> str:
     devices = {parameter.device.type for parameter in group["params"]}
+    if setting == "foreach":
+        return f"torch has no foreach step of {kind.__name__} for distributed parameters"
     if setting == "auto" and is_one_operation(kind, group):
         why = "its step is one addition, which nothing makes less"
+    elif not knows_distributed(kind, group, "fused"):
+        why = f"torch has no fused step of {kind.__name__} for distributed parameters"
     else:
         dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in group["params"]}
         why = f"torch has no fused step of {kind.__name__} on {_listed(devices)} in {_listed(dtypes)} that is right"
@@ -230,7 +236,7 @@ class StepsTogether(Patch):
     shown=("fused", "foreach"),
 )
 class OptimizerSteps(Technique):
-    """Has torch's own optimizers take fused or foreach steps; states, checkpoints and the user's flags stay as they are.
+    """Has torch's own optimizers take fused or foreach steps; checkpoints and the user's flags stay as they are.
 
     Args:
         setting: As in the plan; not ``"off"``.

@@ -1,4 +1,4 @@
-"""Fused and foreach steps of torch's optimizers: the numbers, checkpoints and flags of the user's own, in fewer calls."""
+"""Fused and foreach steps of torch's optimizers: numbers, checkpoints and flags of the user's own, in fewer calls."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_halves_are_not_fused_on_a_cpu_where_torch_leaves_elements_out(dtype: to
     """The fused SGD of torch 2.11 to 2.13 steps only what is left of whole vectors: pytorch#191763."""
     make = partial(SGD, lr=0.1)
     model = network(dtype)
+    loop = Loop(copy.deepcopy(model), make, "fused")
     with pytest.warns(AccelWarning, match=f"no fused step of SGD on cpu in {str(dtype)[6:]} that is right"):
-        loop = Loop(copy.deepcopy(model), make, "fused")
         loop.run(range(2))
     plain, together = Loop(copy.deepcopy(model), make), Loop(model, make, "foreach")
     for each in (plain, together):

@@ -142,24 +142,33 @@ def make_ready(kind: type[Optimizer], group: Group, states: Mapping[Tensor, dict
     reason = why_never(kind, group, way)
     if reason is not None:
         return reason
-    on_cpu, on_gpu = (_ON_CPU, _ON_GPU) if way == "fused" else (_ANY, _ANY)
-    distributed = []
+    strange = [p for p in group["params"] if type(p) is not nn.Parameter and type(p) is not Tensor]
+    strange = [parameter for parameter in strange if parameter.grad is not None]
+    if strange and (reason := _distributed(strange, kind, group, way)):
+        return reason
+    return _fused(kind, group, states, bool(strange)) if way == "fused" else _foreach(group)
+
+
+def _foreach(group: Group) -> str | None:
     for parameter in group["params"]:
         gradient = parameter.grad
-        if gradient is None:
-            continue
-        if gradient.layout is not torch.strided:
-            return "a gradient is sparse"
-        if type(parameter) is not nn.Parameter and type(parameter) is not Tensor:
-            distributed.append(parameter)
-        dtype = parameter.dtype
-        if dtype not in (on_cpu if parameter.is_cpu else on_gpu) or gradient.dtype is not dtype:
-            return f"a parameter is of {dtype}, its gradient of {gradient.dtype}"
-        if not (parameter.is_cpu or parameter.is_cuda):
-            return f"a parameter is on {parameter.device.type}"
-    if distributed and (reason := _distributed(distributed, kind, group, way)):
-        return reason
-    return _fused(kind, group, states, bool(distributed)) if way == "fused" else None
+        if gradient is not None:
+            if gradient.layout is not torch.strided:
+                return _SPARSE
+            dtype = parameter.dtype
+            if dtype not in _ANY or gradient.dtype is not dtype:
+                return _types(parameter)
+            if not (parameter.is_cpu or parameter.is_cuda):
+                return f"a parameter is on {parameter.device.type}"
+    return None
+
+
+_SPARSE = "a gradient is sparse"
+
+
+def _types(parameter: Tensor) -> str:
+    assert parameter.grad is not None
+    return f"a parameter is of {parameter.dtype} on {parameter.device.type}, its gradient of {parameter.grad.dtype}"
 
 
 def _distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, way: Way) -> str | None:
@@ -182,6 +191,7 @@ def _distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, wa
 def _fused(
     kind: type[Optimizer], group: Group, states: Mapping[Tensor, dict[str, Any]], is_distributed: bool
 ) -> str | None:
+    # In one loop, with no call that can be spared: it runs before every step.
     names = FUSED[kind]
     stepping = without_state = 0
     strays = []
@@ -190,19 +200,34 @@ def _fused(
         if gradient is None:
             continue
         stepping += 1
+        if gradient.layout is not torch.strided:
+            return _SPARSE
+        dtype, numel, is_cpu = parameter.dtype, parameter.numel(), parameter.is_cpu
+        if dtype not in (_ON_CPU if is_cpu else _ON_GPU) or gradient.dtype is not dtype:
+            return _types(parameter)
+        if not (is_cpu or parameter.is_cuda):
+            return f"a parameter is on {parameter.device.type}"
         state = states.get(parameter) or _NO_STATE
-        alike = [gradient]
+        others = [gradient]
         for name in names:
-            if (value := state.get(name)) is not None:
-                alike.append(value)
-        without_state += len(alike) == 1
+            value = state.get(name)
+            if value is not None:
+                others.append(value)
+        without_state += len(others) == 1
         if is_distributed:
-            parameter, *alike = (tensor.to_local() for tensor in (parameter, *alike))
-        if not _lie_alike(parameter, alike):
-            return "a parameter, its gradient and its state do not lie alike in memory"
+            parameter, *others = (tensor.to_local() for tensor in (parameter, *others))
+            numel = parameter.numel()
+        if parameter.is_contiguous():
+            for other in others:
+                if not other.is_contiguous() or other.numel() != numel or other.dtype is not dtype:
+                    return _LAYOUT
+        elif not _lie_alike(parameter, others):
+            return _LAYOUT
         step = state.get("step")
-        if step is not None and (step.dtype is not torch.float32 or step.device != parameter.device):
-            strays.append((state, step, parameter.device))
+        if step is not None:
+            is_beside = step.is_cpu if is_cpu else step.device == parameter.device
+            if step.dtype is not torch.float32 or not is_beside:
+                strays.append((state, step, parameter.device))
     if kind is SGD and group["momentum"] and 0 < without_state < stepping:
         return "some of its parameters have no momentum yet"  # torch 2.11 to 2.13 raise
     for state, step, device in strays:
@@ -211,17 +236,12 @@ def _fused(
 
 
 _NO_STATE: dict[str, Any] = {}
+_LAYOUT = "a parameter, its gradient and its state do not lie alike in memory"
 
 
 def _lie_alike(parameter: Tensor, others: Sequence[Tensor]) -> bool:
-    """Whether tensors are as large as a parameter, of its type, and have the same elements at the same addresses."""
-    numel, dtype = parameter.numel(), parameter.dtype  # shapes take five times as long to compare
-    if parameter.is_contiguous():
-        for other in others:
-            if not other.is_contiguous() or other.numel() != numel or other.dtype is not dtype:
-                return False
-        return True
-    stride = parameter.stride()
+    """Whether all have the same elements at the same addresses, and nothing between them."""
+    stride, numel, dtype = parameter.stride(), parameter.numel(), parameter.dtype
     return _is_dense(parameter.shape, stride) and all(
         other.stride() == stride and other.numel() == numel and other.dtype is dtype for other in others
     )

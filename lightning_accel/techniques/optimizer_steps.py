@@ -99,7 +99,7 @@ def _ways(kind: type[Optimizer], group: Group, setting: OptimizerSetting) -> lis
 
 
 def _mean_size(group: Group) -> float:
-    sizes = [parameter.numel() for parameter in group["params"]]
+    sizes: list[int] = [parameter.numel() for parameter in group["params"]]
     return sum(sizes) / max(1, len(sizes))
 
 

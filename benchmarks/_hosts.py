@@ -26,6 +26,7 @@ COLUMNS = {
     'inplace_activations="auto"': "in place",
     'memory_format="auto"': "memory format",
     'loss="auto"': "loss",
+    'optimizer="auto"': "optimizer",
     'gradient_checkpointing="full"': "checkpointing",
     'memory_budget="12GiB"': "memory budget",
     'activation_offloading="disk"': "offloading",

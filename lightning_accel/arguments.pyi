@@ -28,6 +28,7 @@ class Arguments:
         inplace_activations: Literal["auto", "off"] | bool = "auto",
         loss: Literal["auto", "on", "off"] | bool = "auto",
         memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool = "auto",
+        optimizer: Literal["auto", "off", "foreach", "fused"] | bool = "auto",
         sparse_activations: Literal["auto", "off"] | bool = "off",
         activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool = "auto",
         gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool = "off",
@@ -60,6 +61,10 @@ class Arguments:
                 asked for nothing else and that is not slower; ``"on"`` also where it is; ``"off"``.
             memory_format: ``"auto"`` moves models with convolutions to channels_last where that is not slower; a
                 named format is used wherever the numbers agree; ``"off"`` leaves every layout alone.
+            optimizer: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of
+                them at once; ``"auto"`` tries both on the run's own steps, and the fastest stays; ``"off"``. Groups
+                for which the user has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left
+                as they are.
             sparse_activations: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where
                 that is worth its time; ``"off"``.
             activation_offloading: ``"host"`` moves what is saved for the backward pass to pinned memory of the host
@@ -100,6 +105,7 @@ class Values:
     inplace_activations: Literal["auto", "off"] | bool
     loss: Literal["auto", "on", "off"] | bool
     memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool
+    optimizer: Literal["auto", "off", "foreach", "fused"] | bool
     sparse_activations: Literal["auto", "off"] | bool
     activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool
     gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool

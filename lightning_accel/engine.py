@@ -74,6 +74,7 @@ class Engine:
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
         self._available = tuple(self._techniques)
         self._at_work: list[Technique] = []  # those that a step has to do with
+        self._has_edits = False
         self._resting: set[str] = set()  # whose arms are off
         self._trial_step: int | None = 0 if self._techniques else None
         self._open = list(self._techniques)  # those that are not closed, among them such as stand aside
@@ -102,7 +103,7 @@ class Engine:
             if may_try is None:
                 may_try = stage == "train" and torch.is_grad_enabled()
             if may_try:
-                if self._searches_left:
+                if self._searches_left and stage == "train":
                     self._search_optimizers()
                 return self._trial(stage)
         if not self._at_work:
@@ -157,8 +158,10 @@ class Engine:
         if any(one.edits_optimizers or one in self._at_work for one in reading):  # to look for them takes a while
             self.meet(living_optimizers(self.model))
         for technique in self._techniques:
-            if technique.edits_optimizers and not self._searches_left:
+            if technique.edits_optimizers and not self._searches_left and not self._has_sites(technique):
                 self._miss_sites(technique)
+                record = self.report.of(technique.name)
+                record.status = technique.notes.status or record.outcome()
 
     def undo(self) -> None:
         """Takes every edit back: the model is again the one that was passed in. The report stays."""
@@ -167,12 +170,18 @@ class Engine:
             self._patches.get(technique.name, PatchSet()).undo()
             technique.close()
         self._techniques, self._at_work, self._open = [], [], []
+        self._has_edits = False
         self._trial_step = None
 
     @property
     def has_edits(self) -> bool:
-        """Whether a step may run otherwise than the user wrote it."""
-        return bool(self._at_work)
+        """Whether forward and loss of a step may run otherwise than the user wrote them."""
+        return self._has_edits
+
+    @property
+    def edits_optimizers(self) -> bool:
+        """Whether optimizers may step otherwise than the user has them."""
+        return any(technique.edits_optimizers for technique in self._techniques)
 
     @property
     def is_trying(self) -> bool:
@@ -202,6 +211,7 @@ class Engine:
             record.is_on, record.status = False, f"taken back: {reason}"
         # Not closed before the run ends: layouts that DistributedDataParallel counts on are held until then.
         self._techniques, self._at_work = [], []
+        self._has_edits = False
         self._trial_step = None
 
     def join_after_failure(self) -> None:
@@ -248,9 +258,8 @@ class Engine:
         record.is_on = technique.acts_without_sites or len(patches) > 0
         if not technique.edits_optimizers:
             self._miss_sites(technique)
-        record.status = technique.notes.status or (
-            "waiting for the first step" if len(patches) else "no site in this model"
-        )
+        nothing = "waiting for optimizers" if technique.edits_optimizers else "no site in this model"
+        record.status = technique.notes.status or ("waiting for the first step" if len(patches) else nothing)
         self._hear(technique)
 
     def _miss_sites(self, technique: Technique) -> None:
@@ -380,7 +389,9 @@ class Engine:
 
     def _find_at_work(self) -> None:
         awake = [t for t in self._techniques if t.name not in self._resting]
-        self._at_work = [t for t in awake if t.acts_without_sites or t.watches_on or self._has_sites(t)]
+        on_model = [t for t in awake if t.acts_without_sites or t.watches_on or self._patches[t.name]]
+        self._at_work = [t for t in awake if t in on_model or self._on_optimizers[t.name]]
+        self._has_edits = bool(on_model)
 
     def _settle(self, technique: Technique) -> None:
         technique.settled()

@@ -367,6 +367,7 @@ def test_the_report_names_device_and_every_technique() -> None:
             "inplace_activations:",
             "loss:",
             "memory_format:",
+            "optimizer:",
             "sparse_activations:",
             "activation_offloading:",
             "gradient_checkpointing:",

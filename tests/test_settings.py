@@ -118,6 +118,8 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("activation_offloading", {"to": "host", "pinned": 1}, "to, min_bytes, folder"),
     ("sparse_activations", "on", "'off', 'auto'"),
     ("sparse_activations", 0.5, "'off', 'auto'"),
+    ("optimizer", "adamw", "'auto', 'off', 'foreach', 'fused'"),
+    ("optimizer", True, "'auto', 'off', 'foreach', 'fused'"),
     ("preprocess", ["normalize"], "the transforms of lightning_accel.data"),
     ("preprocess", "normalize", "a list"),
     ("preprocess", 3, "a list"),

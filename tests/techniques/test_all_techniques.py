@@ -261,7 +261,8 @@ def test_the_report_has_a_reason_for_every_site(task: Task, name: str) -> None:
     Loop(model, task, handle).run(range(3))
     for technique, record in handle.report.techniques.items():
         assert record.status
-        assert all(model.get_submodule(site) is not None for site in handle.report.applied(technique))
+        sites = [site for site in handle.report.applied(technique) if not site.startswith("optimizer ")]
+        assert all(model.get_submodule(site) is not None for site in sites)
         assert all(handle.report.refused(technique).values())
         assert not {*handle.report.applied(technique)} & {*handle.report.refused(technique)}
     handle.undo()

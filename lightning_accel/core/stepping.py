@@ -1,0 +1,282 @@
+"""Optimizers of torch's that can step many parameters together, and when a group of parameters may be stepped so.
+
+Torch's optimizers step in one of three ways: parameter by parameter; by *foreach*, each operation on all parameters of
+a group at once; and *fused*, the whole step of a group in one kernel. A fused kernel walks parameters, gradients and
+states by their addresses. Where their layouts, types or sizes differ it updates wrong elements, without an error (on
+CPU, torch 2.11 to 2.13), so that all of them are looked at before every step that is to be fused.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim.adagrad import adagrad
+
+Way = Literal["fused", "foreach"]
+Group = dict[str, Any]
+
+FUSED: Mapping[type[Optimizer], tuple[str, ...]] = {
+    Adam: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    AdamW: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    SGD: ("momentum_buffer",),
+    Adagrad: ("sum",),
+}
+"""Those with a fused step → the states that its kernel walks."""
+
+FOREACH = (*FUSED, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop)
+"""Not ASGD, whose foreach step rounds its learning rate otherwise: by 1e-10 of the weights in float64."""
+
+_DISTRIBUTED: Mapping[Way, tuple[type[Optimizer], ...]] = {"fused": (Adam, AdamW), "foreach": (Adam, AdamW, SGD)}
+"""Those whose operations torch has for DTensors; of the others it raises a ``NotImplementedError`` (torch 2.13)."""
+
+_ON_CPU = (torch.float32, torch.float64)
+"""What fused kernels step on a CPU. Others silently leave elements out (pytorch#191763, SGD of torch 2.11 to 2.13)."""
+
+_ON_GPU = (*_ON_CPU, torch.bfloat16)
+"""What they step on a GPU. In float16 they do not overflow where torch's other steps do: that is no rounding."""
+
+_ANY = (*_ON_GPU, torch.float16)
+
+# What a subclass may do anew without having a say in how the parameters are stepped.
+_HARMLESS = {"add_param_group", "load_state_dict", "state_dict", "zero_grad"}
+
+
+def kind_of(optimizer: Optimizer) -> type[Optimizer] | str:
+    """The class of torch's whose step an optimizer takes; or why it takes none that could be taken together."""
+    name = type(optimizer).__name__
+    kind = next((each for each in type(optimizer).__mro__ if each in FOREACH), None)
+    if kind is None:
+        return f"{name} is none of the optimizers of torch that can step many parameters together within rounding"
+    if not _step_of(kind).__module__.startswith("torch.optim"):
+        return f"{kind.__name__}.step was replaced by another one than torch's"
+    if _step_of(type(optimizer)) is not _step_of(kind):
+        return f"{name} has a step of its own"
+    before = type(optimizer).__mro__[: type(optimizer).__mro__.index(kind)]
+    # An instance has its step wrapped by learning rate schedulers, which call the one that was there.
+    changed = {*vars(optimizer), *(each for one in before for each in vars(one))} - _HARMLESS - {"step"}
+    own = sorted(each for each in changed if not each.startswith("__") and callable(getattr(kind, each, None)))
+    return f"{name} has its own {', '.join(own)}" if own else kind
+
+
+def _step_of(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The step of a class without the wrapper in which torch calls hooks, and which it puts on subclasses too."""
+    step: Any = kind.step
+    inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return inner
+
+
+def own_choice(group: Group) -> str | None:
+    """Why a group of parameters steps as its user says; None where they leave that to torch."""
+    for name in ("foreach", "fused"):
+        if group.get(name) is not None:
+            return f"{name}={group[name]} was chosen for it"
+    for name in ("capturable", "differentiable"):
+        if group.get(name):
+            return f"{name}=True was chosen for it"
+    return None
+
+
+def knows_distributed(kind: type[Optimizer], group: Group, way: Way) -> bool:
+    """Whether a group could be stepped in this way if all its parameters that are no plain tensors are DTensors."""
+    return kind in _DISTRIBUTED[way] or all(type(p) in (Tensor, nn.Parameter) for p in group["params"])
+
+
+def is_one_operation(kind: type[Optimizer], group: Group) -> bool:
+    """Whether a step is one addition for each parameter: there is nothing to fuse."""
+    return kind is SGD and not group["momentum"] and not group["weight_decay"]
+
+
+def is_foreach_by_itself(group: Group) -> bool:
+    """Whether torch steps a group by foreach unless it is told otherwise: on accelerators."""
+    return all(p.device.type != "cpu" and type(p) in (Tensor, nn.Parameter) for p in group["params"])
+
+
+def has_fused(kind: type[Optimizer], device_type: str, dtype: torch.dtype) -> bool:
+    """Whether torch has a fused step of these optimizers for such parameters, and it is right."""
+    if kind not in FUSED or dtype not in {"cpu": _ON_CPU, "cuda": _ON_GPU}.get(device_type, ()):
+        return False
+    return kind is not Adagrad or _has_fused_adagrad(device_type)
+
+
+@functools.cache
+def _has_fused_adagrad(device_type: str) -> bool:
+    """On CUDA it is younger than the others. No optimizer is made to find out, whose hooks somebody could see."""
+    parameter, gradient, total = (torch.zeros(1, device=device_type) for _ in range(3))
+    steps = [torch.zeros((), device=device_type)]
+    settings: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.0, "lr_decay": 0.0, "eps": 1.0, "maximize": False}
+    try:
+        adagrad([parameter], [gradient], [total], steps, fused=True, **settings)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def why_never(kind: type[Optimizer], group: Group, way: Way) -> str | None:
+    """Why a group must not be stepped in this way, by its settings; None where they allow it."""
+    for name, value in group.items():
+        if isinstance(value, Tensor) or (name == "betas" and any(isinstance(each, Tensor) for each in value)):
+            return f"its {name} is a tensor"
+    if way == "foreach" and kind is SGD and group["nesterov"]:
+        return "torch's foreach step with nesterov changes .grad, too"
+    return own_choice(group)
+
+
+def make_ready(kind: type[Optimizer], group: Group, states: Mapping[Tensor, dict[str, Any]], way: Way) -> str | None:
+    """Makes a group ready to be stepped in this way now: None; or says why it must not be.
+
+    To be called before every step, of which each has its own gradients: one or two µs for each parameter.
+
+    Args:
+        kind: What :func:`kind_of` gave.
+        group: One of the optimizer's ``param_groups``.
+        states: The optimizer's ``state``. A fused kernel reads the counts of steps beside the parameter, in float32:
+            they are put there.
+        way: The way.
+    """
+    reason = why_never(kind, group, way)
+    if reason is not None:
+        return reason
+    strange = [p for p in group["params"] if type(p) is not nn.Parameter and type(p) is not Tensor]
+    strange = [parameter for parameter in strange if parameter.grad is not None]
+    if strange and (reason := _distributed(strange, kind, group, way)):
+        return reason
+    return _fused(kind, group, states, bool(strange)) if way == "fused" else _foreach(group)
+
+
+def _foreach(group: Group) -> str | None:
+    for parameter in group["params"]:
+        gradient = parameter.grad
+        if gradient is not None:
+            if gradient.layout is not torch.strided:
+                return _SPARSE
+            dtype = parameter.dtype
+            if dtype not in _ANY or gradient.dtype is not dtype:
+                return _types(parameter)
+            if not (parameter.is_cpu or parameter.is_cuda):
+                return f"a parameter is on {parameter.device.type}"
+    return None
+
+
+_SPARSE = "a gradient is sparse"
+
+
+def _types(parameter: Tensor) -> str:
+    assert parameter.grad is not None
+    return f"a parameter is of {parameter.dtype} on {parameter.device.type}, its gradient of {parameter.grad.dtype}"
+
+
+def _distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, way: Way) -> str | None:
+    """Parameters that are no plain tensors have all to be DTensors of one mesh, whose gradients lie as they do."""
+    # Imported where there are any: it takes a while.
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    for parameter in strange:
+        if type(parameter) is not distributed:
+            return f"a parameter is a {type(parameter).__name__}"
+        if type(parameter.grad) is not distributed or parameter.grad.placements != parameter.placements:
+            return "a gradient is distributed otherwise than its parameter"
+    if kind not in _DISTRIBUTED[way]:
+        return f"torch has no {way} step of {kind.__name__} for distributed parameters"
+    stepping = sum(parameter.grad is not None for parameter in group["params"])
+    if len(strange) < stepping or any(parameter.device_mesh != strange[0].device_mesh for parameter in strange):
+        return "not all of its parameters are distributed over the same processes"
+    return None
+
+
+def _fused(
+    kind: type[Optimizer], group: Group, states: Mapping[Tensor, dict[str, Any]], is_distributed: bool
+) -> str | None:
+    # In one loop, with no call that can be spared: it runs before every step.
+    names = FUSED[kind]
+    stepping = without_state = 0
+    strays = []
+    for parameter in group["params"]:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        stepping += 1
+        if gradient.layout is not torch.strided:
+            return _SPARSE
+        dtype, numel, is_cpu = parameter.dtype, parameter.numel(), parameter.is_cpu
+        if dtype not in (_ON_CPU if is_cpu else _ON_GPU) or gradient.dtype is not dtype:
+            return _types(parameter)
+        if not (is_cpu or parameter.is_cuda):
+            return f"a parameter is on {parameter.device.type}"
+        state = states.get(parameter) or _NO_STATE
+        others = [gradient]
+        for name in names:
+            value = state.get(name)
+            if value is not None:
+                others.append(value)
+        without_state += len(others) == 1
+        if is_distributed:
+            parameter, *others = (tensor.to_local() for tensor in (parameter, *others))
+            numel = parameter.numel()
+        if parameter.is_contiguous():
+            for other in others:
+                if not other.is_contiguous() or other.numel() != numel or other.dtype is not dtype:
+                    return _LAYOUT
+        elif not _lie_alike(parameter, others):
+            return _LAYOUT
+        step = state.get("step")
+        if step is not None:
+            is_beside = step.is_cpu if is_cpu else step.device == parameter.device
+            if step.dtype is not torch.float32 or not is_beside:
+                strays.append((state, step, parameter.device))
+    if kind is SGD and group["momentum"] and 0 < without_state < stepping:
+        return "some of its parameters have no momentum yet"  # torch 2.11 to 2.13 raise
+    for state, step, device in strays:
+        state["step"] = step.to(device, torch.float32)
+    return None
+
+
+_NO_STATE: dict[str, Any] = {}
+_LAYOUT = "a parameter, its gradient and its state do not lie alike in memory"
+
+
+def _lie_alike(parameter: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether all have the same elements at the same addresses, and nothing between them."""
+    stride, numel, dtype = parameter.stride(), parameter.numel(), parameter.dtype
+    return _is_dense(parameter.shape, stride) and all(
+        other.stride() == stride and other.numel() == numel and other.dtype is dtype for other in others
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether every address between the first element and the last is that of exactly one element."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+# -- how many steps a parameter has seen: state["step"] ---------------------------------------------------------------
+
+
+def own_steps(group: Group, states: Mapping[Tensor, dict[str, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """For every parameter whose count is not where torch keeps it without fused kernels, that count as it would be.
+
+    It would be on the host, in float32 or, where that is the default, in float64.
+    """
+    dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+    away = [
+        (parameter, step)
+        for parameter in group["params"]
+        if isinstance(step := states.get(parameter, {}).get("step"), Tensor)
+        and (step.dtype is not dtype or not step.is_cpu)
+    ]
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for parameter, step in away:
+        by_device.setdefault(step.device, []).append((parameter, step))
+    for found in by_device.values():
+        # One copy for all of them: each waits for the device.
+        values = torch.stack([step for _, step in found]).to("cpu", dtype)
+        yield from ((parameter, value.clone()) for (parameter, _), value in zip(found, values, strict=True))

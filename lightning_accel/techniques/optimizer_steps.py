@@ -1,0 +1,306 @@
+"""Optimizer steps: torch's own optimizers step all parameters of a group together, in one kernel or in a few.
+
+https://docs.pytorch.org/docs/stable/optim.html#algorithms
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self, override
+
+from lightning_accel.core.checks import check_choice
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import Patch
+from lightning_accel.core.stepping import (
+    Group,
+    Way,
+    has_fused,
+    is_foreach_by_itself,
+    is_one_operation,
+    kind_of,
+    knows_distributed,
+    make_ready,
+    own_choice,
+    own_steps,
+    why_never,
+)
+from lightning_accel.techniques.arms import Arm
+from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.notes import Notes, Verdict
+from lightning_accel.techniques.registry import register
+
+OptimizerSetting = Literal["auto", "off", "foreach", "fused"]
+
+SMALL = 1 << 16
+"""Elements: parameters that are larger on average gain nothing by foreach on a CPU, where it makes temporary copies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPlan:
+    """How torch's own optimizers step.
+
+    Attributes:
+        step: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of them at
+            once; ``"auto"`` tries both on the run's own steps, and the fastest stays; ``"off"``. Groups for which the
+            user has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left as they are.
+    """
+
+    step: OptimizerSetting = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("optimizer", self.step, get_args(OptimizerSetting))
+
+
+def step_together(
+    site: str, optimizer: Optimizer, setting: OptimizerSetting = "auto", notes: Notes | None = None
+) -> list[StepsTogether | Refusal]:
+    """The edit that has an optimizer step in another way, and the groups of parameters that are left, each with why.
+
+    Args:
+        site: The optimizer's name in the report.
+        optimizer: Any.
+        setting: As in a plan.
+        notes: Where a group is told that cannot be stepped so after all.
+    """
+    kind = kind_of(optimizer)
+    if isinstance(kind, str):
+        return [Refusal(site, kind)]
+    ways: dict[Way, None] = {}
+    refusals = []
+    for index, group in enumerate(optimizer.param_groups):
+        found = _ways(kind, group, setting)
+        possible = [way for way in found if why_never(kind, group, way) is None]
+        ways |= dict.fromkeys(possible)
+        if not possible:
+            reason = why_never(kind, group, found[0]) if found else _nothing_to_gain(kind, group, setting)
+            where = f"{site}, group {index}" if len(optimizer.param_groups) > 1 else site
+            refusals.append(Refusal(where, own_choice(group) or reason or ""))
+    return [*([StepsTogether(site, optimizer, kind, list(ways), notes or Notes())] if ways else ()), *refusals]
+
+
+def _ways(kind: type[Optimizer], group: Group, setting: OptimizerSetting) -> list[Way]:
+    """Those that could gain something, the most promising first."""
+    ways: list[Way] = []
+    devices = {parameter.device.type for parameter in group["params"]}
+    is_auto = setting == "auto"
+    if setting == "fused" or (is_auto and not is_one_operation(kind, group)):
+        ways += ["fused"] if all(has_fused(kind, p.device.type, p.dtype) for p in group["params"]) else []
+    # On GPUs it needs memory for temporary copies, which a run may not have.
+    if setting == "foreach" or (is_auto and devices == {"cpu"} and _mean_size(group) <= SMALL):
+        ways += ["foreach"]
+    return [way for way in ways if knows_distributed(kind, group, way)]
+
+
+def _mean_size(group: Group) -> float:
+    sizes: list[int] = [parameter.numel() for parameter in group["params"]]
+    return sum(sizes) / max(1, len(sizes))
+
+
+def _nothing_to_gain(kind: type[Optimizer], group: Group, setting: OptimizerSetting) -> str:
+    devices = {parameter.device.type for parameter in group["params"]}
+    if setting == "foreach":
+        return f"torch has no foreach step of {kind.__name__} for distributed parameters"
+    if setting == "auto" and is_one_operation(kind, group):
+        why = "its step is one addition, which nothing makes less"
+    elif not knows_distributed(kind, group, "fused"):
+        why = f"torch has no fused step of {kind.__name__} for distributed parameters"
+    else:
+        dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in group["params"]}
+        why = f"torch has no fused step of {kind.__name__} on {_listed(devices)} in {_listed(dtypes)} that is right"
+    if setting == "fused":
+        return why
+    if devices == {"cpu"}:
+        return f"{why}, and foreach gains nothing with parameters of {_mean_size(group):,.0f} elements on average"
+    by_itself = "torch takes foreach there by itself" if is_foreach_by_itself(group) else "foreach takes more memory"
+    return f"{why}, and {by_itself}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(sorted(names))
+
+
+class StepsTogether(Patch):
+    """Has an optimizer of torch's step in another way, by the flags of its groups.
+
+    They are set while it steps, after the closure if there is one, and are otherwise as the user has them: for
+    checkpoints, copies and whoever reads them. A group that cannot be stepped so in some step takes it as the user's.
+
+    Args:
+        site: The optimizer's name in the report.
+        optimizer: The optimizer.
+        kind: What :func:`~lightning_accel.core.stepping.kind_of` said of it.
+        ways: What there is to choose from; the first is in force once it is applied.
+        notes: Where a group is told that cannot be stepped so after all.
+    """
+
+    def __init__(self, site: str, optimizer: Optimizer, kind: type[Optimizer], ways: list[Way], notes: Notes) -> None:
+        super().__init__(site, f"{kind.__name__} → {' or '.join(ways)}")
+        self.ways = ways
+        self._optimizer, self._kind, self._notes = optimizer, kind, notes
+        self._way = ways[0]
+        self._hooks: list[RemovableHandle] = []
+        self._switched: list[Group] = []  # whose flags are ours just then
+        self._reasons: dict[str, None] = {}  # that were told, in their order
+
+    def choose(self, choice: str) -> None:
+        """Has another way in force from the next step on, or the user's own where the optimizer does not have it."""
+        self.undo()
+        for way in self.ways:
+            if way == choice:
+                self._way = way
+                self.apply()
+
+    @property
+    def moves_state(self) -> bool:
+        """Whether a switch copies states between devices."""
+        groups = self._optimizer.param_groups
+        return "fused" in self.ways and any(p.device.type != "cpu" for group in groups for p in group["params"])
+
+    @override
+    def _apply(self) -> None:
+        optimizer = self._optimizer
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._step_begins),
+            optimizer.register_step_post_hook(lambda *_: self._give_flags_back()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._give_flags_back()),
+            optimizer.register_state_dict_post_hook(self._saved, prepend=True),
+        ]
+
+    @override
+    def _undo(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._give_flags_back()
+        for group in self._own_groups():
+            for parameter, step in own_steps(group, self._optimizer.state):
+                self._optimizer.state[parameter]["step"] = step
+
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a compiler fuses the step itself
+            return None
+        self._give_flags_back()  # where the last step raised
+        closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
+
+        def before_parameters_are_stepped() -> Any:
+            loss = None if closure is None else closure()
+            self._take_flags()  # not sooner: Lightning computes the gradients in the closure
+            return loss
+
+        return (optimizer, before_parameters_are_stepped, *args[2:]), kwargs
+
+    def _take_flags(self) -> None:
+        for group in self._optimizer.param_groups:
+            reason = make_ready(self._kind, group, self._optimizer.state, self._way)
+            if reason is None:
+                group[self._way] = True
+                self._switched.append(group)
+            elif reason not in self._reasons and own_choice(group) is None:
+                self._tell(reason)
+
+    def _give_flags_back(self) -> None:
+        for group in self._switched:
+            group[self._way] = None
+        self._switched.clear()
+
+    def _tell(self, reason: str) -> None:
+        self._reasons[reason] = None
+        words = f"{self.change}, a group in the user's way in steps where {'; where '.join(self._reasons)}"
+        self._notes.revise(self.site, Verdict(keep=True, reason=words))
+
+    def _saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Has a checkpoint hold the counts of steps as without us; the state in use is left alone."""
+        for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+            if own_choice(group) is None:
+                index = dict(zip(group["params"], packed["params"], strict=True))
+                for parameter, step in own_steps(group, optimizer.state):
+                    state_dict["state"][index[parameter]] = {**state_dict["state"][index[parameter]], "step": step}
+
+    def _own_groups(self) -> Iterator[Group]:
+        return (group for group in self._optimizer.param_groups if own_choice(group) is None)
+
+
+@register(
+    "optimizer",
+    settings=OptimizerPlan,
+    default="auto",
+    after="memory_format",
+    exactness="rounding",
+    shown=("fused", "foreach"),
+)
+class OptimizerSteps(Technique):
+    """Has torch's own optimizers take fused or foreach steps; checkpoints and the user's flags stay as they are.
+
+    Args:
+        setting: As in the plan; not ``"off"``.
+    """
+
+    trial_step: ClassVar[None] = None
+    remembers: ClassVar[bool] = False
+    edits_optimizers: ClassVar[bool] = True
+
+    def __init__(self, setting: OptimizerSetting) -> None:
+        self._setting = setting
+        self._patches: list[StepsTogether] = []
+        self._choice: str | None = None  # None: the first that each optimizer has
+
+    @classmethod
+    @override
+    def planned(cls, settings: OptimizerPlan, surroundings: Surroundings) -> Self:
+        return cls(settings.step)
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind == "xla":
+            return "XLA compiles the whole step, the optimizer's too"
+        if host.kind not in ("cpu", "cuda", "rocm"):
+            return f"not measured on {host.kind} yet: give torch's optimizers fused=True or foreach=True to try it"
+        return None
+
+    @override
+    def optimizers(self, optimizers: Mapping[str, Optimizer]) -> Iterator[Patch | Refusal]:
+        for site, optimizer in optimizers.items():
+            for claim in step_together(site, optimizer, self._setting, self.notes):
+                if isinstance(claim, StepsTogether):
+                    self._patches.append(claim)
+                yield claim
+                # It is applied by now. One that comes later than the arm does as the others.
+                if isinstance(claim, StepsTogether) and self._choice is not None:
+                    claim.choose(self._choice)
+
+    @override
+    def arms(self) -> Iterator[Arm]:
+        # Where each rank decides alone, their parameters would drift apart, by rounding.
+        has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if self._setting != "auto" or (has_ranks and self.agree is None):
+            return
+        ways = tuple(way for way in get_args(Way) if any(way in patch.ways for patch in self._patches))
+        if ways:
+            self._have(ways[0])
+            # On a GPU, fused kernels keep the counts of steps there.
+            yield Arm(self.name, ways, self._have, settle=int(any(patch.moves_state for patch in self._patches)))
+
+    def _have(self, choice: str) -> None:
+        self._choice = choice
+        for patch in self._patches:
+            patch.choose(choice)
+
+    @override
+    def close(self) -> None:
+        self._patches.clear()
+
+    @override
+    def forecast(self, host: Host) -> Forecast:
+        if (reason := self.unavailable(host)) is not None:
+            return Forecast(False, "no", reason)
+        if self._setting != "auto":
+            return Forecast(True, "yes", f"{self._setting} steps of torch's own optimizers")
+        ways = "fused and foreach steps" if host.kind == "cpu" else "fused steps"
+        return Forecast(True, "tried", f"{ways} of torch's own optimizers are tried")

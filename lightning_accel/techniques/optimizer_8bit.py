@@ -270,7 +270,9 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int]:
 
 
 # The optimizer's own options are read at every step: whoever sets them may come before or after.
-@register("optimizer_8bit", settings=Optimizer8bitPlan, default="off", on="on", exactness="changes training", shown=("on",))
+@register(
+    "optimizer_8bit", settings=Optimizer8bitPlan, default="off", on="on", exactness="changes training", shown=("on",)
+)
 class Optimizer8bit(Technique):
     """Keeps the moments of torch's Adam and AdamW in 8 bits, where parameters are large enough."""
 

@@ -103,7 +103,9 @@ def test_only_a_part_of_the_states_is_in_floats_at_a_time(monkeypatch: pytest.Mo
     handle = started(optimizer, model)
     together = []
     adam = optimizer_8bit.adam
-    monkeypatch.setattr(optimizer_8bit, "adam", lambda params, *a, **k: (together.append(len(params)), adam(params, *a, **k)))
+    monkeypatch.setattr(
+        optimizer_8bit, "adam", lambda params, *a, **k: (together.append(len(params)), adam(params, *a, **k))
+    )
     model(torch.randn(4, 64)).sum().backward()
     optimizer.step()
     assert together == [3, 3, 1]
@@ -252,7 +254,9 @@ def test_states_that_are_there_already_are_packed_and_given_back() -> None:
     assert packed(optimizer) == []
     for index, state in optimizer.state_dict()["state"].items():
         for name, value in state.items():
-            torch.testing.assert_close(value, before["state"][index][name], rtol=0.1, atol=float(value.abs().max()) / 64)
+            torch.testing.assert_close(
+                value, before["state"][index][name], rtol=0.1, atol=float(value.abs().max()) / 64
+            )
     assert vars(optimizer).keys() == vars(AdamW(network().parameters())).keys()
     train(model, optimizer, 2)
 

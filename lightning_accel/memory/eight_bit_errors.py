@@ -91,7 +91,8 @@ def _update(moments: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str,
     beta1, beta2 = group["betas"]
     first = moments["exp_avg"].float().lerp(gradient.float(), 1 - beta1)
     second = moments["exp_avg_sq"].float().lerp(gradient.float().square(), 1 - beta2)
-    return first / (second.sqrt() + group["eps"])
+    direction: Tensor = first / (second.sqrt() + group["eps"])
+    return direction
 
 
 def _relative(error: Tensor, norm: Tensor) -> float:

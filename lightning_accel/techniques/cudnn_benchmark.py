@@ -131,13 +131,15 @@ class CudnnBenchmark(Technique):
 
     @override
     def unavailable(self, host: Host) -> str | None:
+        reason = self._not_on(host)
+        if reason is None and (torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic):
+            return "a deterministic run must not choose kernels by time"
+        return reason
+
+    def _not_on(self, host: Host) -> str | None:
         if host.kind == "rocm" and self._is_auto:
             return "not measured on AMD's cards, where MIOpen takes its place"
-        if host.kind not in ("cuda", "rocm"):
-            return "cuDNN is NVIDIA's, and computes on GPUs only"
-        if torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
-            return "a deterministic run must not choose kernels by time"
-        return None
+        return None if host.kind in ("cuda", "rocm") else "cuDNN is NVIDIA's, and computes on GPUs only"
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
@@ -180,8 +182,8 @@ class CudnnBenchmark(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
-        reason = self.unavailable(host)
+        reason = self._not_on(host)
         if reason is not None:
-            return Forecast(False, "no", reason)
+            return Forecast(False, "no", reason, is_missed=False)  # what else there is has other kernels
         words = "for batches whose shapes repeat" if self._is_auto else "for every shape"
         return Forecast(True, "tried" if self._is_auto else "yes", f"kernels of convolutions are timed {words}")

@@ -25,6 +25,7 @@ from lightning_accel.core.isolation import isolated
 from lightning_accel.core.passes import Passes
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.torchao import load, why_missing
+from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import NOT_SLOWER, Contender, Trial, one_line
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts
@@ -112,7 +113,7 @@ def float8_patches(model: nn.Module, recipe: str, *, emulate: bool = False) -> I
 
 
 def configuration(recipe: str, *, emulate: bool = False) -> Any:
-    """torchao's configuration for a recipe."""
+    """The configuration that torchao has for a recipe."""
     return replace(load(MODULE).Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
 
 
@@ -211,7 +212,7 @@ class Float8(Technique):
         return at_first_call(patch.site, patch.layer, meet, when=lambda: patch.layer.training)
 
     def _try(self, patch: Float8Patch, args: Any, kwargs: dict[str, Any]) -> Verdict:
-        [tensor] = [*args, *kwargs.values()]
+        [tensor] = tensors_in((args, kwargs))
         layer = patch.layer
         rows = tensor.numel() // layer.in_features
         if rows % MULTIPLE or not rows:
@@ -248,10 +249,12 @@ class Float8(Technique):
 
     def _speed(self, patch: Float8Patch, args: Any, kwargs: dict[str, Any]) -> tuple[str, bool]:
         with _applied(patch):
-            sides = [functools.partial(side, patch.layer) for side in (patch.original, patch.value.__func__)]
+            functions = patch.original, patch.value.__func__
+        sides: list[Callable[..., Any]] = [functools.partial(function, patch.layer) for function in functions]
+        trial = Trial(patch.layer, args, kwargs, with_gradients=torch.is_grad_enabled())
         if self._is_compiled:  # as the blocks will be: by themselves, the casts take longer than most products gain
             sides = [torch.compile(side) for side in sides]
-        trial = Trial(patch.layer, args, kwargs, with_gradients=torch.is_grad_enabled())
+            trial.numbers(*map(Contender, sides), in_other_orders=False)  # whose first pass compiles
         found = trial.time(*map(Contender, sides))
         if found.original_ms is None or found.candidate_ms is None:
             return found.failure, False

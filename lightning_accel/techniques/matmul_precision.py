@@ -6,7 +6,7 @@ https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precisio
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -97,7 +97,8 @@ class MatmulPrecisionPatch(Patch):
             _set_older(older)
             # "none", which is nobody's choice, is what the older interface cannot set.
             torch.backends.cuda.matmul.fp32_precision = newer[1]
-            torch.backends.mkldnn.matmul.fp32_precision = newer[2]
+            backends: Any = torch.backends
+            backends.mkldnn.matmul.fp32_precision = newer[2]
 
 
 def in_force() -> tuple[str, str, str]:
@@ -189,7 +190,7 @@ class MatmulPrecision(Technique):
     @contextmanager
     def _watched(self, patches: PatchSet) -> Iterator[Verdicts]:
         verdicts = {patch.site: Verdict(keep=True) for patch in patches}
-        enter = torch.autocast.__enter__
+        enter: Callable[[torch.autocast], Any] = torch.autocast.__enter__
 
         def entered(self: torch.autocast) -> Any:
             was_on = torch.is_autocast_enabled(self.device)
@@ -217,7 +218,7 @@ class MatmulPrecision(Technique):
     def forecast(self, host: Host) -> Forecast:
         reason = self.unavailable(host)
         if reason is not None:
-            return Forecast(False, "no", reason)
+            return Forecast(False, "no", reason, is_missed=False)  # precision says as much
         choice = possible_on(host)[0] if self._setting == "auto" else self._setting
         where = " unless the model switches autocast off in places" if self._setting == "auto" else ""
         return Forecast(True, "yes", f"{self._in_words(host, choice)}{where}")

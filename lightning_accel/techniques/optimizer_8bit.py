@@ -54,6 +54,8 @@ class Optimizer8bitPlan:
 def why_not(optimizer: Optimizer) -> str | None:
     """Why the states of an optimizer are left alone; None where some of them can be kept in 8 bits."""
     name = type(optimizer).__name__
+    if "__getstate__" in vars(optimizer):
+        return "already in 8 bits"
     if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(Adam.step):
         return f"{name} does not step as torch's Adam and AdamW do, whose moments are known"
     for group in optimizer.param_groups:
@@ -238,13 +240,13 @@ def _floats_in(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_floats(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __getstate__(self: Optimizer) -> dict[str, Any]:
+    def getstate(self: Optimizer) -> dict[str, Any]:
         kept: dict[str, Any] = original(self)
         states = type(self.state)(dict)  # torch's own: a defaultdict
         states.update({p: {**state, **_floats_of(state, p)} for p, state in self.state.items()})
         return {**kept, "state": states}
 
-    return __getstate__
+    return getstate
 
 
 def _chunks(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -271,7 +273,13 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int]:
 
 # The optimizer's own options are read at every step: whoever sets them may come before or after.
 @register(
-    "optimizer_8bit", settings=Optimizer8bitPlan, default="off", on="on", exactness="changes training", shown=("on",)
+    "optimizer_8bit",
+    settings=Optimizer8bitPlan,
+    default="off",
+    on="on",
+    after="memory_format",
+    exactness="changes training",
+    shown=("on",),
 )
 class Optimizer8bit(Technique):
     """Keeps the moments of torch's Adam and AdamW in 8 bits, where parameters are large enough."""

@@ -27,7 +27,7 @@ def test_the_codes_are_those_of_torchao(signed: bool) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_what_is_read_is_near_what_was_written(signed: bool) -> None:
-    """Most codes lie in the last decade below a block's largest value, 64 of them: a value there is off by 7% at most."""
+    """Half of the codes lie in the decade below a block's largest value: values there are off by 7% at most."""
     values = torch.randn(32, 256)
     values = values if signed else values.square()
     packed = eight_bits.zeros_like(values, signed=signed)

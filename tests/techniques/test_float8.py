@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,10 +30,9 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 @pytest.fixture
-def no_clock(determinism_restored: None) -> Iterator[None]:
+def no_clock(determinism_restored: None) -> None:
     """A deterministic run decides nothing by time: emulated, nothing is ever faster."""
     torch.use_deterministic_algorithms(True)
-    yield
 
 
 def network() -> nn.Sequential:

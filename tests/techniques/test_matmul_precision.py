@@ -223,9 +223,14 @@ def test_by_name_those_are_not_looked_for() -> None:
 
 def test_an_exception_in_the_first_step_leaves_autocast_as_it_was() -> None:
     handle, before = started(), torch.autocast.__enter__
-    with pytest.raises(KeyError), handle.step():
-        assert torch.autocast.__enter__ is not before
-        raise KeyError
+
+    def crash() -> None:
+        with handle.step():
+            assert torch.autocast.__enter__ is not before
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        crash()
     assert torch.autocast.__enter__ is before
     handle.undo()
     assert in_force() == UNSET

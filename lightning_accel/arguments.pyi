@@ -29,6 +29,11 @@ class Arguments:
         loss: Literal["auto", "on", "off"] | bool = "auto",
         memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool = "auto",
         optimizer: Literal["auto", "off", "foreach", "fused"] | bool = "auto",
+        float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"] | bool = "off",
+        matmul_precision: Literal["off", "auto", "high", "medium"] | bool = "auto",
+        memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool = "auto",
+        cudnn_benchmark: Literal["off", "auto", "on"] | bool = "auto",
+        optimizer_8bit: Literal["off", "on"] | bool = "off",
         sparse_activations: Literal["auto", "off"] | bool = "off",
         activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool = "auto",
         gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool = "off",
@@ -65,6 +70,23 @@ class Arguments:
                 them at once; ``"auto"`` tries both on the run's own steps, and the fastest stays; ``"off"``. Groups
                 for which the user has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left
                 as they are.
+            float8: ``"off"``; or one of torchao's: ``"tensorwise"``, a scale a tensor, the fastest; ``"rowwise"``,
+                a scale a row; ``"rowwise_with_gw_hp"``, which leaves the gradients of weights out, the most exact.
+                It changes training: layers that are faster so have it while they train, and the report says what
+                each is off by.
+            matmul_precision: ``"off"`` leaves it as it is; ``"high"`` and ``"medium"`` are those of
+                ``torch.set_float32_matmul_precision``: TF32 for both on NVIDIA's cards from Ampere on, and on CPUs
+                with AVX512-BF16 or AMX ``"medium"`` is bfloat16. ``"auto"`` takes what the machine has, where
+                ``precision`` is ``"auto"``, too, nobody has set this precision, and the model does not switch
+                autocast off to compute something in float32.
+            memory_format: ``"auto"`` moves models with convolutions to channels_last where that is not slower; a
+                named format is used wherever the numbers agree; ``"off"`` leaves every layout alone.
+            cudnn_benchmark: ``"off"`` leaves ``torch.backends.cudnn.benchmark`` as it is; ``"on"`` sets it while
+                the run lasts; ``"auto"`` has kernels timed for batches whose shapes repeat, on NVIDIA's cards, and
+                live trials decide whether that pays. ``Trainer(benchmark=False)`` cannot be told from nothing said:
+                give ``"off"``.
+            optimizer_8bit: ``"on"`` keeps the moments of torch's Adam and AdamW in 8 bits while the run lasts, by
+                torchao; it changes training, and the report says by how much. Checkpoints have floats. ``"off"``.
             sparse_activations: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where
                 that is worth its time; ``"off"``.
             activation_offloading: ``"host"`` moves what is saved for the backward pass to pinned memory of the host
@@ -106,6 +128,11 @@ class Values:
     loss: Literal["auto", "on", "off"] | bool
     memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool
     optimizer: Literal["auto", "off", "foreach", "fused"] | bool
+    float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"] | bool
+    matmul_precision: Literal["off", "auto", "high", "medium"] | bool
+    memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool
+    cudnn_benchmark: Literal["off", "auto", "on"] | bool
+    optimizer_8bit: Literal["off", "on"] | bool
     sparse_activations: Literal["auto", "off"] | bool
     activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool
     gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool

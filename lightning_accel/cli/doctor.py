@@ -30,6 +30,7 @@ _PURPOSE = {
     "cuda13": "CuPy kernels and energy counters, CUDA 13",
     "flash": "flash-attn's attention kernels",
     "deploy": "export to ONNX",
+    "torchao": "float8 layers and optimizer states in 8 bits",
     "tensorrt": "export to TensorRT",
     "transformers": "Hugging Face models, whose attention is then found",
     "examples": "what the examples and the demo need",
@@ -115,7 +116,7 @@ def _not_had(host: Host) -> Iterator[str]:
             " lightning_accel.accelerate(model) is for a loop without Lightning"
         )
     for setting, said in by_default(host, ExampleModel()).items():
-        if not said.acts and not setting.startswith("precision"):  # which is a fact above
+        if not said.acts and said.is_missed and not setting.startswith("precision"):  # which is a fact above
             yield f"{setting}: {said.words}"
     reason = Compilation("on").unavailable(host)
     if reason is not None:

@@ -43,11 +43,13 @@ class Forecast:
         acts: Whether it acts there, or is tried.
         brief: In a word or two: ``"tried"``, ``"yes"``, ``"no"``, the names of kernels that are tried.
         words: What is done, or why not, with the mend.
+        is_missed: Whether somebody who has this host may miss it, where it does not act: not what is for others only.
     """
 
     acts: bool
     brief: str
     words: str
+    is_missed: bool = True
 
 
 @dataclass

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_accel.core import trial
+from lightning_accel.memory import eight_bits
 from lightning_accel.techniques import compilation
 from support.models import TASKS, Task, TinyCNN
 from support.technique_table import Loop, model_for, start, structure, table
@@ -79,6 +80,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compilation, "compile_call", compile_call)
     monkeypatch.setattr(trial, "MIN_PAIRS", 1)
     monkeypatch.setattr(trial, "MAX_PAIRS", 1)
+    monkeypatch.setattr(eight_bits, "BLOCK", 64)  # the models are so small that no weight of theirs would be packed
+    monkeypatch.setattr(eight_bits, "LEAST_ELEMENTS", 64)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

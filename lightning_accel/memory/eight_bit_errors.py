@@ -1,0 +1,99 @@
+"""How far moments in 8 bits, and an update of Adam by them, are from those in floats: measured in the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_accel.memory import eight_bits
+
+_MEASURED_AT = frozenset(10**exponent for exponent in range(8))
+
+
+@dataclass
+class _Witness:
+    """A parameter whose moments were kept in floats for one step."""
+
+    parameter: Tensor
+    floats: Mapping[str, Tensor]
+
+
+class Errors:
+    """Measures at steps 1, 10, 100 and so on, and at the one after each: nothing is done at the others.
+
+    The moments: their relative errors, in the norm, when they are rounded, over all parameters. The update: what the
+    next step of one parameter is off by, its gradient being the same, because its moments were rounded between.
+    """
+
+    def __init__(self) -> None:
+        self._is_rounding, self._is_updating = False, False
+        self._moments: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._witness: _Witness | None = None
+        self._update: float | None = None
+
+    def begin(self, step: int) -> None:
+        """Tells which step of the run now begins, from 1 on."""
+        self._is_rounding, self._is_updating = step in _MEASURED_AT, step - 1 in _MEASURED_AT
+        if self._is_rounding:
+            self._moments, self._witness, self._update = {}, None, None
+
+    def before(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[Tensor],
+        floats: Sequence[Mapping[str, Tensor]],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Before a step of these parameters, whose moments were read from 8 bits."""
+        if not self._is_updating or self._witness is None or getattr(optimizer, "grad_scale", None) is not None:
+            return
+        for parameter, moments in zip(parameters, floats, strict=True):
+            if parameter is self._witness.parameter and parameter.grad is not None:
+                by_floats, by_bits = (_update(m, parameter.grad, group) for m in (self._witness.floats, moments))
+                self._update = _relative(by_bits - by_floats, by_floats)
+
+    def after(
+        self, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Any]], floats: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        """After the moments were rounded."""
+        if not self._is_rounding:
+            return
+        for state, moments in zip(states, floats, strict=True):
+            for name, exact in moments.items():
+                rounded = eight_bits.read(state[name], exact)
+                norms = (rounded - exact).float().square().sum(), exact.float().square().sum()
+                self._moments.setdefault(name, []).append(norms)
+        if self._witness is None:
+            smallest = min(range(len(parameters)), key=lambda at: parameters[at].numel())
+            self._witness = _Witness(parameters[smallest], floats[smallest])
+
+    def line(self, step: int) -> str | None:
+        """What was measured, once it is complete; None while there is nothing new."""
+        if not self._is_updating or not self._moments:
+            return None
+        off = []
+        for name, label in (("exp_avg", "the first moment"), ("exp_avg_sq", "the second")):
+            errors, norms = zip(*self._moments[name], strict=True)
+            off.append(f"{label} by {_relative(torch.stack(errors).sum().sqrt(), torch.stack(norms).sum().sqrt()):.2%}")
+        if self._update is not None:
+            off.append(f"an update by {self._update:.2%}")
+        self._moments, self._witness = {}, None
+        return f"rounding puts off {', '.join(off)} (at step {step - 1})"
+
+
+def _update(moments: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Adam's direction, without the corrections of its bias, which are the same for both."""
+    beta1, beta2 = group["betas"]
+    first = moments["exp_avg"].float().lerp(gradient.float(), 1 - beta1)
+    second = moments["exp_avg_sq"].float().lerp(gradient.float().square(), 1 - beta2)
+    direction: Tensor = first / (second.sqrt() + group["eps"])
+    return direction
+
+
+def _relative(error: Tensor, norm: Tensor) -> float:
+    return float(error.float().norm() / norm.float().norm().clamp(min=torch.finfo(torch.float32).tiny))

@@ -1,0 +1,189 @@
+"""Convolutions of cuDNN by the fastest kernel, found by timing several, where the same shapes come again and again.
+
+https://docs.pytorch.org/docs/stable/backends.html#torch.backends.cudnn.torch.backends.cudnn.benchmark
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import nn
+from typing_extensions import Self, override
+
+from lightning_accel.core.checks import check_choice
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import Patch
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.techniques.arms import OFF, Arm
+from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.registry import register
+
+CudnnBenchmarkSetting = Literal["off", "auto", "on"]
+
+REPEATED_ON_TRIAL = 3
+"""So many batches of one shape have come before it is timed in a run that finds out what that gains."""
+
+REPEATED_UNTRIED = 50
+"""The same in a run that does not: timing the kernels of a network takes as long as many a step."""
+
+MANY_SHAPES = 1000  # of which none repeats often: their counts begin anew
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudnnBenchmarkPlan:
+    """How cuDNN finds its kernels for convolutions.
+
+    Attributes:
+        mode: ``"off"`` leaves ``torch.backends.cudnn.benchmark`` as it is; ``"on"`` sets it while the run lasts;
+            ``"auto"`` has kernels timed for batches whose shapes repeat, on NVIDIA's cards, and live trials decide
+            whether that pays. ``Trainer(benchmark=False)`` cannot be told from nothing said: give ``"off"``.
+    """
+
+    mode: CudnnBenchmarkSetting = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("cudnn_benchmark", self.mode, get_args(CudnnBenchmarkSetting))
+
+
+class CudnnBenchmarkPatch(Patch):
+    """Has kernels timed, at once or when :meth:`switch` says so; undone where nobody has set the switches since.
+
+    CuDNN's plans are kept by shape and by ``deterministic``, not by how they were found (torch's ``Conv_v8.cpp``, from
+    the convolutions of cuDNN 8 on): a shape that has run with the plan of a rule is not timed any more, and one that
+    was timed keeps its plan. So that both sides of a trial have their own, those that are timed are the deterministic
+    ones, ``with_own_plans``.
+    """
+
+    def __init__(self, change: str, *, with_own_plans: bool) -> None:
+        super().__init__("", change)
+        self._ours = (True, with_own_plans)
+        self._is_at_once = not with_own_plans
+        self._before = in_force()
+        self._is_on = False
+
+    def switch(self, is_on: bool) -> None:
+        """Has the kernels of what comes next timed, or found as the user has them."""
+        if is_on == self._is_on:
+            return
+        if is_on:
+            self._before = in_force()
+            _set(self._ours)
+        elif in_force() == self._ours:
+            _set(self._before)
+        self._is_on = is_on
+
+    @override
+    def _apply(self) -> None:
+        self.switch(self._is_at_once)
+
+    @override
+    def _undo(self) -> None:
+        self.switch(False)
+
+
+def in_force() -> tuple[bool, bool]:
+    """Whether kernels are timed, and whether they have to be deterministic."""
+    return torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+
+
+def _set(flags: tuple[bool, bool]) -> None:
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = flags
+
+
+@register(
+    "cudnn_benchmark",
+    settings=CudnnBenchmarkPlan,
+    default="auto",
+    on="on",
+    after="memory_format",
+    before="compile",
+    exactness="rounding",
+    shown=("on",),
+)
+class CudnnBenchmark(Technique):
+    """Times kernels for convolutions on batches whose shapes have come before; new shapes run as they would have.
+
+    Args:
+        setting: As in the plan; not ``"off"``.
+    """
+
+    applied_before_trial = True
+    trial_step: ClassVar[None] = None
+    remembers: ClassVar[bool] = False
+
+    def __init__(self, setting: CudnnBenchmarkSetting) -> None:
+        self._is_auto = setting == "auto"
+        self._patch: CudnnBenchmarkPatch | None = None
+        self._seen: Counter[tuple[torch.Size, ...]] = Counter()
+        self._least = REPEATED_UNTRIED
+        self._is_wanted = True
+
+    @classmethod
+    @override
+    def planned(cls, settings: CudnnBenchmarkPlan, surroundings: Surroundings) -> Self:
+        return cls(settings.mode)
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        reason = self._not_on(host)
+        if reason is None and (torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic):
+            return "a deterministic run must not choose kernels by time"
+        return reason
+
+    def _not_on(self, host: Host) -> str | None:
+        if host.kind == "rocm" and self._is_auto:
+            return "not measured on AMD's cards, where MIOpen takes its place"
+        return None if host.kind in ("cuda", "rocm") else "cuDNN is NVIDIA's, and computes on GPUs only"
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
+        if torch.backends.cudnn.benchmark:
+            yield Refusal("", "torch.backends.cudnn.benchmark is True already")
+        elif self._is_auto and not any(isinstance(module, _CONVOLUTIONS) for module in model.modules()):
+            yield Refusal("", "this model has no convolutions")
+        else:
+            when = "for batches whose shapes repeat" if self._is_auto else "for every shape"
+            change = f"kernels of convolutions → timed, {when}"
+            self._patch = CudnnBenchmarkPatch(change, with_own_plans=self._is_auto)
+            yield self._patch
+
+    @override
+    def batch(self, batch: Any, stage: str) -> Any:
+        if self._is_auto and self._patch is not None and self._is_wanted:
+            shapes = tuple(tensor.shape for tensor in tensors_in(batch))
+            self._patch.switch(self._seen[shapes] >= self._least)
+            self._seen[shapes] += 1
+            if len(self._seen) > MANY_SHAPES:
+                self._seen.clear()
+        return batch
+
+    @override
+    def arms(self) -> Iterator[Arm]:
+        if self._is_auto and self._patch is not None:
+            # The turn after a switch pays for the timing, the first time.
+            yield Arm(self.name, ("on",), self._choose, settle=1)
+
+    def _choose(self, choice: str) -> None:
+        assert self._patch is not None
+        self._least = REPEATED_ON_TRIAL
+        self._is_wanted = choice != OFF
+        if not self._is_wanted:
+            self._patch.switch(False)
+
+    @override
+    def close(self) -> None:
+        self._is_wanted = False
+
+    @override
+    def forecast(self, host: Host) -> Forecast:
+        reason = self._not_on(host)
+        if reason is not None:
+            return Forecast(False, "no", reason, is_missed=False)  # what else there is has other kernels
+        words = "for batches whose shapes repeat" if self._is_auto else "for every shape"
+        return Forecast(True, "tried" if self._is_auto else "yes", f"kernels of convolutions are timed {words}")

@@ -1,0 +1,292 @@
+"""Linear layers in 8-bit floating point, by torchao: https://github.com/pytorch/ao/tree/main/torchao/float8.
+
+Micikevicius et al., "FP8 Formats for Deep Learning" (2022), https://arxiv.org/abs/2209.05433.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+from typing_extensions import Self, override
+
+from lightning_accel.core.checks import check_choice
+from lightning_accel.core.compiled import is_inside_compiled
+from lightning_accel.core.first_call import at_first_call
+from lightning_accel.core.host import Host
+from lightning_accel.core.isolation import isolated
+from lightning_accel.core.passes import Passes
+from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.core.torchao import load, why_missing
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.core.trial import NOT_SLOWER, Contender, Trial, one_line
+from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.techniques.registry import register
+
+Float8Setting = Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
+
+MODULE = "torchao.float8"
+MULTIPLE = 16
+"""Of which both sides of a product, and the sum between them, have to be a multiple for the kernels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Plan:
+    """Which linear layers multiply in 8-bit floating point.
+
+    Attributes:
+        recipe: ``"off"``; or one of torchao's: ``"tensorwise"``, a scale a tensor, the fastest; ``"rowwise"``, a scale
+            a row; ``"rowwise_with_gw_hp"``, which leaves the gradients of weights out, the most exact. It changes
+            training: layers that are faster so have it while they train, and the report says what each is off by.
+    """
+
+    recipe: Float8Setting = "off"
+
+    def __post_init__(self) -> None:
+        check_choice("float8", self.recipe, get_args(Float8Setting))
+
+
+class _Layer:
+    """What torchao's forward pass asks of its own layer, with the parameters of another."""
+
+    def __init__(self, layer: nn.Module, config: Any, linear_mm_config: Any) -> None:
+        self.weight, self.bias = layer.weight, layer.bias
+        self.config, self.linear_mm_config = config, linear_mm_config
+
+
+class Float8Patch(MethodPatch):
+    """Has a linear layer compute as torchao's ``Float8Linear`` does, and stay the layer that it is.
+
+    In training only, so that an evaluation gives what the checkpoint gives anywhere else; batches whose rows are not a
+    multiple of 16 run as they would have.
+
+    Attributes:
+        layer: The layer.
+    """
+
+    def __init__(self, site: str, layer: nn.Linear, config: Any) -> None:
+        super().__init__(site, "linear → float8", layer, "forward", self._in_float8)
+        self.layer = layer
+        self._config = config
+
+    def _in_float8(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        # Made by torchao's own function, which shares the parameters and leaves the layer itself alone.
+        twin = load(MODULE).convert_to_float8_training(self.layer, config=self._config)
+        compute, config, linear_mm_config = type(twin).forward, twin.config, twin.linear_mm_config
+
+        def forward(self: nn.Linear, input: Tensor) -> Tensor:
+            if not self.training or input.numel() // self.in_features % MULTIPLE or not input.numel():
+                return original(self, input)  # type: ignore[no-any-return]
+            layer, kind = _Layer(self, config, linear_mm_config), input.device.type
+            if not torch.is_autocast_enabled(kind):
+                return compute(layer, input)  # type: ignore[no-any-return]
+            # torchao asks for the dtype of autocast by a name that torch has deprecated.
+            with torch.autocast(kind, enabled=False):
+                return compute(layer, input.to(torch.get_autocast_dtype(kind)))  # type: ignore[no-any-return]
+
+        return forward
+
+
+def float8_patches(model: nn.Module, recipe: str, *, emulate: bool = False) -> Iterator[Float8Patch | Refusal]:
+    """The linear layers of ``model`` that could multiply in 8-bit floating point, and why others could not.
+
+    Args:
+        model: The model.
+        recipe: As in the plan; not ``"off"``.
+        emulate: Whether to compute in float32 what a card would compute, for machines that have none.
+    """
+    config = configuration(recipe, emulate=emulate)
+    for site, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            reason = _why_not(module)
+            if not reason and is_inside_compiled(model, site):
+                reason = "inside a compiled module"
+            yield Refusal(site, reason) if reason else Float8Patch(site, module, config)
+
+
+def configuration(recipe: str, *, emulate: bool = False) -> Any:
+    """The configuration that torchao has for a recipe."""
+    return replace(load(MODULE).Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+
+
+def _why_not(layer: nn.Linear) -> str:
+    if is_lazy(layer.weight):
+        return "its weight is lazy: run the model once before"
+    if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
+        return f"a {type(layer).__name__} with a forward of its own"
+    if is_parametrized(layer):
+        return "its weight is computed by a parametrization"
+    if type(layer.weight) not in (nn.Parameter, Tensor) or not layer.weight.is_floating_point():
+        return f"its weight is a {type(layer.weight).__name__} of {layer.weight.dtype}"
+    if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+        return f"{layer.in_features} x {layer.out_features} are not both multiples of {MULTIPLE}"
+    return ""
+
+
+def bounds(config: Any) -> tuple[float, float]:
+    """How far an output and a gradient may be off, relative and in the norm.
+
+    As far as if every element of both factors were rounded by as much as its format rounds at most, half of its
+    ``eps``, each in a direction of its own: what is further off has lost values to the scale that its tensor shares.
+    """
+    of_values, of_gradients = (
+        torch.finfo(cast.target_dtype).eps / 2 for cast in (config.cast_config_input, config.cast_config_grad_output)
+    )
+    return 2**0.5 * of_values, (of_values**2 + of_gradients**2) ** 0.5
+
+
+@register(
+    "float8",
+    settings=Float8Plan,
+    default="off",
+    on="tensorwise",
+    after=("flash_attention", "inplace_activations"),
+    before=("gradient_checkpointing", "compile"),
+    exactness="changes training",
+    shown=("tensorwise", "rowwise"),
+)
+class Float8(Technique):
+    """Linear layers in 8-bit floating point, each where that is faster and no further off than its formats explain.
+
+    Args:
+        recipe: As in the plan; not ``"off"``.
+        verify: Whether to try.
+        is_compiled: Whether blocks will be compiled, and layers are to be timed so.
+        emulate: As :func:`float8_patches` has it.
+    """
+
+    remembers: ClassVar[bool] = False
+    why_not_sharded: ClassVar[str] = "a layer's trial needs its whole weight"
+
+    def __init__(self, recipe: str, *, verify: bool = True, is_compiled: bool = False, emulate: bool = False) -> None:
+        self._recipe = recipe
+        self._verify = verify
+        self._is_compiled = is_compiled
+        self._emulate = emulate
+        self.applied_before_trial = not verify
+        self._speeds: dict[Any, tuple[str, bool]] = {}  # of layers and inputs of one size, which are timed once
+
+    @classmethod
+    @override
+    def planned(cls, settings: Float8Plan, surroundings: Surroundings) -> Self:
+        is_compiled = surroundings.settings["compile"].mode != "off"
+        return cls(settings.recipe, verify=surroundings.verify, is_compiled=is_compiled)
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        return (None if self._emulate else _not_on(host)) or why_missing(MODULE)
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
+        yield from float8_patches(model, self._recipe, emulate=self._emulate)
+
+    @override
+    def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
+        return self._trial(patches) if self._verify else super().trial(patches)
+
+    @contextmanager
+    def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
+        unseen = Verdict(keep=False, reason="not called in training on the first step, so not tried")
+        verdicts: Verdicts = {patch.site: unseen for patch in patches}
+        probes = PatchSet(self._probe(patch, verdicts) for patch in patches)
+        probes.apply()
+        try:
+            yield verdicts
+        finally:
+            probes.undo()
+
+    def _probe(self, patch: Patch, verdicts: Verdicts) -> Patch:
+        assert isinstance(patch, Float8Patch)
+
+        def meet(args: Any, kwargs: dict[str, Any]) -> None:
+            verdicts[patch.site] = self._try(patch, args, kwargs)
+
+        return at_first_call(patch.site, patch.layer, meet, when=lambda: patch.layer.training)
+
+    def _try(self, patch: Float8Patch, args: Any, kwargs: dict[str, Any]) -> Verdict:
+        [tensor] = tensors_in((args, kwargs))
+        layer = patch.layer
+        rows = tensor.numel() // layer.in_features
+        if rows % MULTIPLE or not rows:
+            return Verdict(keep=False, reason=f"its input has {rows} rows, not a multiple of {MULTIPLE}")
+        try:
+            errors = self._errors(patch, args, kwargs)
+        except Exception as error:
+            return Verdict(keep=False, reason=f"failed in its trial: {one_line(error)}")
+        off = f"output off by {errors[0]:.1%}, gradients by {errors[1]:.1%}"
+        limits = bounds(configuration(self._recipe))
+        if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
+            return Verdict(keep=False, reason=f"{off}, where its formats round by {limits[0]:.1%} and {limits[1]:.1%}")
+        if torch.are_deterministic_algorithms_enabled():  # which decides nothing by the clock
+            return Verdict(keep=True, reason=off)
+        size = (rows, *layer.weight.shape, layer.bias is None, tensor.dtype, layer.weight.dtype, tensor.requires_grad)
+        if size not in self._speeds:
+            self._speeds[size] = self._speed(patch, args, kwargs)
+        speed, is_faster = self._speeds[size]
+        return Verdict(keep=is_faster, reason=f"{speed}; {off}")
+
+    def _errors(self, patch: Float8Patch, args: Any, kwargs: dict[str, Any]) -> tuple[float, float]:
+        """How far the output, and the gradient that is furthest off, are from the layer's own."""
+        layer = patch.layer
+        passes = Passes(layer, with_gradients=torch.is_grad_enabled())
+        with isolated(layer):
+            expected = passes.results(layer.forward, args, kwargs)
+            patch.apply()
+            try:
+                found = passes.results(layer.forward, args, kwargs)
+            finally:
+                patch.undo()
+        off = [_relative(actual, plain) for actual, plain in zip(found, expected, strict=True)]
+        return off[0], max(off[1:], default=0.0)
+
+    def _speed(self, patch: Float8Patch, args: Any, kwargs: dict[str, Any]) -> tuple[str, bool]:
+        with _applied(patch):
+            functions = patch.original, patch.value.__func__
+        sides: list[Callable[..., Any]] = [functools.partial(function, patch.layer) for function in functions]
+        trial = Trial(patch.layer, args, kwargs, with_gradients=torch.is_grad_enabled())
+        if self._is_compiled:  # as the blocks will be: by themselves, the casts take longer than most products gain
+            sides = [torch.compile(side) for side in sides]
+            trial.numbers(*map(Contender, sides), in_other_orders=False)  # whose first pass compiles
+        found = trial.time(*map(Contender, sides))
+        if found.original_ms is None or found.candidate_ms is None:
+            return found.failure, False
+        before, after = found.original_ms, found.candidate_ms
+        return f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms)", after * NOT_SLOWER < before
+
+    @override
+    def forecast(self, host: Host) -> Forecast:
+        reason = _not_on(host)
+        if reason is not None:
+            return Forecast(False, "no", reason)
+        words = "each linear layer is tried on the first batch, where torchao is installed"
+        return Forecast(True, "tried", words)
+
+
+def _relative(actual: Tensor, plain: Tensor) -> float:
+    error, norm = (float(tensor.double().norm()) for tensor in (actual.double() - plain.double(), plain))
+    return error / norm if norm else (0.0 if error == 0 else float("inf"))  # of a layer that begins with zeros, say
+
+
+@contextmanager
+def _applied(patch: Patch) -> Iterator[None]:
+    patch.apply()
+    try:
+        yield
+    finally:
+        patch.undo()
+
+
+def _not_on(host: Host) -> str | None:
+    if host.kind == "cuda" and host.capability is not None and host.capability >= (8, 9):
+        return None
+    if host.kind == "rocm":
+        return "not measured on AMD's cards"
+    return f"{host.device_name} has no 8-bit floating point: it came with compute capability 8.9 of NVIDIA's cards"

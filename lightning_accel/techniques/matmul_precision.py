@@ -1,0 +1,224 @@
+"""The precision of float32 products: TF32 on NVIDIA's cards, bfloat16 by oneDNN on CPUs.
+
+https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import nn
+from typing_extensions import Self, override
+
+from lightning_accel.core.checks import check_choice
+from lightning_accel.core.host import Host
+from lightning_accel.core.isolation import is_trial
+from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
+from lightning_accel.core.torch_private import dynamo_is_loaded
+from lightning_accel.techniques.arms import OFF, Arm
+from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.techniques.registry import register
+
+MatmulPrecisionSetting = Literal["off", "auto", "high", "medium"]
+
+_FORMATS = {"cuda": "TF32", "cpu": "bfloat16"}
+_UNSET = ("none", "none", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulPrecisionPlan:
+    """In which precision float32 matrices are multiplied.
+
+    Attributes:
+        mode: ``"off"`` leaves it as it is; ``"high"`` and ``"medium"`` are those of
+            ``torch.set_float32_matmul_precision``: TF32 for both on NVIDIA's cards from Ampere on, and on CPUs with
+            AVX512-BF16 or AMX ``"medium"`` is bfloat16. ``"auto"`` takes what the machine has, where ``precision`` is
+            ``"auto"``, too, nobody has set this precision, and the model does not switch autocast off to compute
+            something in float32.
+    """
+
+    mode: MatmulPrecisionSetting = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("matmul_precision", self.mode, get_args(MatmulPrecisionSetting))
+
+
+def possible_on(host: Host) -> tuple[str, ...]:
+    """The precisions below float32 that products of float32 matrices can have on ``host``, the first of them first."""
+    if host.kind == "cuda" and host.capability is not None and host.capability >= (8, 0):
+        return ("high", "medium")  # both are TF32: torch 2.11 to 2.13 have nothing between that and bfloat16
+    return ("medium",) if host.kind == "cpu" and host.native_bf16 else ()
+
+
+def why_not_on(host: Host) -> str:
+    """Why a host has none, or not the one that was asked for."""
+    if host.kind == "cuda":
+        return f"{host.device_name} has no TF32, which came with compute capability 8.0"
+    if host.kind == "cpu":
+        if host.native_bf16:
+            return "CPUs have no TF32: matmul_precision='medium' multiplies in bfloat16"
+        return "this CPU has neither AVX512-BF16 nor AMX: oneDNN would emulate bfloat16, and be slower"
+    return f"not measured on {host.kind}"
+
+
+class MatmulPrecisionPatch(Patch):
+    """Sets the precision for this process; undone where nobody has set another one since.
+
+    By the older of torch's two interfaces, which sets the newer one, too: once only the newer one is set, the older one
+    raises when it is read, and Lightning reads it at every Trainer.
+    """
+
+    def __init__(self, choice: str, change: str) -> None:
+        super().__init__("", change)
+        self.choice = choice
+        self._before = "highest", _UNSET
+        self._ours: tuple[str, ...] = ()
+
+    def choose(self, choice: str) -> None:
+        """Has it in force, or what the user has."""
+        (self.undo if choice == OFF else self.apply)()
+
+    @override
+    def _apply(self) -> None:
+        self._before = _older(), in_force()
+        _set_older(self.choice)
+        self._ours = in_force()
+
+    @override
+    def _undo(self) -> None:
+        if in_force() == self._ours:
+            older, newer = self._before
+            _set_older(older)
+            # "none", which is nobody's choice, is what the older interface cannot set.
+            torch.backends.cuda.matmul.fp32_precision = newer[1]
+            backends: Any = torch.backends
+            backends.mkldnn.matmul.fp32_precision = newer[2]
+
+
+def in_force() -> tuple[str, str, str]:
+    """What is set for everything, for products on NVIDIA's cards, and for those of oneDNN; ``"none"``: nothing."""
+    backends: Any = torch.backends
+    return backends.fp32_precision, backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
+
+
+def _older() -> str:
+    try:
+        with _without_advice():
+            return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the newer interface alone was used: the older one is as it was when torch was loaded
+        return "highest"
+
+
+def _set_older(choice: str) -> None:
+    with _without_advice():
+        torch.set_float32_matmul_precision(choice)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    # Torch 2.9 advises to use the newer interface instead, which breaks whoever reads the older one.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings")
+        yield
+
+
+# After precision, on which it hangs; before a compiler, whose graphs are guarded by it.
+@register(
+    "matmul_precision",
+    settings=MatmulPrecisionPlan,
+    default="auto",
+    after="precision",
+    before="compile",
+    exactness="precision",
+    shown=("high", "medium"),
+)
+class MatmulPrecision(Technique):
+    """Has float32 products computed in TF32 or bfloat16 while the run lasts.
+
+    Under autocast most products are in half precision already, and what is left are those outside of it: of the
+    optimizer, of the loss. A model that switches autocast off within its forward pass wants float32 there (rotary
+    positions beyond 2,048 have no room in TF32): where the first step shows one, ``"auto"`` leaves everything alone.
+    """
+
+    remembers: ClassVar[bool] = False
+
+    def __init__(self, setting: MatmulPrecisionSetting, *, precision: str = "auto", verify: bool = True) -> None:
+        self._setting = setting
+        self._precision = precision
+        self._looks = setting == "auto" and verify
+        self._patch: MatmulPrecisionPatch | None = None
+        self.applied_before_trial = not self._looks
+
+    @classmethod
+    @override
+    def planned(cls, settings: MatmulPrecisionPlan, surroundings: Surroundings) -> Self:
+        return cls(settings.mode, precision=surroundings.settings["precision"].mode, verify=surroundings.verify)
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if self._setting == "auto":
+            if self._precision != "auto":
+                return (
+                    f"precision={self._precision!r} was asked for by name, and so must this be: "
+                    "matmul_precision='high' (TF32) or 'medium'"
+                )
+            return None if possible_on(host) else why_not_on(host)
+        return None if self._setting in possible_on(host) else why_not_on(host)
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
+        if self._setting == "auto" and in_force() != _UNSET:
+            yield Refusal("", "the program has set the precision of float32 products itself")
+            return
+        choice = possible_on(host)[0] if self._setting == "auto" else self._setting
+        self._patch = MatmulPrecisionPatch(choice, self._in_words(host, choice))
+        yield self._patch
+
+    def _in_words(self, host: Host, choice: str) -> str:
+        return f"float32 products → {_FORMATS[host.device_type]} ({choice})"
+
+    @override
+    def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
+        return self._watched(patches) if self._looks else super().trial(patches)
+
+    @contextmanager
+    def _watched(self, patches: PatchSet) -> Iterator[Verdicts]:
+        verdicts = {patch.site: Verdict(keep=True) for patch in patches}
+        enter: Callable[[torch.autocast], Any] = torch.autocast.__enter__
+
+        def entered(self: torch.autocast) -> Any:
+            was_on = torch.is_autocast_enabled(self.device)
+            entered = enter(self)
+            if was_on and not torch.is_autocast_enabled(self.device) and not is_trial():
+                why = "the model switches autocast off to compute in float32, which TF32 and bfloat16 are not"
+                verdicts.update({site: Verdict(keep=False, reason=why) for site in verdicts})
+            return entered
+
+        watch = AttributePatch("", "watched", torch.autocast, "__enter__", entered)
+        watch.apply()
+        try:
+            yield verdicts
+        finally:
+            watch.undo()
+
+    @override
+    def arms(self) -> Iterator[Arm]:
+        if self._setting == "auto" and self._patch is not None and self._patch.is_applied:
+            # What is compiled is guarded by this precision: each side of it is compiled once.
+            settle = int(dynamo_is_loaded())
+            yield Arm(self.name, (self._patch.choice,), self._patch.choose, settle=settle)
+
+    @override
+    def forecast(self, host: Host) -> Forecast:
+        reason = self.unavailable(host)
+        if reason is not None:
+            return Forecast(False, "no", reason, is_missed=False)  # precision says as much
+        choice = possible_on(host)[0] if self._setting == "auto" else self._setting
+        where = " unless the model switches autocast off in places" if self._setting == "auto" else ""
+        return Forecast(True, "yes", f"{self._in_words(host, choice)}{where}")

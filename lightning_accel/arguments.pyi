@@ -18,6 +18,7 @@ class Arguments:
         self,
         *,
         preprocess: Sequence[Transform | dict[str, Any]] | None = (),
+        loader: Literal["auto", "off"] | bool = "off",
         precision: Literal["auto", "32-true", "16-mixed", "bf16-mixed"] = "auto",
         flash_attention: Literal[
             "auto", "off", "sdpa", "cudnn", "flash", "efficient", "fa3", "fa4", "flash-attn", "flex"
@@ -46,6 +47,9 @@ class Arguments:
             preprocess: Transforms of :mod:`lightning_accel.data` that batches go through on the device, each
                 prepared while the one before it is trained on (in YAML mappings of ``class_path`` and
                 ``init_args``).
+            loader: ``"auto"`` measures in the first epoch of a Trainer's run how long it waits for data, and tries
+                more workers from epoch to epoch while that is faster: in the same order, and only for data that
+                draw no random numbers and do not change as they are read. ``"off"``.
             precision: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler
                 on older CUDA cards, else float32.
             flash_attention: ``"auto"`` computes attention, however it was written, with a fused kernel wherever a
@@ -87,6 +91,7 @@ class Arguments:
 
 class Values:
     preprocess: Sequence[Transform | dict[str, Any]] | None
+    loader: Literal["auto", "off"] | bool
     precision: Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
     flash_attention: (
         Literal["auto", "off", "sdpa", "cudnn", "flash", "efficient", "fa3", "fa4", "flash-attn", "flex"]

@@ -124,6 +124,8 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("threads", 0, "'auto', or a number from 1 on"),
     ("threads", True, "a number from 1 on"),
     ("threads", "2", "a number from 1 on"),
+    ("loader", "fast", "'auto', 'off'"),
+    ("loader", 2, "'auto', 'off'"),
     ("tune", "on", "'auto', 'off'"),
     ("log", "false", "True, False"),
     ("strict", None, "True, False"),

@@ -85,7 +85,7 @@ class _Reader(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(thing, io.IOBase) and not isinstance(thing, io.BytesIO | io.StringIO):
             raise UnreadableError(f"they have an open file ({thing!r}), of which two processes would read at one place")
         if isinstance(thing, torch.Generator):
-            return "generator", zlib.crc32(thing.get_state().numpy())
+            return "generator", zlib.crc32(thing.get_state().numpy().tobytes())
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(thing, numpy.ndarray) and not thing.dtype.hasobject:
             return _of_array(thing, is_file=isinstance(thing, numpy.memmap))
@@ -99,7 +99,7 @@ def _of_tensor(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.layout is not torch.strided:
         return kind
     sample = tensor.detach()[_strides(tensor.shape)].contiguous().reshape(-1).view(torch.uint8)
-    return *kind, tensor.data_ptr(), zlib.crc32(sample.numpy())
+    return *kind, tensor.data_ptr(), zlib.crc32(sample.numpy().tobytes())
 
 
 def _of_array(array: Any, *, is_file: bool) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 import warnings
 import weakref
 from collections import deque
@@ -154,6 +155,8 @@ class _Walk(Iterator[Any]):
             raise
         except Exception as error:
             self._has_failed = True
+            # The error of a worker is in a cycle with the frames that raised it, and these have the workers.
+            traceback.clear_frames(error.__traceback__)
             self._source = self._begin_in_process(self._order.rest())
             self._failed(error)
             return next(self._source)

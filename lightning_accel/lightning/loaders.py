@@ -49,8 +49,8 @@ class Loaders:
         trainer: Any = self._trainer
         if trainer.max_epochs == 1 or trainer.fast_dev_run:
             return (
-                "it is changed between two epochs, and this run has one; `lightning-accel tune` finds its workers before"
-                " a run"
+                "it is changed between two epochs, and this run has one; `lightning-accel tune` finds its workers"
+                " before a run"
             )
         if trainer.reload_dataloaders_every_n_epochs:
             return f"it is made anew every {trainer.reload_dataloaders_every_n_epochs} epochs"

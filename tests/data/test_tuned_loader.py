@@ -74,7 +74,7 @@ def always_tries(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def follow(*settings: Workers) -> None:
         def course(own: Workers, cores: int) -> Course:
             yield own
-            for one in settings[:-1]:
+            for one in settings[:-1]:  # noqa: UP028  # a tuple's iterator is sent nothing
                 yield one
             return settings[-1]
 
@@ -140,7 +140,7 @@ def test_workers_change_neither_batches_nor_random_streams(make: Make, always_tr
     always_tries(Workers(1), Workers(2), Workers(2, is_kept=True))
     lines = assert_the_same(make, epochs=6)
     assert lines.is_changed
-    assert BY_WORKERS.value >= 5 * 39  # all epochs but the first
+    assert BY_WORKERS.value >= 5 * 36  # all epochs but the first
 
 
 def test_epochs_that_are_left_early_are_the_same(always_tries: Callable[..., None]) -> None:
@@ -182,7 +182,8 @@ class Refusing(Slow):
 
 
 def _open(parts: dict[str, Any]) -> None:
-    parts.setdefault("file", open(os.devnull))  # noqa: SIM115
+    if "file" not in parts:
+        parts["file"] = open(os.devnull)  # noqa: SIM115
 
 
 LEFT: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {

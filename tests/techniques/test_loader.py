@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_accel import AccelPlugin, Plan, accelerate
+from lightning_accel.data import Map
 from lightning_accel.data.stand_in import StandIn
 
 pytestmark = [pytest.mark.numbers, pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many")]
@@ -47,9 +48,8 @@ class Augmented(Slow):
 class Dropping(LightningModule):
     """Draws random numbers in each of its steps, so that one that was drawn elsewhere shows in all that follow."""
 
-    def __init__(self, step_s: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.step_s = step_s
         self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         self.losses: list[float] = []
 
@@ -57,7 +57,6 @@ class Dropping(LightningModule):
         batch = batch if isinstance(batch, Tensor) else batch[0]
         loss = self.net(batch).square().mean()
         self.losses.append(loss.item())
-        time.sleep(self.step_s)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -68,11 +67,9 @@ def loader(data: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
     return DataLoader(data or Slow(), 4, shuffle=True, **options)
 
 
-def fit(
-    plan: dict[str, Any], loaders: Any, *callbacks: Callback, step_s: float = 0.0, **options: Any
-) -> tuple[Trainer, Dropping]:
+def fit(plan: dict[str, Any], loaders: Any, *callbacks: Callback, **options: Any) -> tuple[Trainer, Dropping]:
     seed_everything(1, verbose=False)
-    module = Dropping(step_s)
+    module = Dropping()
     off = {"tune": "off", "verify": False, "log": False, "inplace_activations": "off", "flash_attention": "off"}
     trainer = Trainer(
         plugins=[AccelPlugin(precision="32-true", memory_format="off", **off, **plan)],
@@ -113,11 +110,23 @@ def test_the_trainer_shows_a_dataloader_and_gets_the_users_own_back() -> None:
     assert trainer.train_dataloader is own
 
 
+def _doubled(xp: Any, batch: Any) -> Any:
+    return batch * 2
+
+
+def test_behind_a_pipeline_it_is_the_same_run() -> None:
+    settings = {"preprocess": [Map(_doubled)]}
+    _, plain = fit(settings, loader())
+    BY_WORKERS.value = 0
+    _, tuned = fit({"loader": "auto", **settings}, loader())
+    assert BY_WORKERS.value >= 40
+    assert tuned.losses == plain.losses
+
+
 @pytest.mark.parametrize(
     ("make", "options", "why"),
     [
         (lambda: loader(Augmented()), {}, "draw random numbers"),
-        (lambda: loader(Slow(0.0)), {"step_s": 0.05}, "that is little"),
         (lambda: [loader(), loader()], {"max_epochs": 2}, "one of several"),
         (lambda: loader(Slow(0.0)), {"max_epochs": 1}, "`lightning-accel tune` finds its workers before a run"),
         (lambda: loader(Slow(0.0)), {"reload_dataloaders_every_n_epochs": 2}, "made anew every 2 epochs"),

@@ -28,6 +28,7 @@ class Arguments:
         | bool = "auto",
         inplace_activations: Literal["auto", "off"] | bool = "auto",
         memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool = "auto",
+        padding: Literal["off", "auto"] | int | bool = "off",
         sparse_activations: Literal["auto", "off"] | bool = "off",
         activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool = "auto",
         gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool = "off",
@@ -61,6 +62,11 @@ class Arguments:
                 where nobody else can read it, as counts of who holds it show; ``"off"``.
             memory_format: ``"auto"`` moves models with convolutions to channels_last where that is not slower; a
                 named format is used wherever the numbers agree; ``"off"`` leaves every layout alone.
+            padding: A number pads the sequences of every training batch to a multiple of it; ``"auto"`` to the
+                largest that the device's kernels like and that makes a batch at most an eighth longer; ``"off"``.
+                Batches are mappings as transformers have them: ``input_ids``, an ``attention_mask`` that keeps the
+                padding out, and ``labels`` of which the loss ignores -100. Dropout draws other numbers for other
+                shapes.
             sparse_activations: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where
                 that is worth its time; ``"off"``.
             activation_offloading: ``"host"`` moves what is saved for the backward pass to pinned memory of the host
@@ -101,6 +107,7 @@ class Values:
     )
     inplace_activations: Literal["auto", "off"] | bool
     memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool
+    padding: Literal["off", "auto"] | int | bool
     sparse_activations: Literal["auto", "off"] | bool
     activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool
     gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool

@@ -363,6 +363,7 @@ def test_the_report_names_device_and_every_technique() -> None:
         *(
             "preprocess:",
             "loader:",
+            "padding:",
             "precision:",
             "flash_attention:",
             "inplace_activations:",

@@ -363,11 +363,11 @@ def test_the_report_names_device_and_every_technique() -> None:
         *(
             "preprocess:",
             "loader:",
-            "padding:",
             "precision:",
             "flash_attention:",
             "inplace_activations:",
             "memory_format:",
+            "padding:",
             "sparse_activations:",
             "activation_offloading:",
             "gradient_checkpointing:",

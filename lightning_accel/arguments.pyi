@@ -18,6 +18,7 @@ class Arguments:
         self,
         *,
         preprocess: Sequence[Transform | dict[str, Any]] | None = (),
+        loader: Literal["auto", "off"] | bool = "off",
         precision: Literal["auto", "32-true", "16-mixed", "bf16-mixed"] = "auto",
         flash_attention: Literal[
             "auto", "off", "sdpa", "cudnn", "flash", "efficient", "fa3", "fa4", "flash-attn", "flex"
@@ -34,6 +35,7 @@ class Arguments:
         memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool = "auto",
         cudnn_benchmark: Literal["off", "auto", "on"] | bool = "auto",
         optimizer_8bit: Literal["off", "on"] | bool = "off",
+        padding: Literal["off", "auto"] | int | bool = "off",
         sparse_activations: Literal["auto", "off"] | bool = "off",
         activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool = "auto",
         gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool = "off",
@@ -53,6 +55,9 @@ class Arguments:
             preprocess: Transforms of :mod:`lightning_accel.data` that batches go through on the device, each
                 prepared while the one before it is trained on (in YAML mappings of ``class_path`` and
                 ``init_args``).
+            loader: ``"auto"`` measures in the first epoch of a Trainer's run how long it waits for data, and tries
+                more workers from epoch to epoch while that is faster: in the same order, and only for data that
+                draw no random numbers and do not change as they are read. ``"off"``.
             precision: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler
                 on older CUDA cards, else float32.
             flash_attention: ``"auto"`` computes attention, however it was written, with a fused kernel wherever a
@@ -87,6 +92,11 @@ class Arguments:
                 give ``"off"``.
             optimizer_8bit: ``"on"`` keeps the moments of torch's Adam and AdamW in 8 bits while the run lasts, by
                 torchao; it changes training, and the report says by how much. Checkpoints have floats. ``"off"``.
+            padding: A number pads the sequences of every training batch to a multiple of it; ``"auto"`` to the
+                largest that the device's kernels like and that makes a batch at most an eighth longer; ``"off"``.
+                Batches are mappings as transformers have them: ``input_ids``, an ``attention_mask`` that keeps the
+                padding out, and ``labels`` of which the loss ignores -100. Dropout draws other numbers for other
+                shapes.
             sparse_activations: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where
                 that is worth its time; ``"off"``.
             activation_offloading: ``"host"`` moves what is saved for the backward pass to pinned memory of the host
@@ -117,6 +127,7 @@ class Arguments:
 
 class Values:
     preprocess: Sequence[Transform | dict[str, Any]] | None
+    loader: Literal["auto", "off"] | bool
     precision: Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
     flash_attention: (
         Literal["auto", "off", "sdpa", "cudnn", "flash", "efficient", "fa3", "fa4", "flash-attn", "flex"]
@@ -133,6 +144,7 @@ class Values:
     memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool
     cudnn_benchmark: Literal["off", "auto", "on"] | bool
     optimizer_8bit: Literal["off", "on"] | bool
+    padding: Literal["off", "auto"] | int | bool
     sparse_activations: Literal["auto", "off"] | bool
     activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool
     gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool

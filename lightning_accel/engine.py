@@ -19,7 +19,7 @@ from lightning_accel.core.optimizers import living_optimizers
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.report import AccelError, AccelWarning, Report, difference
 from lightning_accel.techniques.arms import Arm
-from lightning_accel.techniques.base import Refusal, Technique
+from lightning_accel.techniques.base import LoaderTerms, Refusal, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts
 
 Decisions = dict[str, Verdicts]
@@ -126,6 +126,12 @@ class Engine:
         for technique in self._at_work:
             batch = technique.batch(batch, stage)
         return batch
+
+    def loader(self, loader: Any, terms: LoaderTerms) -> Any:
+        """What is iterated over in the place of a loader of the training."""
+        for technique in self._techniques:
+            loader = technique.loader(loader, terms)
+        return loader
 
     def predictions(self, outputs: Any) -> Any:
         """What a predict step returned, as the original would have."""

@@ -362,6 +362,7 @@ def test_the_report_names_device_and_every_technique() -> None:
     assert [line.split()[1] for line in lines[1:]] == [
         *(
             "preprocess:",
+            "loader:",
             "precision:",
             "flash_attention:",
             "inplace_activations:",
@@ -373,6 +374,7 @@ def test_the_report_names_device_and_every_technique() -> None:
             "memory_format:",
             "cudnn_benchmark:",
             "optimizer_8bit:",
+            "padding:",
             "sparse_activations:",
             "activation_offloading:",
             "gradient_checkpointing:",

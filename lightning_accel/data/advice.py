@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_accel.data.pipeline import DevicePipeline
+from lightning_accel.data.tuned_loader import TunedLoader
 
 WORTH_ADVICE = 0.1  # of the training time spent waiting
 
@@ -23,7 +24,8 @@ def waiting_advice(
     """
     if data_wait_frac <= WORTH_ADVICE:
         return []
-    known = [loader for loader in loaders if isinstance(loader, DataLoader)]
+    tuned = [loader for loader in loaders if isinstance(loader, TunedLoader) or _is_around_tuned(loader)]
+    known = [loader for loader in loaders if isinstance(loader, DataLoader) and loader not in tuned]
     pipelines = [loader for loader in loaders if isinstance(loader, DevicePipeline)]
     fetch_s, prepare_s = (sum(loader.seconds[part] for loader in pipelines) for part in (0, 1))
     # A core is left to the training, which on a CPU takes what it can get.
@@ -38,7 +40,12 @@ def waiting_advice(
             f" {with_workers}; or leave some out.",
         ]
     if any(loader.num_workers == 0 for loader in known):
-        lines.append(f"Load in other processes, while the model computes: {with_workers} instead of num_workers=0.")
+        lines.append(
+            f"Load in other processes, while the model computes: {with_workers} instead of num_workers=0; or have"
+            ' AccelPlugin(loader="auto") find how many, between two epochs.'
+        )
+    if tuned:
+        lines.append('loader="auto" tries from the next epoch on what is faster; the report says what came of it.')
     short = [loader.num_workers for loader in known if 0 < loader.num_workers < workers]
     if short:
         lines.append(f"Load in more processes: DataLoader(..., num_workers={workers}) instead of {min(short)}.")
@@ -60,3 +67,7 @@ def waiting_advice(
             " __getitem__, its disk, or more cores."
         )
     return lines
+
+
+def _is_around_tuned(loader: Any) -> bool:
+    return isinstance(loader, DevicePipeline) and isinstance(loader.loader, TunedLoader)

@@ -15,6 +15,7 @@ from lightning_accel.data.chain import Preprocess
 from lightning_accel.data.pipeline_iteration import Iteration, Progress, Run
 from lightning_accel.data.pipeline_lanes import BatchTransform, Lane, StreamLane
 from lightning_accel.data.position import Position
+from lightning_accel.data.stand_in import StandIn
 from lightning_accel.data.transform import Transform
 
 __all__ = ["BatchTransform", "DevicePipeline"]
@@ -35,7 +36,7 @@ class _Inner:
     under_way: weakref.WeakSet[Iteration] = field(default_factory=weakref.WeakSet)
 
 
-class DevicePipeline:
+class DevicePipeline(StandIn):
     """A loader whose batches come out on ``device``, preprocessed, up to ``depth`` of them made ready ahead.
 
     Each iteration has one thread, which moves and preprocesses batches in order. On CUDA they go through reused pinned
@@ -72,6 +73,7 @@ class DevicePipeline:
         ValueError: ``depth`` is not an integer, or below 0; ``preprocess`` is for another device.
     """
 
+    _own = StandIn._own | {"close", "seconds", "state_dict", "load_state_dict"}
     _inner: _Inner
 
     def __new__(cls, loader: Any, *_: Any, **__: Any) -> DevicePipeline:
@@ -97,11 +99,6 @@ class DevicePipeline:
         device = torch.device(device)
         inner = _Inner(loader, device, _for_device(preprocess, device), depth, position or _Epochs())
         object.__setattr__(self, "_inner", inner)
-
-    @property
-    def loader(self) -> Any:
-        """The loader itself."""
-        return self._inner.loader
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -153,43 +150,6 @@ class DevicePipeline:
             inner.side = torch.cuda.Stream(inner.device)  # type: ignore[no-untyped-call]
         return StreamLane(inner.side, inner.preprocess)
 
-    # Standing for the loader:
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The loader's, if a DataLoader's; not a list's, say: what takes lists apart would take this for one."""
-        inner = self.__dict__.get("_inner")
-        return inner.loader.__class__ if inner is not None and isinstance(inner.loader, DataLoader) else type(self)
-
-    def __len__(self) -> int:
-        """The loader's length, in batches."""
-        return len(self._inner.loader)
-
-    def __bool__(self) -> bool:
-        """As of the loader: one without a length is true."""
-        return bool(self._inner.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        """Whatever else the loader has."""
-        # Special methods are the class's: a loader's __deepcopy__, say, would make a copy of the loader alone.
-        if name == "_inner" or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._inner.loader, name)
-
-    @override
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
-            raise AttributeError(f"{name!r} of a DevicePipeline cannot be set: make a new one")
-        setattr(self._inner.loader, name, value)
-
-    @override
-    def __delattr__(self, name: str) -> None:
-        delattr(self._inner.loader, name)
-
-    @override
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._inner.loader)})
-
     @override
     def __repr__(self) -> str:
         inner = self._inner
@@ -217,7 +177,6 @@ class StatefulDevicePipeline(DevicePipeline):
 
 # Runs over loaders whose iterator outlives an epoch.
 _SHARING: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Run]] = weakref.WeakKeyDictionary()
-_OWN = {"loader", "close", "seconds", "state_dict", "load_state_dict", "_inner", "__class__"}
 
 
 @dataclass(slots=True)

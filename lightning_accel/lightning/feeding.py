@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.torch_private import map_parts
 from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
+from lightning_accel.data.stand_in import stood_for
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.private import combined_loader, is_sequential
 
@@ -50,9 +51,7 @@ class Feeding:
         channels_last: Callable[[], bool],
     ) -> None:
         # A training step that takes its batches from the loader itself: Lightning then transfers none.
-        self._takes_loader = is_param_in_hook_signature(
-            trainer.lightning_module.training_step, "dataloader_iter", explicit=True
-        )
+        self._takes_loader = takes_loader(trainer)
         self._why_inline = "" if self._takes_loader else _why_inline(trainer)  # empty where there is a pipeline
         self._trainer = trainer
         self._report = engine.report
@@ -104,13 +103,7 @@ class Feeding:
         """Ends all pipelines, and gives the Trainer's loops the user's own loaders back."""
         for pipeline in list(self._pipelines):
             pipeline.close()
-        trainer = self._trainer
-        fit, validate, test, predict = trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
-        for loop in (fit, fit.epoch_loop.val_loop, validate, test, predict):
-            if (combined := combined_loader(loop)) is not None:
-                combined.flattened = [
-                    one.loader if isinstance(one, DevicePipeline) else one for one in combined.flattened
-                ]
+        give_loaders_back(self._trainer)
 
     def _transferring(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def batch_to_device(strategy: Strategy, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,6 +159,14 @@ class Feeding:
         )
 
 
+def give_loaders_back(trainer: Trainer) -> None:
+    """Has a Trainer's loops iterate over the user's own loaders again."""
+    fit, validate, test, predict = trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+    for loop in (fit, fit.epoch_loop.val_loop, validate, test, predict):
+        if (combined := combined_loader(loop)) is not None:
+            combined.flattened = [stood_for(loader) for loader in combined.flattened]
+
+
 def followed_by(change: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """A strategy's method whose result passes through ``change``."""
 
@@ -180,6 +181,7 @@ def _can_be_ahead(loader: Any) -> bool:
 
     A generator may fill one buffer over and over, be where it is for good, or give what the model has just made.
     """
+    loader = stood_for(loader)
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False
     return loader.num_workers > 0 or not isinstance(loader.dataset, IterableDataset)
@@ -194,6 +196,11 @@ def _loop_under_way(trainer: Trainer) -> Any:
         TrainerFn.PREDICTING: trainer.predict_loop,
     }
     return loops.get(trainer.state.fn)
+
+
+def takes_loader(trainer: Trainer) -> bool:
+    """Whether the training step takes its batches from the loader itself."""
+    return is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
 
 
 def _why_inline(trainer: Trainer) -> str:

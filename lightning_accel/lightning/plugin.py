@@ -34,6 +34,7 @@ from lightning_accel.engine import Decisions, Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
 from lightning_accel.lightning.feeding import Feeding, followed_by
 from lightning_accel.lightning.live_trials import LiveTuning, have
+from lightning_accel.lightning.loaders import Loaders
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
@@ -74,6 +75,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         self._memory_schedule: MemorySchedule | None = None
         self._hooks = PatchSet()
         self._feeding: Feeding | None = None
+        self._loaders: Loaders | None = None
         self._live: LiveTuning | None = None
         self._tuning: Tuning | None = None  # that an earlier fit, or a checkpoint, has settled
         self._decided_for: weakref.ref[nn.Module] | None = None
@@ -128,6 +130,9 @@ class AccelPlugin(Arguments, AutocastingPrecision):
                 self._net = SafetyNet(module, engine, self._is_in_force, self._without_precision, self._yields)
                 self._hook(self._net.patches(strategy))
             self._hook(self._passages(strategy, engine))
+        if self._is_fitting and any(type(one).loader is not Technique.loader for one in around.techniques):
+            self._loaders = Loaders(trainer, engine, is_piped=getattr(strategy, "wants_pipeline", False))
+            self._hook(self._loaders.patches())
         if self.plan.preprocess or getattr(strategy, "wants_pipeline", False):
             transforms, dtype = self.plan.of("preprocess").transforms, DTYPES.get(self.precision, torch.float32)
             self._feeding = Feeding(trainer, engine, transforms, dtype, around.wants_channels_last)
@@ -299,6 +304,9 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         if self._feeding is not None:
             self._feeding.close()
             self._feeding = None
+        if self._loaders is not None:
+            self._loaders.close()
+            self._loaders = None
         if self.scaler is not None:
             self.scaler.forget()
         if self._engine is not None:
@@ -374,7 +382,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
         make, (kind, state) = super().__reduce__()
         state |= {"_engine": None, "_net": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
-        state |= {"_live": None, "_runs_in_float32": False}
+        state |= {"_live": None, "_loaders": None, "_runs_in_float32": False}
         return make, (kind, state)
 
     def __repr__(self) -> str:

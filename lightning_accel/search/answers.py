@@ -21,7 +21,7 @@ from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import Interval
 from lightning_accel.tuning.remembered import write_whole
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Answers:

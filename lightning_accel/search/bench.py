@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from lightning_accel.core.host import Host
 from lightning_accel.search.answers import Answers
@@ -10,7 +11,7 @@ from lightning_accel.search.job import Job
 from lightning_accel.search.judging import MIN_PAIRS, Facts, Objective, Side, judged, worth_of_memory, worth_of_start
 from lightning_accel.search.runs import Run, RunError, Workers
 from lightning_accel.search.setup import Setup
-from lightning_accel.tuning.comparison import Result, Verdict
+from lightning_accel.tuning.comparison import MEMORY_RISE, Result, Verdict
 from lightning_accel.tuning.pairs import Interval, PairTest
 from lightning_accel.tuning.trials import ALPHA
 
@@ -114,10 +115,22 @@ class Bench:
         test = PairTest(ALPHA / _QUESTIONS, worth)
         side = self._side(original, before)
         try:
-            return judged(name, side, self._side(candidate, after), test, seconds)
+            result = judged(name, side, self._side(candidate, after), test, seconds)
         except RunError as error:
             self.notes.append(f"{name}: {error}" + (" (beside another run)" if error.is_memory else ""))
             return Result(name, _verdict_of(error), test.interval(), 0)
+        return result if self._fits(name, candidate, after) else replace(result, verdict="needs more memory")
+
+    def _fits(self, name: str, setup: Setup, facts: Facts) -> bool:
+        """Whether it still does, after all the batches that it has trained on meanwhile."""
+        most = self._run(setup).most_bytes
+        if most > (1 + MEMORY_RISE) * facts.needed_bytes:
+            self.notes.append(
+                f"{name}: its batches differ in what they need, {most >> 20} MiB after {facts.needed_bytes >> 20} MiB:"
+                " one that was not seen may need more. A lower memory_limit leaves it room."
+            )
+        self._answers.facts[setup.key] = replace(facts, most_bytes=max(most, facts.most_bytes))
+        return most <= self.limit
 
     def _side(self, setup: Setup, facts: Facts) -> Side:
         loader = {**self._job.loader_settings, **setup.loader}
@@ -156,7 +169,7 @@ class Bench:
                 " has no more of them."
             )
             return "raised an error"
-        return "needs more memory" if after.peak_bytes > self.limit else after
+        return "needs more memory" if after.needed_bytes > self.limit else after
 
     def _would_take_all_memory(self, before: Facts, original: Setup, candidate: Setup) -> bool:
         """On a CPU, who takes all memory takes it from everybody: that is not tried."""

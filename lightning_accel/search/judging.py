@@ -36,10 +36,11 @@ class Facts:
         started_s: From nothing to a few turns, in seconds; with a compiler, what it took.
         seconds: For a sample.
         waited: The share of the time that it waited for data.
-        peak_bytes: The most memory that it held.
+        peak_bytes: The most memory that it held, once it was warm.
         base_bytes: What it held before its first step.
         samples: In a turn.
         batches: In an epoch.
+        most_bytes: The most that it has held in all: in its first steps, or with a batch that came later.
     """
 
     started_s: float
@@ -49,6 +50,12 @@ class Facts:
     base_bytes: int
     samples: float
     batches: float
+    most_bytes: int = 0
+
+    @property
+    def needed_bytes(self) -> int:
+        """What has to be there for it."""
+        return max(self.peak_bytes, self.most_bytes)
 
     @classmethod
     def of(cls, run: Run) -> Facts:
@@ -68,6 +75,7 @@ class Facts:
             base_bytes=run.ready.base_bytes,
             samples=block.samples / turns,
             batches=run.ready.batches,
+            most_bytes=run.most_bytes,
         )
 
     def is_like(self, other: Facts) -> bool:

@@ -88,6 +88,7 @@ class Workers:
         self._runs.append(run)
         run.connection = self.accept(process.popen)
         run.ready = run.answer()
+        run.most_bytes = run.ready.peak_bytes
         return run
 
     def close(self) -> None:
@@ -150,6 +151,7 @@ class Run:
         setup: What it was set up with.
         ready: What it said when it was warm.
         is_over: Whether it has ended.
+        most_bytes: The most memory that it has held, its first steps among them.
     """
 
     ready: Ready
@@ -159,6 +161,7 @@ class Run:
         self.setup = setup
         self._workers, self._process, self._pid = workers, process, pid
         self.is_over = False
+        self.most_bytes = 0
 
     def block(self, turns: int) -> Block:
         """Has it train for so many turns.
@@ -169,6 +172,7 @@ class Run:
         with suppress(OSError):  # why it is gone, the answer says
             self.connection.send(turns)
         answer: Block = self.answer()
+        self.most_bytes = max(self.most_bytes, answer.peak_bytes)
         return answer
 
     def answer(self) -> Any:

@@ -146,12 +146,12 @@ class Search:
         try:
             plain = self._bench.look_anew(_PLAIN)
             if not self._is_limit_given:
-                self._bench.limit = max(self._bench.limit, plain.peak_bytes)
+                self._bench.limit = max(self._bench.limit, plain.needed_bytes)
         except RunError as error:
             if not error.is_memory:
                 raise ValueError(f"The run does not train: {error}. Mend that first; nothing was written.") from error
             plain = None
-        if plain is None or plain.peak_bytes > self._bench.limit:
+        if plain is None or plain.needed_bytes > self._bench.limit:
             self.outcome.best = self._least()
             plain = self._bench.facts(self._start)
         if self._left() < (least := self._bench.least_s(plain)):
@@ -163,7 +163,7 @@ class Search:
 
     def _least(self) -> Setup:
         """The first setup that fits into the limit, from what costs least time to what costs most."""
-        needed = {str(setup): facts.peak_bytes for setup, facts in self._smaller()}
+        needed = {str(setup): facts.needed_bytes for setup, facts in self._smaller()}
         limit = _in_words(self._bench.limit)
         if not needed:
             raise ValueError(f"memory_limit={limit}: nothing that needs less memory could be run here.")
@@ -194,7 +194,7 @@ class Search:
                 continue
             setup = self._start = tried
             yield tried, facts
-            if facts.peak_bytes <= self._bench.limit:
+            if facts.needed_bytes <= self._bench.limit:
                 return
 
     def _ask_all(self) -> None:

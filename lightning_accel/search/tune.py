@@ -158,7 +158,8 @@ def parse_time(value: str | float) -> float:
 
 def _available(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(_USABLE_GPU * torch.cuda.mem_get_info(device)[1])
+        # Others may hold some of it; what this process holds, it will hold then, too.
+        return int(_USABLE_GPU * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
     return int(_USABLE_CPU * psutil.virtual_memory().available)
 
 

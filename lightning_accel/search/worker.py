@@ -43,11 +43,13 @@ class Ready:
         started_s: What it took to come here, in seconds: from nothing to a few turns.
         base_bytes: Memory before the first step.
         batches: In an epoch; infinite where that is not known.
+        peak_bytes: The most memory that was held so far, from the first step on.
     """
 
     started_s: float
     base_bytes: int
     batches: float
+    peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ class Paced(Callback):
             answer = Block(now - self._began, self._waited_s, self._samples, self._peak.peak_bytes())
         else:
             self._is_warm = True
-            answer = Ready(now - self._started, self._base_bytes, float(trainer.num_training_batches))
+            batches = float(trainer.num_training_batches)
+            answer = Ready(now - self._started, self._base_bytes, batches, self._peak.peak_bytes())
         self._connection.send(answer)
         self._turns_left = self._connection.recv()
         if not self._turns_left:

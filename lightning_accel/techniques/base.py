@@ -90,6 +90,23 @@ class Surroundings:
         return next((found for technique in self.techniques if (found := technique.dtype) is not None), torch.float32)
 
 
+@dataclass(frozen=True)
+class LoaderTerms:
+    """On which terms a loader of a training may be changed.
+
+    Attributes:
+        why_not: Why it may not be; empty: it may.
+        objection: The same, asked once the first epoch is over, when more is known.
+        processes: How many of the run share this machine's cores.
+        pins: Whether nobody else brings its batches into pinned memory.
+    """
+
+    why_not: str = ""
+    objection: Callable[[], str] = str
+    processes: int = 1
+    pins: bool = False
+
+
 class Technique:
     """One way to go faster or smaller. The defaults do nothing; an implementation overrides what it needs.
 
@@ -180,6 +197,10 @@ class Technique:
     def batch(self, batch: Any, stage: str) -> Any:
         """Applied to every batch of a stage once it is on the device."""
         return batch
+
+    def loader(self, loader: Any, terms: LoaderTerms) -> Any:
+        """What a Trainer iterates over in the place of a loader of its training; asked before the first epoch."""
+        return loader
 
     def predictions(self, outputs: Any) -> Any:
         """Applied to what a predict step returns, which the user's code keeps."""

@@ -14,6 +14,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.core import clocks as _clocks
 from lightning_accel.data import DevicePipeline, Map, Preprocess
 from lightning_accel.data.advice import waiting_advice
+from lightning_accel.data.tuned_loader import TunedLoader
 
 DATA = TensorDataset(torch.zeros(8, 2))
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -61,7 +62,7 @@ def test_pinned_memory_is_advised_where_a_gpu_copies_from_it() -> None:
 
 def test_preprocessing_on_the_device_is_advised_to_those_who_do_not() -> None:
     assert "AccelPlugin(preprocess=[" in advice(DataLoader(DATA))
-    assert "AccelPlugin" not in advice(DataLoader(DATA), preprocesses=True)
+    assert "AccelPlugin(preprocess=[" not in advice(DataLoader(DATA), preprocesses=True)
 
 
 def test_where_nothing_is_amiss_it_says_where_else_to_look() -> None:
@@ -134,3 +135,9 @@ def test_a_run_that_waits_has_the_advice_in_its_report(
     trainer.fit(Slow(), DataLoader(Timed(time, fetch_ms), batch_size=2))
     assert ("of the training time was spent waiting" in plugin.report.summary()) == is_advised
     assert plugin.report.summary().count("spent waiting") == int(is_advised), "said once, not every epoch"
+
+
+def test_a_loader_that_is_tuned_needs_no_advice_on_workers() -> None:
+    said = advice(TunedLoader(DataLoader(DATA), torch.device("cpu"), lambda line, is_changed: None))
+    assert 'loader="auto" tries from the next epoch on' in said
+    assert "num_workers" not in said

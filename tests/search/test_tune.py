@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,47 +14,16 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_accel import tune
-from lightning_accel.core.host import Host
-from lightning_accel.search.answers import Answers
 from lightning_accel.search.job import Job
-from lightning_accel.search.search import Outcome, Search
+from lightning_accel.search.search import Outcome
 from lightning_accel.search.setup import Setup
 from lightning_accel.search.tune import TuneResult, _places, _result, parse_time
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import Interval
-from support.search_runs import Broken, Empty, Samples, Scheduled, Sleeper, Slow, loader, trainer
+from support.search_runs import Broken, Empty, Quiet, Samples, Scheduled, Sleeper, Slow, loader, searched, trainer
 
 pytestmark = pytest.mark.numbers
-
-
-class Quiet:
-    """A watcher that presses Ctrl-C after so many wins."""
-
-    def __init__(self, wins: int = 1000) -> None:
-        self.wins = wins
-
-    def trying(self, what: str) -> None: ...
-
-    def told(self, result: Result, best: Setup) -> None:
-        self.wins -= result.is_won
-        if not self.wins:
-            raise KeyboardInterrupt
-
-
-def searched(model: Any, data: Any, watcher: Quiet | None = None, seconds: float = 60.0, **options: Any) -> Outcome:
-    job = Job.of(model, data, trainer())
-    given: dict[str, Any] = {"objective": "speed", "limit": None, "available": 1 << 40, "keeps_effective_batch": False}
-    host = Host(kind="cpu", device_name="a CPU")
-    search = Search(
-        job,
-        host,
-        seconds=seconds,
-        **{**given, **options},
-        answers=Answers(Path("answers.json")),
-        watcher=watcher or Quiet(),
-    )
-    return search.run()
 
 
 def _files() -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_accel import AccelPlugin
+from lightning_accel.core.host import Host
+from lightning_accel.search.answers import Answers
+from lightning_accel.search.job import Job
+from lightning_accel.search.search import Outcome, Search
+from lightning_accel.search.setup import Setup
+from lightning_accel.tuning.comparison import Result
 
 STEP_S = 0.05
 
@@ -94,3 +101,32 @@ def trainer(**options: Any) -> Trainer:
     given: dict[str, Any] = {"max_epochs": 100, "accelerator": "cpu", **options}
     plugins = [AccelPlugin(compile="off", threads=1)]
     return Trainer(plugins=plugins, enable_checkpointing=False, **{"logger": False, **given})
+
+
+class Quiet:
+    """A watcher that presses Ctrl-C after so many wins."""
+
+    def __init__(self, wins: int = 1000) -> None:
+        self.wins = wins
+
+    def trying(self, what: str) -> None: ...
+
+    def told(self, result: Result, best: Setup) -> None:
+        self.wins -= result.is_won
+        if not self.wins:
+            raise KeyboardInterrupt
+
+
+def searched(model: Any, data: Any, watcher: Quiet | None = None, seconds: float = 60.0, **options: Any) -> Outcome:
+    job = Job.of(model, data, trainer())
+    given: dict[str, Any] = {"objective": "speed", "limit": None, "available": 1 << 40, "keeps_effective_batch": False}
+    host = Host(kind="cpu", device_name="a CPU")
+    search = Search(
+        job,
+        host,
+        seconds=seconds,
+        **{**given, **options},
+        answers=Answers(Path("answers.json")),
+        watcher=watcher or Quiet(),
+    )
+    return search.run()

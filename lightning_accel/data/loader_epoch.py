@@ -1,0 +1,165 @@
+"""One walk through a loader: timed, and watched for what workers would change."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_accel.core.clocks import StepClock
+from lightning_accel.data.loader_state import UnreadableError, random_state, state_of
+from lightning_accel.data.worker_course import LEAST_WAIT
+
+LEAST_BATCHES = 8
+"""Of an epoch that tells something."""
+
+_LOOK = 16  # batches after which an epoch that hardly waits is not watched any further
+
+
+class Data:
+    """What a loader's batches are made of."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return len(self._loader)
+
+    def state(self) -> bytes:
+        """A digest, which is another one if anything has changed.
+
+        Raises:
+            lightning_accel.data.loader_state.UnreadableError: It cannot be handed to another process.
+        """
+        try:
+            return state_of(self._loader.dataset, self._loader.collate_fn)
+        except UnreadableError as error:
+            raise UnreadableError(f"the data cannot be loaded in other processes: {error}") from error
+
+
+class LoaderEpoch(Iterator[Any]):
+    """Batches as ``source`` has them.
+
+    Args:
+        source: What loads them.
+        clock: Is told of every fetch; None: nobody times them.
+        data: What they are made of; None: nobody looks at it.
+        state: Of the data, when they were given to workers.
+
+    Attributes:
+        count: How many have been fetched.
+        first_s: What the first one took, in seconds.
+    """
+
+    def __init__(
+        self, source: Iterator[Any], clock: StepClock | None, data: Data | None = None, state: bytes | None = None
+    ) -> None:
+        self._source, self._clock, self._data, self._state = source, clock, data, state
+        self._complaint = ""
+        self._is_compared = False
+        self.count = 0
+        self.first_s = 0.0
+
+    def __next__(self) -> Any:
+        if self._clock is not None and self.count:
+            self._clock.step_ended(0)
+        self._fetch_begins()  # between two steps, as far as the clock is concerned
+        if self._clock is not None:
+            self._clock.fetch_began()
+        began = time.perf_counter()
+        try:
+            batch = next(self._source)
+        finally:
+            if self._clock is not None:
+                self._clock.fetch_ended()
+        self._fetch_ended(began, time.perf_counter())
+        self.count += 1
+        if self._data is not None and self.count == len(self._data):
+            self._compare()  # now, as the user's code may change it between two epochs
+        return batch
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is at its end: Lightning copies loaders under way, and leaves out iterators of DataLoaders only."""
+        return iter, ((),)
+
+    @property
+    def tells(self) -> bool:
+        """Whether there were enough batches to say something."""
+        return self.count >= LEAST_BATCHES and (self._data is None or self._state is not None)
+
+    def complaint(self) -> str:
+        """Why workers would have loaded, or have loaded, other batches; empty: nothing speaks against them."""
+        self._compare()
+        return self._complaint
+
+    def _fetch_begins(self) -> None:
+        """Called before each fetch."""
+
+    def _fetch_ended(self, began: float, ended: float) -> None:
+        """Called after each, with its times, before it is counted."""
+        if self.count == 0:
+            self.first_s = ended - began
+
+    def _compare(self) -> None:
+        if self._data is None or self._state is None or self._is_compared or self._complaint:
+            return
+        self._is_compared = True
+        try:
+            if self._data.state() != self._state:
+                self._complaint = "its data change while the model trains, which workers, who have a copy, do not see"
+        except UnreadableError as error:
+            self._complaint = str(error)
+
+
+class OwnEpoch(LoaderEpoch):
+    """Batches of the user's own loader without workers: whether they hang on more than their indices is found out."""
+
+    def __init__(self, source: Iterator[Any], clock: StepClock, data: Data | None) -> None:
+        super().__init__(source, clock, data)
+        self._look = min(_LOOK, len(data) // 2) if data is not None else 0
+        self._waits_s: list[float] = []
+        self._steps_s: list[float] = []
+        self._ended = 0.0
+        self._before: tuple[Any, ...] | None = None
+
+    @override
+    def _fetch_begins(self) -> None:
+        # Not around the first, for which torch's samplers draw.
+        self._before = random_state() if self.count and self._is_watched else None
+
+    @override
+    def _fetch_ended(self, began: float, ended: float) -> None:
+        super()._fetch_ended(began, ended)
+        if not self._is_watched:
+            return
+        if self._before is not None and random_state() != self._before:
+            self._complaint = "its data draw random numbers, and workers would draw others"
+        elif self.count < self._look:
+            if self.count:
+                self._steps_s.append(began - self._ended)
+            self._waits_s.append(ended - began)
+            self._ended = time.perf_counter()
+        elif self.count == self._look:
+            self._look_closer()
+
+    @property
+    def _is_watched(self) -> bool:
+        return self._data is not None and not self._complaint
+
+    def _look_closer(self) -> None:
+        """Takes the state of the data, once it is clear that batches are waited for."""
+        waited, worked = sum(self._waits_s), len(self._waits_s) * statistics.median(self._steps_s or [0.0])
+        assert self._data is not None
+        if waited < LEAST_WAIT * (waited + worked):
+            self._complaint = f"waiting for data took {waited / (waited + worked):.0%} of the time, and that is little"
+            return
+        try:
+            self._state = self._data.state()
+        except UnreadableError as error:
+            self._complaint = str(error)

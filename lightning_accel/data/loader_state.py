@@ -1,0 +1,118 @@
+"""What a loader's batches may hang on beside the indices: random numbers, and data that change as they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+import sys
+import zlib
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_accel.core.torch_private import version_of
+
+MOST_BYTES = 256 * 2**20
+"""Of Python objects; arrays and tensors do not count."""
+
+_SAMPLED = 4096  # elements of an array that are looked at
+
+
+class UnreadableError(Exception):
+    """Of data that have something in them which cannot be handed to another process, or looked through."""
+
+
+def state_of(*parts: Any) -> bytes:
+    """A digest of everything that ``parts`` refer to: the same as long as nothing of it has changed.
+
+    Objects are followed as pickle follows them, closures and lambdas included. Of arrays and tensors only where they
+    are, how often they were changed and a sample of their elements is looked at: nothing is copied. Not seen are
+    globals of modules and what a library keeps outside of Python.
+
+    Raises:
+        UnreadableError: Something cannot be pickled (an open file, a connection, a lock: what two processes must not
+            share), is on a GPU, or it is too much.
+    """
+    digest = _Digest()
+    try:
+        _Reader(digest, protocol=5).dump(parts)
+    except UnreadableError:
+        raise
+    except Exception as error:
+        raise UnreadableError(f"{type(error).__name__}: {error}") from error
+    return digest.value()
+
+
+def random_state() -> tuple[Any, ...]:
+    """The state of the global generators of torch, Python and, where it is in use, NumPy; equal if nobody drew."""
+    numpy = sys.modules.get("numpy")
+    name, keys, *more = numpy.random.get_state() if numpy is not None else ("", b"")
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, bytes(keys), more
+
+
+class _Digest(io.RawIOBase):
+    def __init__(self) -> None:
+        self._hash, self._bytes = hashlib.blake2b(digest_size=16), 0
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def write(self, data: Any) -> int:
+        written = memoryview(data).nbytes
+        self._bytes += written
+        if self._bytes > MOST_BYTES:
+            raise UnreadableError(
+                f"it has more than {MOST_BYTES >> 20} MiB of Python objects, too much to look through"
+            )
+        self._hash.update(data)
+        return written
+
+    def value(self) -> bytes:
+        return self._hash.digest()
+
+
+class _Reader(cloudpickle.Pickler):  # type: ignore[misc]
+    def persistent_id(self, thing: Any) -> Any:
+        """In place of what is not to be copied."""
+        if isinstance(thing, Tensor):
+            return _of_tensor(thing)
+        if isinstance(thing, io.IOBase) and not isinstance(thing, io.BytesIO | io.StringIO):
+            raise UnreadableError(f"they have an open file ({thing!r}), of which two processes would read at one place")
+        if isinstance(thing, torch.Generator):
+            return "generator", zlib.crc32(thing.get_state().numpy().tobytes())
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(thing, numpy.ndarray) and not thing.dtype.hasobject:
+            return _of_array(thing, is_file=isinstance(thing, numpy.memmap))
+        return None
+
+
+def _of_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.device.type != "cpu":
+        raise UnreadableError(f"they have a tensor on {tensor.device}, which processes that load cannot use")
+    kind = "tensor", tuple(tensor.shape), str(tensor.dtype), None if tensor.is_inference() else version_of(tensor)
+    if tensor.layout is not torch.strided:
+        return kind
+    sample = tensor.detach()[_strides(tensor.shape)].contiguous().reshape(-1).view(torch.uint8)
+    return *kind, tensor.data_ptr(), zlib.crc32(sample.numpy().tobytes())
+
+
+def _of_array(array: Any, *, is_file: bool) -> tuple[Any, ...]:
+    kind = "array", array.shape, str(array.dtype), array.__array_interface__["data"][0]
+    # A file that is mapped would be read at as many places.
+    return kind if is_file or not array.size else (*kind, zlib.crc32(array[_strides(array.shape)].tobytes()))
+
+
+def _strides(shape: Any) -> tuple[slice, ...]:
+    """So many elements of each dimension that there are about as many as a sample has."""
+    left, strides = _SAMPLED, []
+    for size in shape:
+        step = max(1, -(-size // left))
+        left = max(1, left // -(-size // step)) if size else left
+        strides.append(slice(None, None, step))
+    return tuple(strides)

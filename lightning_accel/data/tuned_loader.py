@@ -1,0 +1,204 @@
+"""A loader whose workers are chosen from epoch to epoch, by what is waited for it, in the order that it has."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import multiprocessing
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    MapDataPipe,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+from typing_extensions import override
+
+from lightning_accel.core.clocks import StepClock, clock_for
+from lightning_accel.core.host import usable_cores
+from lightning_accel.data.loader_epoch import Data, LoaderEpoch, OwnEpoch
+from lightning_accel.data.loader_state import UnreadableError
+from lightning_accel.data.stand_in import StandIn
+from lightning_accel.data.worker_course import LEAST_WAIT, Cost, Workers, course
+from lightning_accel.data.worker_epoch import LoadingProcesses
+
+_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+
+class TunedLoader(StandIn):
+    """Stands for a DataLoader, and loads its batches with other workers where that is faster.
+
+    **The batches are the same**, to the bit. Their order is asked of the loader's own sampler, at the same moments as
+    the loader itself would, and the seed that a DataLoader draws for its workers is drawn whoever loads: so all random
+    streams of the run go on as they would have. Workers are given only to data that draw no random numbers, and that
+    neither change as they are read nor while the model is trained, as a whole epoch has shown. Where they fail, the
+    rest of the epoch is loaded in this process, from the batch on that is missing.
+
+    Args:
+        loader: A loader of the training.
+        objection: Asked once, at the end of the first epoch, for a reason to leave it; empty: there is none.
+        device: Where batches go.
+        processes: How many of the run share this machine's cores.
+        pins: Whether batches of other settings are to be in pinned memory.
+        tell: Is told what holds, whenever that changes: a line, and whether it is other than the user's.
+    """
+
+    _own = StandIn._own | {"close"}
+    _inner: _Tuning
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        device: torch.device,
+        tell: Callable[[str, bool], Any],
+        *,
+        objection: Callable[[], str] = str,
+        processes: int = 1,
+        pins: bool = False,
+    ) -> None:
+        cores = max(1, usable_cores() // processes)
+        object.__setattr__(self, "_inner", _Tuning(loader, device, tell, objection, cores, pins))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins an epoch, with what the last one has shown."""
+        return self._inner.begin()
+
+    def close(self) -> None:
+        """Ends all workers. From then on iterating is the loader's own."""
+        self._inner.close()
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is the user's loader: what was measured is of this run."""
+        return _itself, (self.loader,)
+
+
+def _itself(loader: Any) -> Any:
+    return loader
+
+
+def why_left(loader: Any) -> str:
+    """Why a loader cannot have other workers, as far as it can be told beforehand; empty: it can."""
+    if type(loader) is not DataLoader:
+        return f"it is a {type(loader).__name__}, which is not rebuilt: only a DataLoader of torch's own is"
+    if isinstance(loader.dataset, IterableDataset | MapDataPipe):
+        return (
+            f"each worker would have all of its {type(loader.dataset).__name__}, or a part that depends on their number"
+        )
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    if type(sampler) not in (*_SAMPLERS, list, tuple, range):
+        return f"its {type(sampler).__name__} may follow the training, and workers would ask it ahead"
+    if loader.num_workers and loader.persistent_workers:
+        return "its workers are persistent, and have states of their own"
+    if not loader.num_workers and (method := _start_method()) != "fork":
+        return f"workers are started by {method!r} here, which runs the program anew: set num_workers yourself"
+    return ""
+
+
+def _start_method() -> str:
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+class _Tuning:
+    """What a TunedLoader knows, and decides between two epochs."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        device: torch.device,
+        tell: Callable[[str, bool], Any],
+        objection: Callable[[], str],
+        cores: int,
+        pins: bool,
+    ) -> None:
+        self.loader, self._tell, self._objection = loader, tell, objection
+        self._users = Workers(loader.num_workers, loader.prefetch_factor or 2)
+        self._course = course(self._users, cores)
+        self._workers = next(self._course)
+        self._is_settled = False
+        self._waited: float | None = None  # the share of the user's own
+        self._clock = clock_for(device)
+        self._data = Data(loader)
+        self._processes = LoadingProcesses(loader, pins)
+        self._epoch: LoaderEpoch | None = None  # the one under way, or the last
+
+    def begin(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            self._conclude(epoch)
+        clock = None if self._is_settled else self._clock
+        if self._workers != self._users:
+            try:
+                self._epoch = self._with_workers(clock)
+            except UnreadableError as error:
+                self._stay(f"taken back: {error}")
+        if self._epoch is None:
+            source = iter(self.loader)
+            if self._is_settled:
+                return source
+            self._epoch = OwnEpoch(source, self._clock, self._data if not self._users.count else None)
+        if clock is not None:
+            clock.restart()
+        return self._epoch
+
+    def close(self) -> None:
+        self._workers, self._is_settled, self._epoch = self._users, True, None
+        self._processes.close()
+
+    def _with_workers(self, clock: StepClock | None) -> LoaderEpoch:
+        if self._users.count:
+            return LoaderEpoch(self._processes.like_users(self._workers), clock)
+        state = self._data.state()
+        source = self._processes.beside(self._workers, state, self._failed)
+        return LoaderEpoch(source, clock, self._data, state)
+
+    def _failed(self, error: Exception) -> None:
+        last = (str(error).strip().splitlines() or [""])[-1]
+        self._stay(f"taken back: a worker failed: {type(error).__name__}: {last}")
+
+    def _stay(self, why: str) -> None:
+        """Goes back to the user's own loader from the next epoch on, for good."""
+        self._workers, self._is_settled = self._users, True
+        self._processes.close()
+        self._tell(why, False)
+
+    def _conclude(self, epoch: LoaderEpoch) -> None:
+        if self._is_settled and self._workers == self._users:  # a worker has failed
+            return
+        if why := epoch.complaint():
+            self._stay(f"{'left' if self._workers == self._users else 'taken back'}: {why}")
+        if self._is_settled or not epoch.tells:
+            return
+        cost = self._cost(epoch)
+        if self._waited is None and (why := self._objection()):
+            self._stay(f"left: {why}")
+            return
+        self._waited = cost.waited if self._waited is None else self._waited
+        try:
+            self._workers = self._course.send(cost)
+        except StopIteration as end:
+            self._workers, self._is_settled = end.value, True
+        waiting = f"waiting for data took {self._waited:.0%} of the time"
+        if self._workers == self._users:
+            no_gain = "that is little" if self._waited < LEAST_WAIT else "no other setting was faster"
+            self._stay(f"left: {waiting}, and {no_gain}")
+        else:
+            self._tell(f"{self._workers}{'' if self._is_settled else ' on trial'}; with {self._users} {waiting}", True)
+
+    def _cost(self, epoch: LoaderEpoch) -> Cost:
+        self._clock.settle()
+        tally = self._clock.timed
+        # The median of the steps: some of the first are on trial, and validations fall into others.
+        step_ms, wait_ms = statistics.median(tally.step_ms), tally.wait_ms / len(tally.step_ms)
+        whole_ms = step_ms + wait_ms
+        start_ms = epoch.first_s * 1e3 / len(tally.step_ms)
+        return Cost(whole_ms / 1e3, wait_ms / whole_ms, start_ms / whole_ms)

@@ -1,0 +1,205 @@
+"""An epoch of a loader in other processes, in the very order, and with the very draws, that the loader would have."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_accel.data.worker_course import Workers
+
+_PATIENCE_S = 120.0  # for a batch: a worker that was forked while somebody held a lock never answers
+
+
+class LoadingProcesses:
+    """Loads what a loader would, with other workers.
+
+    Args:
+        loader: The user's.
+        pins: Whether batches are to be in pinned memory, also where the loader does not say so.
+    """
+
+    def __init__(self, loader: DataLoader[Any], pins: bool) -> None:
+        self._loader, self._pins = loader, pins
+        self._kept: DataLoader[Any] | None = None
+        self._kept_for: object = None
+        self._walk: weakref.ref[_Walk] | None = None  # the latest over what is kept
+
+    def like_users(self, workers: Workers) -> Iterator[Any]:
+        """An epoch with as many workers as the user has, which draw the same random numbers."""
+        return iter(self._rebuilt(self._indices(), workers, self._loader.generator))
+
+    def beside(self, workers: Workers, state: bytes, failed: Callable[[Exception], Any]) -> Iterator[Any]:
+        """An epoch with workers where the user has none.
+
+        Args:
+            workers: How many.
+            state: Of the data; workers that are kept have a copy of one state.
+            failed: Is told of a worker's error, after which the rest is loaded in this process.
+        """
+        indices = self._indices()
+        # What a DataLoader draws when it is iterated, for the seeds of workers.
+        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        begin = partial(self._begun, workers=workers, state=state)
+        return _Walk(indices, begin, self._in_process, failed)
+
+    def close(self) -> None:
+        """Ends the workers that are kept."""
+        self._kept = None
+
+    def _indices(self) -> Iterator[Any]:
+        return iter(self._loader.sampler if self._loader.batch_sampler is None else self._loader.batch_sampler)
+
+    def _begun(self, walk: _Walk, order: _Order, *, workers: Workers, state: bytes) -> Iterator[Any]:
+        if not workers.is_kept:
+            self._kept = None
+            return _iterated(self._rebuilt(order, workers, torch.Generator()))
+        latest = None if self._walk is None else self._walk()
+        is_free = latest is None or latest.is_over
+        if self._kept is None or self._kept_for != (workers, state) or not is_free:
+            self._kept, self._kept_for = self._rebuilt(_Orders(), workers, torch.Generator()), (workers, state)
+        orders: Any = self._kept.sampler if self._kept.batch_sampler is None else self._kept.batch_sampler
+        orders.order, self._walk = order, weakref.ref(walk)
+        return _iterated(self._kept)
+
+    def _in_process(self, order: Iterator[Any]) -> Iterator[Any]:
+        self._kept = None
+        return iter(self._rebuilt(order, Workers(), torch.Generator()))
+
+    def _rebuilt(self, order: Iterable[Any], workers: Workers, generator: torch.Generator | None) -> DataLoader[Any]:
+        """The loader with other workers, for batches in this order; what it draws itself is from ``generator``."""
+        loader = self._loader
+        more: dict[str, Any] = {"batch_size": None, "sampler": order}
+        if loader.batch_sampler is not None:
+            more = {"batch_sampler": order}
+        if workers.count:
+            more |= {"prefetch_factor": workers.prefetch, "persistent_workers": workers.is_kept}
+            more |= {"worker_init_fn": loader.worker_init_fn, "timeout": _PATIENCE_S}
+            if loader.num_workers:
+                more |= {"timeout": loader.timeout, "in_order": loader.in_order}
+                more |= {"multiprocessing_context": loader.multiprocessing_context}
+        with _not_counting_cores():
+            return DataLoader(
+                loader.dataset,
+                num_workers=workers.count,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory or self._pins,
+                generator=generator,
+                **more,
+            )
+
+
+def _iterated(loader: DataLoader[Any]) -> Iterator[Any]:
+    with _not_counting_cores():
+        return iter(loader)
+
+
+@contextmanager
+def _not_counting_cores() -> Iterator[None]:
+    """Without a DataLoader's warning of more workers than cores: what waits for a disk computes nothing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
+
+
+class _Walk(Iterator[Any]):
+    """Batches in the order of ``indices``, each exactly once, whatever happens to the workers.
+
+    Workers are begun with the first batch that is asked for: the sampler then draws its random numbers at the moment
+    when it would have without them. From then on it is asked ahead, so it has to be one that draws no more.
+    """
+
+    def __init__(
+        self,
+        indices: Iterator[Any],
+        begin: Callable[[_Walk, _Order], Iterator[Any]],
+        begin_in_process: Callable[[Iterator[Any]], Iterator[Any]],
+        failed: Callable[[Exception], Any],
+    ) -> None:
+        self._begin, self._begin_in_process, self._failed = begin, begin_in_process, failed
+        self._order = _Order(indices)
+        self._source: Iterator[Any] | None = None
+        self._has_failed = False
+        self.is_over = False
+
+    def __next__(self) -> Any:
+        if self.is_over:
+            raise StopIteration
+        try:
+            batch = self._next()
+        except BaseException:
+            self._end()
+            raise
+        if self._order.is_over:
+            self._end()
+        return batch
+
+    def _next(self) -> Any:
+        if self._has_failed:
+            assert self._source is not None
+            return next(self._source)
+        try:
+            if self._source is None:
+                self._source = self._begin(self, self._order)
+            batch = next(self._source)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._has_failed = True
+            # The error of a worker is in a cycle with the frames that raised it, and these have the workers.
+            traceback.clear_frames(error.__traceback__)
+            self._source = self._begin_in_process(self._order.rest())
+            self._failed(error)
+            return next(self._source)
+        self._order.under_way.popleft()
+        return batch
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._source = None
+
+
+class _Order(Iterator[Any]):
+    """The indices of batches, each remembered until its batch has come."""
+
+    def __init__(self, indices: Iterator[Any]) -> None:
+        self._indices = indices
+        self._is_exhausted = False
+        self.under_way: deque[Any] = deque()
+
+    def __next__(self) -> Any:
+        try:
+            index = next(self._indices)
+        except StopIteration:
+            self._is_exhausted = True
+            raise
+        self.under_way.append(index)
+        return index
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every batch has come."""
+        return self._is_exhausted and not self.under_way
+
+    def rest(self) -> Iterator[Any]:
+        """The indices of the batches that have not come."""
+        return itertools.chain(tuple(self.under_way), self._indices)
+
+
+class _Orders:
+    """What workers that are kept ask for the order of each epoch."""
+
+    def __init__(self) -> None:
+        self.order: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.order

@@ -1,0 +1,81 @@
+"""Workers of the training's loader, chosen by how long the training waits for it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from typing_extensions import Self, override
+
+from lightning_accel.core.host import Host
+from lightning_accel.data.tuned_loader import TunedLoader, why_left
+from lightning_accel.techniques.base import Forecast, LoaderTerms, Surroundings, Technique
+from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.registry import register
+
+_SITE = "train_dataloader"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderPlan:
+    """In which processes the training's batches are loaded.
+
+    Attributes:
+        mode: ``"auto"`` measures in the first epoch of a Trainer's run how long it waits for data, and tries more
+            workers from epoch to epoch while that is faster: in the same order, and only for data that draw no random
+            numbers and do not change as they are read. ``"off"``.
+    """
+
+    mode: Literal["auto", "off"] = "off"
+
+
+# Off by default: data may hang on what no look from outside shows (globals, a C library's handles), and workers that
+# are forked from a process with locks held can only be given up.
+@register("loader", settings=LoaderPlan, default="off", on="auto", after="preprocess", exactness="exact")
+class Loader(Technique):
+    """Puts a :class:`~lightning_accel.data.tuned_loader.TunedLoader` in the place of the training's loader."""
+
+    trial_step: ClassVar[None] = None
+    remembers = False
+    watches_on = True
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._device = surroundings.device
+        self._loaders: weakref.WeakSet[TunedLoader] = weakref.WeakSet()
+        self.notes.status = "no loader of a Trainer to change; in a loop of your own, set num_workers where it is made"
+
+    @classmethod
+    @override
+    def planned(cls, settings: LoaderPlan, surroundings: Surroundings) -> Self:
+        return cls(surroundings)
+
+    @override
+    def loader(self, loader: Any, terms: LoaderTerms) -> Any:
+        if why := terms.why_not or why_left(loader):
+            self._tell(f"left: {why}", False)
+            return loader
+        self.notes.status = "waiting for data is measured in the first epoch"
+        tuned = TunedLoader(
+            loader,
+            self._device,
+            self._tell,
+            objection=terms.objection,
+            processes=terms.processes,
+            pins=terms.pins and self._device.type == "cuda",
+        )
+        self._loaders.add(tuned)
+        return tuned
+
+    @override
+    def close(self) -> None:
+        for tuned in self._loaders:
+            tuned.close()
+
+    @override
+    def forecast(self, host: Host) -> Forecast:
+        return Forecast(True, "tried", "more workers are tried, an epoch each, where the first has waited for data")
+
+    def _tell(self, line: str, is_changed: bool) -> None:
+        self.notes.status = line
+        self.notes.revise(_SITE, Verdict(keep=is_changed, reason=line))

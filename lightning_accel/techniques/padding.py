@@ -1,0 +1,201 @@
+"""Batches of text, padded to lengths that kernels like and that recur, where the padding is masked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+from typing_extensions import Self, override
+
+from lightning_accel.core.host import Host
+from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.registry import register
+
+_IDS, _MASK, _LABELS = "input_ids", "attention_mask", "labels"
+IGNORED = -100
+"""The label that losses pass over: of torch's cross entropy by default, and so of transformers'."""
+
+_FILLED = {_MASK: 0, "token_type_ids": 0, "position_ids": 0, _LABELS: IGNORED}
+_MOST = {"cuda": 64, "rocm": 64}  # NVIDIA, Matrix multiplication background: 128 bytes, whatever the card
+_MOST_ELSEWHERE = 16
+_WASTE = 8  # "auto" makes a batch longer by at most an eighth
+_LIKED = 64  # of a vocabulary
+_LEAST_VOCABULARY = 1000
+
+
+@dataclass(frozen=True)
+class PaddingPlan:
+    """To which lengths batches of text are padded.
+
+    Attributes:
+        multiple: A number pads the sequences of every training batch to a multiple of it; ``"auto"`` to the largest
+            that the device's kernels like and that makes a batch at most an eighth longer; ``"off"``. Batches are
+            mappings as transformers have them: ``input_ids``, an ``attention_mask`` that keeps the padding out, and
+            ``labels`` of which the loss ignores -100. Dropout draws other numbers for other shapes.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+
+    multiple: Literal["off", "auto"] | int = "off"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.multiple, str) and self.multiple in ("off", "auto"):
+            return
+        if isinstance(self.multiple, str | bool) or not (isinstance(self.multiple, int) and self.multiple > 1):
+            raise ValueError(
+                f"padding={self.multiple!r} is not possible. Allowed: 'off', 'auto', or a number above 1, such as 8 or"
+                " 64, to a multiple of which sequences are padded."
+            )
+
+
+def padded_length(length: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-length // multiple) * multiple
+
+
+def multiple_for(length: int, most: int) -> int:
+    """The largest power of two, ``most`` at most, whose next multiple is at most an eighth longer."""
+    return max(1, min(most, (1 << (length.bit_length() - 1)) // _WASTE))
+
+
+def padded(batch: Mapping[str, Any], length: int, pad_id: int) -> Any:
+    """A copy of ``batch`` whose sequences are ``length`` long; padding comes last, where it shifts no position.
+
+    Args:
+        batch: With tensors of shape (B, T).
+        length: T or more.
+        pad_id: Of the tokens that are added; they are masked.
+    """
+    ids = batch[_IDS]
+    longer = copy.copy(batch)
+    for name, fill in {_IDS: pad_id, **_FILLED}.items():
+        part = batch.get(name)
+        if isinstance(part, Tensor) and part.shape == ids.shape:
+            longer[name] = nn.functional.pad(part, (0, length - ids.shape[1]), value=fill)  # type: ignore[index]
+    return longer
+
+
+def why_not_padded(batch: Any) -> str:
+    """Why a batch cannot be padded; empty: it can."""
+    if not isinstance(batch, Mapping) or not isinstance(batch.get(_IDS), Tensor) or batch[_IDS].dim() != 2:
+        return f"a batch is a mapping with {_IDS} of shape (batch, length), not of type {type(batch).__name__}"
+    shape = batch[_IDS].shape
+    mask = batch.get(_MASK)
+    if not isinstance(mask, Tensor) or mask.shape != shape:
+        return f"without an {_MASK} of the shape of {_IDS} nothing keeps padding out"
+    if isinstance(labels := batch.get(_LABELS), Tensor) and labels.shape == shape and labels.is_floating_point():
+        return "its labels are no classes, so that none of them is ignored"
+    known = {_IDS, *_FILLED}
+    for name, part in batch.items():
+        if name not in known and isinstance(part, Tensor) and part.dim() > 1 and shape[1] in part.shape[1:]:
+            return f"its {name!r} of shape {tuple(part.shape)} is as long, and how that is padded is not known"
+    return ""
+
+
+# Before compilers, whose shapes become fewer.
+@register(
+    "padding",
+    settings=PaddingPlan,
+    default="off",
+    after="preprocess",
+    before="compile",
+    exactness="rounding",
+    shown=(64,),
+)
+class Padding(Technique):
+    """Pads training batches of text, and says which vocabularies have a size that kernels do not like."""
+
+    acts_without_sites: ClassVar[bool] = True
+    trial_step: ClassVar[None] = None
+    remembers = False
+
+    def __init__(self, multiple: Literal["auto"] | int, surroundings: Surroundings) -> None:
+        self._multiple = multiple
+        self._most = _MOST.get(surroundings.host.kind, _MOST_ELSEWHERE)
+        self._pad_id = _pad_id(surroundings.model)
+        self._tables = _tables(surroundings.model)
+        self._lengths: dict[int, int] = {}  # as they come → as they are padded
+        self._complaints: set[str] = set()
+
+    @classmethod
+    @override
+    def planned(cls, settings: PaddingPlan, surroundings: Surroundings) -> Self:
+        assert settings.multiple != "off"
+        return cls(settings.multiple, surroundings)
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterator[Refusal]:
+        self.notes.status = self._words
+        if host.kind not in _MOST:
+            return
+        for name, module in model.named_modules():
+            size = _vocabulary(module)
+            if size >= _LEAST_VOCABULARY and size % _LIKED:
+                yield Refusal(
+                    name,
+                    f"a vocabulary of {size:,}: products with {padded_length(size, _LIKED):,} rows, a multiple of"
+                    f" {_LIKED}, are faster on this device. Its size is yours to change, before training",
+                )
+
+    @override
+    def batch(self, batch: Any, stage: str) -> Any:
+        if stage != "train":
+            return batch
+        if why := why_not_padded(batch):
+            if why not in self._complaints:
+                self._complaints.add(why)
+                self.notes.revise("batch", Verdict(keep=False, reason=why))
+            return batch
+        length = batch[_IDS].shape[1]
+        longer = self._lengths.get(length)
+        if longer is None:
+            longer = self._lengths[length] = self._longer(length)
+            self.notes.status = f"{self._words}: {len(self._lengths)} lengths → {len(set(self._lengths.values()))}"
+        return batch if longer == length else padded(batch, longer, self._pad_id)
+
+    @override
+    def forecast(self, host: Host) -> Forecast:
+        return Forecast(True, "yes", self._words)
+
+    @property
+    def _words(self) -> str:
+        return f"batches of text padded to multiples of {'up to ' * (self._multiple == 'auto')}{self._largest}"
+
+    @property
+    def _largest(self) -> int:
+        return self._most if self._multiple == "auto" else self._multiple
+
+    def _longer(self, length: int) -> int:
+        multiple = multiple_for(length, self._most) if self._multiple == "auto" else self._multiple
+        longer = padded_length(length, multiple)
+        # Not beyond what may be a table of positions, or a mask of them.
+        return length if any(length <= size < longer for size in self._tables) else longer
+
+
+def _pad_id(model: nn.Module) -> int:
+    """Some models (RoBERTa) count the tokens that are not padding, by the configuration of transformers."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return next((pad for config in configs if isinstance(pad := getattr(config, "pad_token_id", None), int)), 0)
+
+
+def _tables(model: nn.Module) -> set[int]:
+    """The sizes of embeddings, and of what modules of the user's own hold: one of them may be the longest sequence."""
+    sizes = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            sizes.add(module.num_embeddings)
+        elif not type(module).__module__.startswith(("torch.nn.", "transformers.")):
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            sizes |= {size for tensor in own for size in tensor.shape}
+    return sizes
+
+
+def _vocabulary(module: nn.Module) -> int:
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings
+    return module.out_features if isinstance(module, nn.Linear) else 0

@@ -121,6 +121,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("preprocess", ["normalize"], "the transforms of lightning_accel.data"),
     ("preprocess", "normalize", "a list"),
     ("preprocess", 3, "a list"),
+    ("allocator", "jemalloc", "'auto', 'off'"),
     ("threads", 0, "'auto', or a number from 1 on"),
     ("threads", True, "a number from 1 on"),
     ("threads", "2", "a number from 1 on"),

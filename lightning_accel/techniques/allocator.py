@@ -31,7 +31,7 @@ from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
 
 KEEP = "keep"
-LEAST_FAULTS = 64
+LEAST_FAULTS = 128
 """A step that asks the system for fewer pages has nothing to gain."""
 
 _FIRST_STEPS = 2  # which other techniques are tried on, and in which gradients and optimizers' state come to be

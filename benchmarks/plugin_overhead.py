@@ -46,7 +46,12 @@ from lightning_accel.techniques.flash_attention.multihead_site import MultiheadS
 BATCH_SIZE = 8
 STEPS_A_TURN, TURNS, WARM_UP_TURNS = 5, 86, 6  # warm-up turns: 2 more than a multiple of 4
 PRECISION: dict[str, Any] = {"precision": "32-true"}  # what `auto` comes to where bfloat16 is not native
-OFF: dict[str, Any] = {"flash_attention": "off", "inplace_activations": False, "memory_format": "off"}
+OFF: dict[str, Any] = {
+    "flash_attention": "off",
+    "inplace_activations": False,
+    "memory_format": "off",
+    "allocator": "off",
+}
 
 Options = Callable[[], dict[str, Any]]  # of a Trainer
 

@@ -45,6 +45,7 @@ class Arguments:
             "off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
         ]
         | bool = "off",
+        allocator: Literal["auto", "off"] | bool = "auto",
         tune: Literal["auto", "off"] = "auto",
         log: bool = True,
         strict: bool = False,
@@ -116,6 +117,8 @@ class Arguments:
                 before a run.
             compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where a trial is faster;
                 or a mode of :func:`torch.compile`.
+            allocator: ``"auto"`` has the heap of glibc keep what is freed, where steps on the CPU ask the system
+                for pages again and again; ``"off"`` leaves it alone. Other allocators: ``lightning-accel run``.
             tune: ``"auto"``: what is kept is decided by whole training steps, while they train, so that the run is
                 never slower than plain; ``"off"``: by the trials of the parts alone.
             log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
@@ -153,6 +156,7 @@ class Values:
     compile: (
         Literal["off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | bool
     )
+    allocator: Literal["auto", "off"] | bool
     tune: Literal["auto", "off"]
     log: bool
     strict: bool

@@ -381,6 +381,7 @@ def test_the_report_names_device_and_every_technique() -> None:
             "memory_budget:",
             "threads:",
             "compile:",
+            "allocator:",
         )
     ]
     handle.undo()

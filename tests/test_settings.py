@@ -133,6 +133,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("float8", 8, "'tensorwise', 'rowwise'"),
     ("optimizer_8bit", "adamw", "'off', 'on'"),
     ("optimizer_8bit", 8, "'off', 'on'"),
+    ("allocator", "jemalloc", "'auto', 'off'"),
     ("threads", 0, "'auto', or a number from 1 on"),
     ("threads", True, "a number from 1 on"),
     ("threads", "2", "a number from 1 on"),

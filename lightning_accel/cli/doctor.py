@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +18,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_accel.cli.decisions import ExampleModel, by_default
+from lightning_accel.core.allocators import PACKAGES, installed_library, segment_settings
+from lightning_accel.core.heap import heap_in_use
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.techniques.compilation import Compilation
 from lightning_accel.techniques.flash_attention.backends import installed_backends
@@ -116,7 +119,8 @@ def _not_had(host: Host) -> Iterator[str]:
             " lightning_accel.accelerate(model) is for a loop without Lightning"
         )
     for setting, said in by_default(host, ExampleModel()).items():
-        if not said.acts and said.is_missed and not setting.startswith("precision"):  # which is a fact above
+        is_a_fact = setting.startswith(("precision", "allocator"))  # said above
+        if not said.acts and said.is_missed and not is_a_fact:
             yield f"{setting}: {said.words}"
     reason = Compilation("on").unavailable(host)
     if reason is not None:
@@ -146,6 +150,7 @@ def _facts(host: Host) -> dict[str, str]:
         "CPU cores": f"{usable_cores()} usable of {os.cpu_count() or 1}, torch computes on {torch.get_num_threads()}",
         "bfloat16": "native" if host.native_bf16 else "not native" if is_known else "not known",
         "compiler": host.compiler or "none",
+        "allocator": _allocator(host),
         "attention backends": ", ".join(backend.name for backend in installed_backends(host)),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "Python": platform.python_version(),
@@ -159,6 +164,20 @@ def _facts(host: Host) -> dict[str, str]:
     if torch.version.cuda is not None:
         facts["torch's CUDA"] = torch.version.cuda
     return facts
+
+
+def _allocator(host: Host) -> str:
+    """Whose the heap is, or how a GPU's memory is allocated, and what else there could be."""
+    if host.kind == "cuda":
+        own = ", ".join(f"{name}={value}" for name, value in segment_settings().items())
+        return own or "segments that do not expand; `lightning-accel run` starts programs with such as do"
+    found = [name for name in PACKAGES if installed_library(name)]
+    words = [heap_in_use() or "of the system"]
+    words += [f"{', '.join(found)} installed, which `lightning-accel run` tries"] if found else []
+    missing = [f"{name} (apt-get install {package})" for name, package in PACKAGES.items() if name not in found]
+    if missing and sys.platform == "linux" and host.kind == "cpu":
+        words.append(f"not installed: {', '.join(missing)}")
+    return "; ".join(words)
 
 
 def _memory(host: Host) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_accel.core.processor import from_cpuinfo
 from lightning_accel.core.torch_private import cpp_compilers, tpu_library
 
 HostKind = Literal["cuda", "rocm", "xla", "mps", "cpu"]
@@ -162,18 +163,9 @@ def _cpu_capabilities() -> dict[str, Any]:
     if hasattr(torch.cpu, "get_capabilities"):
         return dict(torch.cpu.get_capabilities())
     # torch 2.11 has only private questions: the system is asked, and where that is not Linux nothing is known.
-    flags = (_from_cpuinfo("flags") or "").split()
+    flags = (from_cpuinfo("flags") or "").split()
     return {flag.replace("avx512f", "avx512_f"): True for flag in flags}
 
 
 def _cpu_name() -> str | None:
-    return _from_cpuinfo("model name") or platform.processor() or None
-
-
-def _from_cpuinfo(key: str) -> str | None:
-    """What Linux says of the first processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
+    return from_cpuinfo("model name") or platform.processor() or None

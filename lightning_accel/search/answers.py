@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from lightning_accel.core.cache import write_whole
 from lightning_accel.search.job import Job
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.setup import Setup
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import Interval
-from lightning_accel.tuning.remembered import write_whole
 
 FORMAT = 2
 

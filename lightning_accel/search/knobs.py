@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes.util
-import os
-import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from lightning_accel.core.allocators import EXPANDABLE_SEGMENTS, can_expand_segments, heaps, segment_settings
+from lightning_accel.core.heap import heap_settings
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.search.job import Job
 from lightning_accel.search.judging import Facts, Objective
@@ -57,8 +56,8 @@ def knobs(job: Job, host: Host, objective: Objective, *, keeps_effective_batch: 
         found.append(Knob("threads", _at_most(1.2), lambda *known: _threads()))
     if objective != "speed":
         found.append(Knob("memory", _at_most(1.1), lambda *known: _memory_settings(job)))
-    if allocator := _allocator(host):
-        found.append(Knob("allocator", _at_most(1.05), lambda *known: _once(Setup(environment=allocator))))
+    if allocators := _allocators(host):
+        found.append(Knob("allocator", _at_most(1.05), lambda *known: _each(allocators)))
     return found
 
 
@@ -66,8 +65,9 @@ def _at_most(gain: float) -> Callable[[Facts], float]:
     return lambda facts: gain
 
 
-def _once(setup: Setup) -> Trying:
-    yield setup
+def _each(setups: Sequence[Setup]) -> Trying:
+    for setup in setups:  # noqa: UP028  (the answers would be sent to a list)
+        yield setup
 
 
 def _batch_sizes(job: Job, keeps_effective_batch: bool, facts: Facts, best: Setup) -> Trying:
@@ -135,10 +135,10 @@ def _memory_settings(job: Job) -> Trying:
         yield Setup(plan={"gradient_checkpointing": "full"})
 
 
-def _allocator(host: Host) -> dict[str, str]:
-    if host.kind == "cuda" and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
-        return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    if host.kind != "cpu" or sys.platform != "linux" or os.environ.get("LD_PRELOAD"):
-        return {}
-    library = ctypes.util.find_library("jemalloc") or ctypes.util.find_library("tcmalloc")
-    return {"LD_PRELOAD": library} if library else {}
+def _allocators(host: Host) -> list[Setup]:
+    """Those that have to be there before Python starts; what the plan's own does is on in all runs."""
+    if host.kind == "cuda":
+        return [] if segment_settings() or not can_expand_segments() else [Setup(environment=EXPANDABLE_SEGMENTS)]
+    if host.kind != "cpu" or heap_settings():
+        return []
+    return [Setup(environment=heap.environment) for heap in heaps() if "LD_PRELOAD" in heap.environment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from lightning_accel.core.allocators import ENVIRONMENT_IN_FILE
 from lightning_accel.core.byte_size import parse_bytes
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
@@ -70,7 +72,10 @@ class TuneResult:
     def to_yaml(self) -> str:
         """A configuration of Lightning's command line, to be given after the run's own."""
         comments = [f"Written by lightning-accel tune on {date.today()}: {self.line()}."]
-        comments += [f"Not in this file: start with {name}={value}" for name, value in self.environment.items()]
+        if self.environment:
+            comments += [f"Not settings: start with {name}={value}" for name, value in self.environment.items()]
+            comments.append("Or with `lightning-accel run`, which reads the next line.")
+            comments.append(f"{ENVIRONMENT_IN_FILE}{json.dumps(dict(self.environment))}")
         comments += [line for note in self.notes for line in note.splitlines()]
         settings = dict(self.settings) or {"accel": {}}
         return "".join(f"# {line}\n" for line in comments) + yaml.safe_dump(settings, sort_keys=False)

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_accel.core.cache import folder as folder
+from lightning_accel.core.cache import write_whole as write_whole
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning.settled import Tuning
@@ -84,14 +83,6 @@ class DamagedError(ValueError):
     """A file in the cache folder that is none of ours, or not whole."""
 
 
-def folder() -> Path:
-    """Where decisions are kept."""
-    if given := os.environ.get("LIGHTNING_ACCEL_CACHE"):
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lightning-accel"
-
-
 def searches() -> Path:
     """Where searches before a run keep what they have found out, a file each."""
     return folder() / "searches"
@@ -121,24 +112,6 @@ def remember(key: Key, tuning: Tuning) -> None:
     written = datetime.now(timezone.utc).isoformat(timespec="seconds")
     text = json.dumps({"format": FORMAT, "key": vars(key), "written": written, "tuning": tuning.to_dict()}, indent=1)
     write_whole(folder() / key.file_name, text)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file, in a folder that is made where it is missing; whole or not at all.
-
-    Raises:
-        OSError: That is not possible.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def entries() -> Iterator[Entry | DamagedError]:

@@ -17,7 +17,12 @@ from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
 
 FIRST, LAST = 10, 20  # of the steps that are counted: past the trials, and past the logger's count of FLOPs
-OFF: dict[str, Any] = {"flash_attention": "off", "inplace_activations": False, "memory_format": "off"}
+OFF: dict[str, Any] = {
+    "flash_attention": "off",
+    "inplace_activations": False,
+    "memory_format": "off",
+    "allocator": "off",
+}
 
 
 class Counted(LightningModule):

@@ -130,7 +130,8 @@ def test_what_is_found_is_a_configuration() -> None:
     text = result.to_yaml()
     assert yaml.safe_load(text) == {"data": {"batch_size": 32}}
     assert "2.00x [1.90, 2.10] the samples a second, 1.10x the memory" in text
-    assert "# Not in this file: start with LD_PRELOAD=libx.so" in text
+    assert "# Not settings: start with LD_PRELOAD=libx.so" in text
+    assert '# environment: {"LD_PRELOAD": "libx.so"}' in text
     nothing = TuneResult(**given, settings={}, environment={}, has_changes=False, ratio="", memory=1.0)
     assert yaml.safe_load(nothing.to_yaml()) == {"accel": {}}
     assert nothing.line() == "as it is: nothing that was tried is better for sure"

@@ -24,6 +24,8 @@ SETTINGS = table()
 
 # Rows whose technique may find nothing to do: no layout in a transformer, a slower one taken back.
 NOTHING_TO_DO = {
+    ("allocator=auto", False),
+    ("allocator=auto", True),
     ("channels_last", False),
     ("memory_format=auto", False),
     ("memory_format=auto", True),

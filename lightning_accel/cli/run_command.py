@@ -1,0 +1,234 @@
+"""``lightning-accel run train.py …``: a program, started with the allocator that wins on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning_accel.core.allocators import (
+    ENVIRONMENT_IN_FILE,
+    EXPANDABLE_SEGMENTS,
+    PACKAGES,
+    Allocator,
+    can_expand_segments,
+    heaps,
+    installed_library,
+    segment_settings,
+)
+from lightning_accel.core.cache import folder, write_whole
+from lightning_accel.core.checks import nearest
+from lightning_accel.core.heap import heap_settings
+from lightning_accel.core.processor import from_cpuinfo
+
+FORMAT = 1
+SECONDS = 20.0
+"""How long the comparisons may take, of a machine that nothing is known of."""
+
+USAGE = f"""\
+usage: lightning-accel run [--measure] train.py [argument ...]
+       lightning-accel run [--measure] -m package.module [argument ...]
+       lightning-accel run --measure
+
+Starts a Python program with the allocator that wins here: variables that have to be there before Python starts. What
+`tune` has found for the program is in the configuration that it wrote, and holds where the program is given that.
+Otherwise, on a GPU, segments of its memory expand; on a CPU, a stand-in for a training is measured once under each
+allocator of this machine, in up to {SECONDS:.0f} s, and remembered. Variables that you have set stay as they are.
+
+  --measure   measure anew
+  -h, --help  show this
+"""
+
+# Of torchrun, Open MPI, MPICH and Slurm.
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a program is started.
+
+    Attributes:
+        environment: The variables that are added.
+        reason: Why, or why there are none.
+        table: A line for each allocator that was measured just now.
+    """
+
+    environment: Mapping[str, str]
+    reason: str
+    table: Sequence[str] = field(default=())
+
+
+def run(given: Sequence[str]) -> int:
+    """Becomes the program; where that is not possible, waits for it and returns its status.
+
+    Args:
+        given: What stands behind ``run``.
+    """
+    arguments = list(given)
+    measures = arguments[:1] == ["--measure"]
+    if measures:
+        arguments.pop(0)
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
+    if arguments or not measures:
+        _check(arguments)
+    try:
+        start = start_for(arguments, os.environ, measures=measures)
+    except KeyboardInterrupt:
+        return 130  # as of a program that Ctrl-C has ended
+    if _local_rank() == 0:
+        for line in (*start.table, start.reason):
+            print(f"lightning-accel run: {line}", file=sys.stderr)
+    if not arguments:
+        return 0
+    command, environment = [sys.executable, *arguments], {**os.environ, **start.environment}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if sys.platform == "win32":  # where the parent would return at once, and with it the prompt
+        return subprocess.call(command, env=environment)
+    os.execve(sys.executable, command, environment)
+
+
+def start_for(arguments: Sequence[str], environment: Mapping[str, str], *, measures: bool) -> Start:
+    """With which variables a program is started, and why.
+
+    Args:
+        arguments: Of Python: the program, and what it is given.
+        environment: What is set.
+        measures: Whether what is remembered is measured anew.
+    """
+    found = _of_tune(arguments)
+    if found is not None:
+        path, variables = found
+        if own := {name: environment[name] for name in variables if environment.get(name)}:
+            return Start({}, f"{_in_words(own)} is yours, and stays; {path} has {_in_words(variables)}")
+        return Start(variables, f"{_in_words(variables)}, by {path}")
+    if _has_nvidia_gpu(environment):
+        if own := segment_settings(environment):
+            return Start({}, f"{_in_words(own)} is yours, and stays")
+        if not can_expand_segments():
+            return Start({}, "nothing to gain: torch cannot expand segments of CUDA memory on this system")
+        words = _in_words(EXPANDABLE_SEGMENTS)
+        return Start(EXPANDABLE_SEGMENTS, f"{words}: fewer gaps in a GPU's memory, and the same numbers")
+    if own := heap_settings(environment):
+        return Start({}, f"{_in_words(own)} is yours, and stays")
+    return _with_heap(measures=measures)
+
+
+def _check(arguments: Sequence[str]) -> None:
+    """Ends with an error where there is no program."""
+    program = arguments[0] if arguments else ""
+    if not program:
+        _fail("which program? Give a file, or -m and a module.")
+    if program == "-m":
+        if len(arguments) < 2:
+            _fail("-m: which module?")
+    elif program.startswith("-"):
+        _fail(f"{program!r} is no option of this command. Options of the program stand behind it.")
+    elif not Path(program).exists():
+        parent = Path(program).parent
+        known = [str(path) for path in parent.glob("*.py")] if parent.is_dir() else []
+        _fail(f"there is no file {program!r} in {Path.cwd()}{nearest(program, known)}")
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"{USAGE}\nlightning-accel run: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _of_tune(arguments: Sequence[str]) -> tuple[str, dict[str, str]] | None:
+    """The variables that a configuration among the arguments asks for, and which one that is; the last one counts."""
+    for argument in reversed(arguments):
+        name = argument.rpartition("=")[2]
+        if not name.endswith((".yaml", ".yml")) or not Path(name).is_file():
+            continue
+        with suppress(OSError, ValueError):  # the program will say what is wrong with it
+            for line in Path(name).read_text(encoding="utf-8").splitlines():
+                if not line.startswith(f"# {ENVIRONMENT_IN_FILE}"):
+                    continue
+                variables: dict[str, str] = json.loads(line.partition(ENVIRONMENT_IN_FILE)[2])
+                library = variables.get("LD_PRELOAD")
+                here = {installed_library(one) for one in PACKAGES}
+                if library is None or library in here or Path(library).exists():
+                    return name, variables
+                print(f"lightning-accel run: {name} asks for {library}, which is not on this machine.", file=sys.stderr)
+    return None
+
+
+def _with_heap(*, measures: bool) -> Start:
+    possible = heaps()
+    if not possible:
+        return Start({}, f"nothing to gain: on {platform.system()} there is no other allocator to start a program with")
+    path = _file_for(possible)
+    known = None if measures else _recalled(path)
+    if known is not None:
+        return known
+    if _is_one_of_several():
+        return Start({}, "not measured yet, which several processes do not do: first `lightning-accel run --measure`")
+    names = ", ".join(heap.name for heap in possible)
+    print(f"lightning-accel run: measures a stand-in once under {names}: about half a minute", file=sys.stderr)
+    from lightning_accel.search.heap_trial import try_heaps  # late: what is remembered needs no NumPy
+
+    try:
+        result = try_heaps(possible, SECONDS)
+    except OSError as error:
+        return Start({}, f"nothing could be measured: {error}")
+    measured = f"measured on a stand-in for a training, {date.today()}"
+    reason = f"{result.name}, {measured}"
+    if not result.name:
+        reason = f"nothing to gain: no allocator is faster, {measured}"
+    if not result.name and not result.is_sure:
+        reason = f"nothing that could be told, {measured}; on a machine that is quiet: `lightning-accel run --measure`"
+    content = {"format": FORMAT, "environment": dict(result.environment), "reason": reason, "table": result.table}
+    with suppress(OSError):  # what cannot be kept has to be measured again
+        write_whole(path, json.dumps(content, indent=1))
+    return Start(result.environment, reason, result.table)
+
+
+def _file_for(possible: Sequence[Allocator]) -> Path:
+    """Where the answer for this machine is kept."""
+    about: tuple[Any, ...] = (
+        *(platform.node(), from_cpuinfo("model name"), os.cpu_count(), os.environ.get("OMP_NUM_THREADS")),
+        *(platform.python_version(), version("torch"), version("lightning-accel"), platform.libc_ver()),
+        *((heap.name, dict(heap.environment)) for heap in possible),
+    )
+    return folder() / "allocators" / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
+
+
+def _recalled(path: Path) -> Start | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Start(content["environment"], content["reason"]) if content["format"] == FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError):  # it is measured again, and written anew
+        return None
+
+
+def _has_nvidia_gpu(environment: Mapping[str, str]) -> bool:
+    """Whether a program can see one; asked without torch, which takes seconds to import."""
+    is_hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not is_hidden and (Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists())
+
+
+def _is_one_of_several() -> bool:
+    return any(os.environ.get(name, "1") not in ("", "1") for name in _SIZES)
+
+
+def _local_rank() -> int:
+    given = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
+    return int(given) if given.isdigit() else 0
+
+
+def _in_words(variables: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in variables.items())

@@ -1,0 +1,34 @@
+"""The folder in which runs keep what later ones begin with. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+
+def folder() -> Path:
+    """``$LIGHTNING_ACCEL_CACHE``, by default ``$XDG_CACHE_HOME/lightning-accel`` or ``~/.cache/lightning-accel``."""
+    if given := os.environ.get("LIGHTNING_ACCEL_CACHE"):
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lightning-accel"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, in a folder that is made where it is missing; whole or not at all.
+
+    Raises:
+        OSError: That is not possible.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise

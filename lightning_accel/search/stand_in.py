@@ -1,0 +1,68 @@
+"""A training like many, by which allocators are compared: a process that takes turns when it is told to.
+
+It is told a number of turns, a line each, and answers with what they took, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_accel.core.heap import page_faults
+from lightning_accel.core.peak_memory import PeakMemory
+
+_TOKENS, _WIDTH, _VOCABULARY = (2, 256), 128, 256
+_MLP_STEPS = 4  # a turn, beside one of the transformer
+
+
+def _transformer() -> Callable[[], Tensor]:
+    layers = [nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, batch_first=True, dropout=0.0) for _ in range(2)]
+    net = nn.Sequential(nn.Embedding(_VOCABULARY, _WIDTH), *layers, nn.Linear(_WIDTH, _VOCABULARY))
+    tokens = torch.randint(_VOCABULARY, _TOKENS)
+    return _step(net, lambda: F.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()))
+
+
+def _mlp() -> Callable[[], Tensor]:
+    net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    inputs, labels = torch.randn(64, 64), torch.randint(10, (64,))
+    return _step(net, lambda: F.cross_entropy(net(inputs), labels))
+
+
+def _step(net: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+    def step() -> Tensor:
+        loss = loss_of()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def main() -> None:
+    """Takes as many turns as each line of the standard input says, until it ends."""
+    torch.manual_seed(0)
+    transformer, mlp = _transformer(), _mlp()
+    peak = PeakMemory(torch.device("cpu"))
+    for line in sys.stdin:
+        faults, start = page_faults(), time.perf_counter()
+        turns = int(line)
+        for _ in range(turns):
+            transformer()
+            for _ in range(_MLP_STEPS):
+                mlp()
+        seconds = (time.perf_counter() - start) / turns
+        told = {
+            "seconds": seconds,
+            "faults": (page_faults() - faults) // turns,
+            "peak_bytes": peak.peak_bytes(),
+        }
+        print(json.dumps(told), flush=True)

@@ -1,0 +1,178 @@
+"""What allocating memory costs a step: the heap of the host, and the segments of a GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from typing_extensions import Self, override
+
+from lightning_accel.core.allocators import can_expand_segments, installed_library, segment_settings
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.heap import (
+    GLIBC,
+    JEMALLOC,
+    TCMALLOC,
+    Heap,
+    heap_in_use,
+    heap_settings,
+    page_fault_ms,
+    page_faults,
+)
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import Patch
+from lightning_accel.techniques.arms import OFF, Arm
+from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.registry import register
+
+KEEP = "keep"
+LEAST_FAULTS = 128
+"""A step that asks the system for fewer pages has nothing to gain."""
+
+_FIRST_STEPS = 2  # which other techniques are tried on, and in which gradients and optimizers' state come to be
+_COUNTED_STEPS = 3
+_RUN = "start with `lightning-accel run`, which measures what wins here"
+
+
+@dataclass(frozen=True)
+class AllocatorPlan:
+    """Whether the process keeps the memory that a step frees, for the next one.
+
+    Attributes:
+        mode: ``"auto"`` has the heap of glibc keep what is freed, where steps on the CPU ask the system for pages again
+            and again; ``"off"`` leaves it alone. Other allocators: ``lightning-accel run``.
+    """
+
+    mode: Literal["auto", "off"] = "auto"
+
+
+class HeapPatch(Patch):
+    """Has the heap keep freed memory. Taken back, it gives memory back from where glibc would come to at most."""
+
+    def __init__(self, heap: Heap) -> None:
+        super().__init__("", "freed memory is kept for the next step")
+        self._heap = heap
+
+    @override
+    def _apply(self) -> None:
+        self._heap.keep_free_memory()
+
+    @override
+    def _undo(self) -> None:
+        self._heap.leave()
+
+    def choose(self, choice: str) -> None:
+        """Has memory kept between two steps, or the heap as it was in the plain run."""
+        self._heap.as_it_was() if choice == OFF else self._heap.keep_free_memory()
+
+
+@register("allocator", settings=AllocatorPlan, default="auto", on="auto", after="compile", exactness="exact")
+class AllocatorTechnique(Technique):
+    """Counts the page faults of the first plain steps, and has the heap keep its memory where there are many."""
+
+    trial_step: ClassVar[None] = None
+    remembers: ClassVar[bool] = False
+
+    def __init__(self, for_memory: str = "") -> None:
+        self._for_memory = for_memory  # the setting of another technique that is there to save memory of the host
+        self._patch: HeapPatch | None = None
+        self._counts: list[int] = []  # of pages asked for so far, at the beginning of each step
+        self._faults = 0
+        self._is_decided = False
+        self._is_cuda = False
+
+    @classmethod
+    @override
+    def planned(cls, settings: AllocatorPlan, surroundings: Surroundings) -> Self:
+        given = surroundings.settings
+        if given["memory_budget"].budget != "off":
+            return cls("memory_budget")
+        return cls("activation_offloading" if given["activation_offloading"].to == "disk" else "")
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind == "cuda":
+            if own := segment_settings():
+                return f"as {_in_words(own)} has it"
+            return None if can_expand_segments() else "torch cannot expand segments of CUDA memory on this system"
+        if host.kind != "cpu":
+            return f"nothing to choose on {host.kind}"
+        if self._for_memory:
+            return f"not beside {self._for_memory}, for which memory has to go back to the system"
+        if own := heap_settings():
+            return f"as {_in_words(own)} has it"
+        used = heap_in_use()
+        return None if used == GLIBC else f"the heap is {used or 'of this system'}: only glibc's can be told in a run"
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
+        if host.kind == "cuda":
+            self._is_cuda = self.watches_on = True
+            self.notes.status = "segments of CUDA memory are looked at in the first steps"
+        else:
+            self._patch = HeapPatch(Heap())
+            yield self._patch
+
+    @override
+    def step(self, stage: str) -> AbstractContextManager[Any]:
+        if not self._is_decided and stage == "train":
+            self._counts.append(page_faults())
+            if len(self._counts) > _FIRST_STEPS + _COUNTED_STEPS:
+                self._decide()
+        return nullcontext()
+
+    @override
+    def arms(self) -> Iterator[Arm]:
+        if not self._is_decided and not self._is_cuda and len(self._counts) >= _FIRST_STEPS + 2:
+            self._decide()
+        if self._patch is not None and self._patch.is_applied:
+            yield Arm(self.name, (KEEP,), self._patch.choose, settle=1, gain_ms=self._faults * page_fault_ms())
+
+    @override
+    def forecast(self, host: Host) -> Forecast:
+        if host.kind == "cuda":
+            return Forecast(True, "told", "says what segments that expand would save: `lightning-accel run`")
+        if host.kind != "cpu":
+            return Forecast(False, "no", f"nothing to choose on {host.kind}")
+        return Forecast(True, "tried", "freed memory is kept where steps ask the system for pages")
+
+    def _decide(self) -> None:
+        """Once, at the same step on all ranks."""
+        self._is_decided = True
+        if self._is_cuda:
+            self._say_what_segments_cost()
+            return
+        counts = self._counts[_FIRST_STEPS:]
+        # On the average: the end of the heap goes back to the system in some steps and not in others.
+        self._faults = (counts[-1] - counts[0]) // (len(counts) - 1)
+        if self.agree is not None:
+            self._faults = self.agree(self._faults)
+        assert self._patch is not None
+        words = f"a step asks the system for {self._faults:,} pages"
+        if self._faults < LEAST_FAULTS:
+            self.notes.refuse("", f"{words}: nothing to gain")
+            self._patch = None
+            return
+        self._patch.apply()
+        self.notes.revise("", Verdict(keep=True, reason=f"{self._patch.change}: {words}"))
+        others = [name for name in (JEMALLOC, TCMALLOC) if installed_library(name)]
+        if others:
+            self.notes.details = f"{' and '.join(others)} would be faster or smaller perhaps: {_RUN}"
+
+    def _say_what_segments_cost(self) -> None:
+        self.watches_on = False
+        unused = torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()
+        self.notes.refuse(
+            "",
+            f"{format_bytes(unused)} of CUDA memory are held beyond what is used at the peak; segments that expand need"
+            f" their variable before CUDA starts: {_RUN}",
+        )
+
+
+def _in_words(variables: dict[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in variables.items())

@@ -1,0 +1,216 @@
+"""The heap keeps what a step frees, where steps ask the system for it again and again: counted in page faults."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_accel import Plan, accelerate
+from lightning_accel.assembly import Handle, surroundings_for
+from lightning_accel.core.allocators import EXPANDABLE_SEGMENTS, segment_settings
+from lightning_accel.core.heap import GLIBC, heap_in_use
+from lightning_accel.core.host import Host
+from lightning_accel.core.simulated_hosts import SIMULATED_HOSTS
+from lightning_accel.techniques.allocator import AllocatorTechnique
+
+pytestmark = pytest.mark.skipif(heap_in_use() != GLIBC, reason="the heap of this process is not glibc's")
+
+STEPS = 60
+
+LOOP = f"""
+import sys
+import torch
+from torch import nn
+from lightning_accel import Plan, accelerate
+from lightning_accel.core.heap import page_faults
+
+torch.set_num_threads(1)
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        for _ in range(24):
+            x = (x * self.weight).tanh()
+        return x.mean()
+
+model = Deep()
+inputs = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+handle = accelerate(model, Plan(), steps=0) if sys.argv[1] == "accelerated" else None
+
+def step():
+    before = page_faults()
+    if handle is None:
+        loss = model(inputs)
+    else:
+        with handle.step():
+            loss = model(inputs)
+    loss.backward()
+    model.weight.grad = None
+    return page_faults() - before, loss.item()
+
+def counted(steps):
+    return [step()[0] for _ in range(steps)]
+
+counts, losses = zip(*(step() for _ in range({STEPS})))
+print("counts", *counts)
+print("losses", *losses)
+if handle is not None:
+    [arm] = handle.engine.arms()
+    for choice in ("off", "keep"):
+        arm.choose(choice)
+        print(choice, *counted(24))
+    print("report", handle.report.of("allocator").status, handle.report.techniques["allocator"].changes[""])
+    handle.undo()
+    handle = None
+    print("after", *counted(4))
+"""
+PAGES_A_TENSOR = (4 << 20) // mmap.PAGESIZE
+
+
+def ran(mode: str, folder: Path, **environment: str) -> dict[str, str]:
+    """What a loop of its own process printed, by the first word of each line (the last one of that name)."""
+    script = folder / "loop.py"
+    script.write_text(LOOP, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script), mode],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {line.partition(" ")[0]: line.partition(" ")[2] for line in done.stdout.splitlines()}
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("loops")
+    return {mode: ran(mode, folder) for mode in ("plain", "accelerated")}
+
+
+def counts(line: str) -> list[int]:
+    return [int(count) for count in line.split()]
+
+
+def test_a_plain_step_asks_the_system_for_pages_that_the_one_before_gave_back(loops: dict[str, dict[str, str]]) -> None:
+    assert sum(counts(loops["plain"]["counts"])[2:]) > PAGES_A_TENSOR
+
+
+def test_once_they_are_counted_a_step_asks_for_hardly_any(loops: dict[str, dict[str, str]]) -> None:
+    plain, accelerated = (sum(counts(loops[mode]["counts"])[20:]) for mode in ("plain", "accelerated"))
+    assert accelerated < plain / 8
+
+
+def test_numbers_stay_the_same_to_the_bit(loops: dict[str, dict[str, str]]) -> None:
+    assert loops["accelerated"]["losses"] == loops["plain"]["losses"]
+
+
+def test_the_arm_takes_turns_with_the_heap_as_it_was(loops: dict[str, dict[str, str]]) -> None:
+    off, keep = (sum(counts(loops["accelerated"][choice])[8:]) for choice in ("off", "keep"))
+    assert keep < off / 4
+
+
+def test_the_report_says_how_many_pages_a_step_had_asked_for(loops: dict[str, dict[str, str]]) -> None:
+    assert re.fullmatch(r"in force .*a step asks the system for [\d,]+ pages", loops["accelerated"]["report"])
+
+
+def test_after_the_run_what_is_free_goes_back_to_the_system(loops: dict[str, dict[str, str]]) -> None:
+    assert counts(loops["accelerated"]["after"])[0] > 24 * PAGES_A_TENSOR
+
+
+PLAIN_BUT_THIS = Plan(precision="32-true", flash_attention="off", inplace_activations="off", memory_format="off")
+
+
+def steps(handle: Handle, count: int = 12) -> None:
+    for _ in range(count):
+        with handle.step():
+            loss = handle.model(torch.ones(2, 2)).sum()
+        loss.backward()
+
+
+def test_a_model_whose_steps_ask_for_nothing_is_left_alone() -> None:
+    handle = accelerate(nn.Linear(2, 2), Plan(tune="off"))
+    steps(handle)
+    assert handle.report.applied("allocator") == []
+    assert "nothing to gain" in handle.report.refused("allocator")[""]
+    assert handle.engine.arms() == []
+    handle.undo()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")]
+)
+def test_what_the_user_has_set_is_theirs(variable: str, value: str) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(variable, value)
+        handle = accelerate(nn.Linear(2, 2), Plan(tune="off"))
+    assert handle.report.of("allocator").status == f"as {variable}={value} has it"
+    handle.undo()
+
+
+@pytest.mark.parametrize("settings", [{"memory_budget": "1GiB"}, {"activation_offloading": "disk"}])
+def test_memory_that_has_to_go_back_to_the_system_is_not_kept(settings: dict[str, Any]) -> None:
+    model, host = nn.Linear(2, 2), Host(kind="cpu", device_name="a CPU")
+    around = surroundings_for(Plan(**settings), model, host, in_plain_loop=True)
+    [technique] = [one for one in around.techniques if isinstance(one, AllocatorTechnique)]
+    [name] = settings
+    assert technique.unavailable(host) == f"not beside {name}, for which memory has to go back to the system"
+
+
+def test_on_a_gpu_the_variable_is_named_that_has_to_be_there_before_cuda_starts() -> None:
+    """Simulated: a model on the CPU under the plan of a host with a GPU."""
+    with pytest.MonkeyPatch.context() as patched:
+        for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            patched.delenv(variable, raising=False)
+        handle = accelerate(nn.Linear(2, 2), PLAIN_BUT_THIS, host=SIMULATED_HOSTS["A100"])
+        steps(handle)
+        assert "`lightning-accel run`" in handle.report.refused("allocator")[""]
+        handle.undo()
+        patched.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+        handle = accelerate(nn.Linear(2, 2), PLAIN_BUT_THIS, host=SIMULATED_HOSTS["A100"])
+        status = handle.report.of("allocator").status
+        assert status == "as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False has it"
+        handle.undo()
+
+
+@pytest.mark.gpu
+def test_segments_of_cuda_memory_expand_where_cuda_starts_so(tmp_path: Path) -> None:
+    program = """
+import sys
+import torch
+from lightning_accel import Plan, accelerate
+
+model = torch.nn.Linear(2048, 2048, device="cuda")
+handle = accelerate(model, Plan())
+for _ in range(8):
+    with handle.step():
+        loss = model(torch.ones(64, 2048, device="cuda")).sum()
+    loss.backward()
+print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
+print(handle.report.of("allocator").status)
+handle.undo()
+"""
+    script = tmp_path / "program.py"
+    script.write_text(program, encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if name not in segment_settings()}
+    told = {}
+    for name, variables in {"plain": {}, "expandable": EXPANDABLE_SEGMENTS}.items():
+        command, env = [sys.executable, str(script)], {**environment, **variables}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)
+        told[name] = done.stdout.splitlines()
+    assert told["plain"][0] == "False"
+    assert "`lightning-accel run`" in told["plain"][1]
+    assert told["expandable"] == ["True", "as PYTORCH_ALLOC_CONF=expandable_segments:True has it"]

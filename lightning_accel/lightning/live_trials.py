@@ -23,9 +23,10 @@ from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Choices
+from lightning_accel.tuning.questions import MIN_TURNS
 from lightning_accel.tuning.remembered import DamagedError, Key
 from lightning_accel.tuning.settled import Tuning
-from lightning_accel.tuning.trials import MIN_TURNS, LiveTrials
+from lightning_accel.tuning.trials import LiveTrials
 
 _LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
 _QUIET_BATCHES = 2  # after the trials of the parts, for caches to fill

@@ -134,7 +134,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             self._hook(self._feeding.patches())
         if self._is_fitting:
             if self.plan.tune == "auto" and self.plan.verify and self._is_in_force():
-                self._live = LiveTuning(trainer, engine, self._own_arms(), self._tuning)
+                self._live = LiveTuning(trainer, engine, self._own_arms(), self._tuning, repr(self.plan))
                 self._hook(self._live.turns.patches())
             if self.plan.log:
                 add_speed_memory_logger(trainer, module)

@@ -77,7 +77,8 @@ class Kind:
     def forget(self) -> None:
         """Lets go of what was compiled, and of the model: torch keeps every backend as long as the process lives."""
         self.call = None
-        self.prepare = self._told = lambda given: None
+        self.prepare = lambda graph: None
+        self._told = lambda kind: None
 
 
 def compile_call(

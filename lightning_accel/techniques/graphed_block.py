@@ -107,7 +107,7 @@ class GraphedBlock:
         lease = _Lease(self)
         self._latest = weakref.ref(lease)
         self.replays += 1
-        given = _Leased.apply(lease, *tensors_in((args, kwargs)), *self._parameters)
+        given = _Leased.apply(lease, *tensors_in((args, kwargs)), *self._parameters)  # type: ignore[no-untyped-call]
         return map_tensors(Tensor.clone, self._graphed(*given))
 
     def capture(self, args: Any, kwargs: dict[str, Any]) -> None:

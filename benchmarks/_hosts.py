@@ -31,6 +31,7 @@ COLUMNS = {
     'memory_budget="12GiB"': "memory budget",
     'activation_offloading="disk"': "offloading",
     'sparse_activations="auto"': "sparse activations",
+    'graphs="on"': "graphs",
     'compile="on"': "compile",
 }
 

@@ -40,6 +40,7 @@ class Arguments:
         activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool = "auto",
         gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool = "off",
         memory_budget: int | float | str | MemoryBudgetPlan | dict[str, Any] | bool = "off",
+        graphs: Literal["off", "on", "auto"] | bool = "off",
         threads: Literal["off", "auto"] | int | bool = "off",
         compile: Literal[
             "off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
@@ -112,6 +113,9 @@ class Arguments:
                 ``"12GiB"``, or a fraction of the device. What each block does for it, keep its activations,
                 recompute or offload them, is planned from what the first steps measure; ``"off"``: there is no
                 limit. Or a :class:`MemoryBudgetPlan`, in YAML a mapping of ``budget``, ``blocks``.
+            graphs: ``"off"``; ``"on"`` captures the repeated blocks, forward and backward, and replays them where
+                shapes stay; ``"auto"`` keeps that where live trials find whole steps to be faster, and the memory
+                worth it.
             threads: ``"off"`` leaves them as they are; a number from 1 on; or ``"auto"``: half as many, a quarter
                 and so on are tried on the run's own steps, and the fastest stays. ``lightning-accel tune`` finds it
                 before a run.
@@ -119,6 +123,9 @@ class Arguments:
                 or a mode of :func:`torch.compile`.
             allocator: ``"auto"`` has the heap of glibc keep what is freed, where steps on the CPU ask the system
                 for pages again and again; ``"off"`` leaves it alone. Other allocators: ``lightning-accel run``.
+            compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where live trials find
+                whole steps to be faster, and the run is long enough to win back what compiling takes; or a mode of
+                :func:`torch.compile`.
             tune: ``"auto"``: what is kept is decided by whole training steps, while they train, so that the run is
                 never slower than plain; ``"off"``: by the trials of the parts alone.
             log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
@@ -152,6 +159,7 @@ class Values:
     activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool
     gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool
     memory_budget: int | float | str | MemoryBudgetPlan | dict[str, Any] | bool
+    graphs: Literal["off", "on", "auto"] | bool
     threads: Literal["off", "auto"] | int | bool
     compile: (
         Literal["off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | bool

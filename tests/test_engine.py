@@ -379,6 +379,7 @@ def test_the_report_names_device_and_every_technique() -> None:
             "activation_offloading:",
             "gradient_checkpointing:",
             "memory_budget:",
+            "graphs:",
             "threads:",
             "compile:",
             "allocator:",

@@ -109,6 +109,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("gradient_checkpointing", 0.5, "a mapping of mode, blocks"),
     ("compile", "fast", "'on', 'auto'"),
     ("compile", 1, "'on', 'auto'"),
+    ("graphs", "yes", "'on', 'auto'"),
     ("flash_attention", "flash_attn", "did you mean 'flash-attn'?"),
     ("flash_attention", 2, "'sdpa', 'cudnn'"),
     ("activation_offloading", "cpu", "'off'"),

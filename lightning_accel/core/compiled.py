@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -41,21 +43,64 @@ def is_inside_compiled(model: nn.Module, site: str) -> bool:
     return any(is_compiled(model.get_submodule(".".join(parts[:depth]))) for depth in range(len(parts) + 1))
 
 
+class Kind:
+    """Modules that are alike as far as a compiler is concerned, and share what it makes: it is asked once for all.
+
+    Args:
+        told: Called with this whenever a graph was compiled, in the midst of a call.
+
+    Attributes:
+        prepare: Edits a captured graph before the compiler gets it.
+        graphs: How many graphs were compiled; a call anew with what the compiler has not seen adds to them.
+        seconds: What that has taken, backward passes, which are compiled when they are first needed, left out.
+        call: The compiled call, which takes a module first; None before there is any.
+    """
+
+    def __init__(self, told: Callable[[Kind], None] = lambda kind: None) -> None:
+        self.prepare: Callable[[GraphModule], None] = lambda graph: None
+        self.graphs = 0
+        self.seconds = 0.0
+        self.call: Callable[..., Any] | None = None
+        self._told = told
+
+    def compiled(self, graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Any:
+        """What the compiler makes of a graph; counted and timed."""
+        self.prepare(graph)
+        start = time.perf_counter()
+        try:
+            return torch_private.compile_with_inductor(graph, inputs, options)
+        finally:
+            self.graphs += 1
+            self.seconds += time.perf_counter() - start
+            self._told(self)
+
+    def forget(self) -> None:
+        """Lets go of what was compiled, and of the model: torch keeps every backend as long as the process lives."""
+        self.call = None
+        self.prepare = lambda graph: None
+        self._told = lambda kind: None
+
+
 def compile_call(
-    module: nn.Module, options: dict[str, Any], prepare: Callable[[GraphModule], None] = lambda graph: None
+    module: nn.Module,
+    options: dict[str, Any],
+    prepare: Callable[[GraphModule], None] = lambda graph: None,
+    kind: Kind | None = None,
 ) -> None:
     """Compiles a module's call in place, as ``module.compile()`` does for modules of the user's own.
 
     Of one that FSDP shards only the forward is compiled, within the hooks that gather its parameters: the compiler
-    leaves those hooks out. ``options`` are TorchInductor's; ``prepare`` edits a captured graph before it gets it.
+    leaves those hooks out. ``options`` are TorchInductor's; ``prepare`` edits a captured graph before it gets it. What
+    is compiled is shared with other modules of that ``kind``, which have the same options.
 
     For those of ``torch.nn`` itself (``nn.TransformerEncoderLayer``, ``nn.Sequential``) that silently compiles
     nothing: the compiler starts at no frame whose code is torch's (torch 2.13). Here it starts at one of ours.
     """
+    kind = kind or Kind()
+    kind.prepare = prepare
 
     def backend(graph: GraphModule, inputs: list[Tensor]) -> Any:
-        prepare(graph)
-        return torch_private.compile_with_inductor(graph, inputs, options)
+        return kind.compiled(graph, inputs, options)
 
     if is_gathered_by_hooks(module):
 
@@ -70,17 +115,21 @@ def compile_call(
         patch.apply()
         return
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return torch_private.eager_call(module)(*args, **kwargs)
+    if kind.call is None:
 
-    torch_private.set_compiled_call(module, torch.compile(_with_own_code(call), backend=backend))
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return torch_private.eager_call(module)(*args, **kwargs)
+
+        kind.call = torch.compile(_with_own_code(call), backend=backend)
+    torch_private.set_compiled_call(module, functools.partial(kind.call, module))
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with a code object of its own.
 
     Torch keeps compiled versions with the code: a limited number, looked through one after another at every call. All
-    the blocks of all models in the process would share them, and past the limit torch runs them eagerly, unseen. The
+    the blocks of all models in the process would share them, and past the limit torch runs them eagerly, unseen. Those
+    of one kind may, as one version serves them all. The
     code keeps what it was compiled to until ``torch._dynamo.reset()``, as with every function given to torch.compile.
     """
     assert isinstance(function, FunctionType)

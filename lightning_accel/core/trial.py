@@ -127,6 +127,14 @@ class Trial:
             left_behind.append("its input")
         return replace(found, left_behind=tuple(left_behind))
 
+    def rehearse(self, side: Contender) -> Comparison:
+        """Runs one side once, forward and backward: what is done at its first call only, is done by then."""
+        try:
+            with isolated(self.module, self._device):
+                return Comparison(candidate_ms=1e3 * self._timed(side))
+        except Exception as error:
+            return Comparison(failure=f"failed in its trial: {one_line(error)}")
+
     def time(self, original: Contender, candidate: Contender) -> Comparison:
         """Times both, forward and backward, interleaved after a warm-up of each. Medians, in milliseconds."""
         try:

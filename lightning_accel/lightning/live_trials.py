@@ -21,11 +21,13 @@ from lightning_accel.core.tree import tensors_in
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.tuning import remembered
+from lightning_accel.tuning import remembered, verdicts
 from lightning_accel.tuning.comparison import Choices
+from lightning_accel.tuning.questions import MIN_TURNS
 from lightning_accel.tuning.remembered import DamagedError, Key
 from lightning_accel.tuning.settled import Tuning
-from lightning_accel.tuning.trials import MIN_TURNS, LiveTrials
+from lightning_accel.tuning.trials import LiveTrials
+from lightning_accel.tuning.verdicts import Program
 
 _LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
 _QUIET_BATCHES = 2  # after the trials of the parts, for caches to fill
@@ -145,18 +147,23 @@ class LiveTuning:
         engine: At work on its module.
         own_arms: Those that no technique of the engine has.
         resumed: What holds by the checkpoint that the run goes on from.
+        settings: The plan, in words.
 
     Attributes:
         turns: What has to be told of batches and interruptions.
         resumed: As given; a checkpoint may be read later.
     """
 
-    def __init__(self, trainer: Trainer, engine: Engine, own_arms: Sequence[Arm], resumed: Tuning | None) -> None:
-        self._trainer, self._engine = trainer, engine
+    def __init__(
+        self, trainer: Trainer, engine: Engine, own_arms: Sequence[Arm], resumed: Tuning | None, settings: str = ""
+    ) -> None:
+        self._trainer, self._engine, self._settings = trainer, engine, settings
         self._own_arms, self.resumed = own_arms, resumed
         self._searches = [one for one in _callbacks(trainer) if isinstance(one, LearningRateFinder | BatchSizeFinder)]
         self._key: Key | None = None
         self._known: Tuning | None = None
+        self._program: Program | None = None
+        self._has_met = False  # its first batch
         self._quiet_batches = 0
         self._arms: list[Arm] = []
         self._is_too_short = False
@@ -189,10 +196,14 @@ class LiveTuning:
         # all the others, and itself, aside meanwhile.
         if any(search not in _callbacks(self._trainer) for search in self._searches):
             return None
+        if not self._has_met:
+            self._meet(batch)
         if self._engine.is_trying or self._quiet_batches < _QUIET_BATCHES:
             self._quiet_batches += not self._engine.is_trying
             return None
         trainer = self._trainer
+        if self._key is None:
+            self._keep_verdicts()
         if self._is_too_short and next(self._batches) % _LOOKS_AGAIN:
             return None
         turns = turns_left(trainer)
@@ -228,6 +239,32 @@ class LiveTuning:
             is_trusted=known is not None and known is self.resumed,
         )
 
+    def _meet(self, batch: Any) -> None:
+        """Before the first training step: what an earlier run of this very program has tried holds, for all ranks."""
+        self._has_met, trainer = True, self._trainer
+        if self._engine.decisions or not self._engine.is_trying:  # a resumed run's own
+            return
+        settings = f"{self._settings}, {trainer.world_size} ranks, {trainer.precision}, {type(trainer.strategy)}"
+        self._program = Program.of(trainer.lightning_module, batch, self._engine.host.described, settings)
+        known = None
+        if trainer.is_global_zero and self._program is not None:
+            known = verdicts.recall(self._program)
+        known = trainer.strategy.broadcast(known)
+        if known is not None and known.decisions:
+            self._engine.carry_out(known.decisions)
+            self._engine.report.note(
+                f"{', '.join(known.decisions)}: as tried by a run of this very program on {known.written:%Y-%m-%d};"
+                " `lightning-accel cache --clear` has it tried again"
+            )
+
+    def _keep_verdicts(self) -> None:
+        if self._program is None or not self._trainer.is_global_zero:
+            return
+        try:
+            verdicts.remember(self._program, self._engine.decisions)
+        except OSError as error:
+            self._engine.report.note(f"what the trials found could not be remembered: {error}")
+
     def _put(self, choices: Choices) -> None:
         _rest(self._engine, self._arms, choices)
 
@@ -260,6 +297,7 @@ class LiveTuning:
             logger.log_metrics(
                 {f"accel/tuning/{name}": value for name, value in metrics.items()}, step=self._trainer.global_step
             )
+        self._keep_verdicts()
         if self._trainer.is_global_zero and self._key is not None and not tuning.is_earlier:
             try:
                 remembered.remember(self._key, tuning)

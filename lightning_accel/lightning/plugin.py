@@ -140,7 +140,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         if self._is_fitting:
             has_something = self._is_in_force() or engine.edits_optimizers
             if self.plan.tune == "auto" and self.plan.verify and has_something:
-                self._live = LiveTuning(trainer, engine, self._own_arms(), self._tuning)
+                self._live = LiveTuning(trainer, engine, self._own_arms(), self._tuning, repr(self.plan))
                 self._hook(self._live.turns.patches())
             if self.plan.log:
                 add_speed_memory_logger(trainer, module)

@@ -13,7 +13,7 @@ from lightning_accel.search.runs import Run, RunError, Workers
 from lightning_accel.search.setup import Setup
 from lightning_accel.tuning.comparison import MEMORY_RISE, Result, Verdict
 from lightning_accel.tuning.pairs import Interval, PairTest
-from lightning_accel.tuning.trials import ALPHA
+from lightning_accel.tuning.questions import ALPHA
 
 NOTHING_TOLD = Interval(1.0, 0.0, math.inf)
 _QUESTIONS = 10  # between which the error is divided: about as many as are asked

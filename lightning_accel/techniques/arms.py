@@ -4,8 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 OFF = "off"
+
+
+class Setup(Protocol):
+    """What an arm needs once, in a training step of the run, before it can be had: to be compiled, say.
+
+    Live trials ask what it will take, and begin it where the run may lose as much; that step is not counted.
+    """
+
+    def expected_s(self) -> float:
+        """How long it will take, in seconds, as far as is known."""
+
+    def begin(self, may_take_s: float) -> None:
+        """Called between two steps, before the arm is chosen: the step that follows does it, in so many seconds."""
+
+    def end(self) -> float | None:
+        """Called after that step; on several ranks, on all of them.
+
+        Returns:
+            What it took, in seconds; None: nothing came of it, and the arm cannot be had.
+        """
+
+    def decline(self, reason: str) -> None:
+        """Called where it is not worth its time in this run."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +44,7 @@ class Arm:
         settle: Steps after a switch that pay for it (layouts, caches); they are not counted.
         saves_memory: Whether it is there to save memory, so that it stays unless the run is slower with it.
         gain_ms: What it could gain in a step, by the trial of its parts; None where nothing was timed.
+        setup: What it needs once; such an arm is off until it is asked for, after all the others. None: nothing.
     """
 
     name: str
@@ -28,3 +53,4 @@ class Arm:
     settle: int = 0
     saves_memory: bool = False
     gain_ms: float | None = None
+    setup: Setup | None = None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -11,19 +10,17 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.compiler.config
 from torch import nn
-from torch.fx import GraphModule
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.blocks import find_blocks
-from lightning_accel.core.compiled import compile_call, eager_call, is_compiled, is_gathered_by_hooks, undo_compile
+from lightning_accel.core.compiled import Kind, is_compiled
 from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
-from lightning_accel.core.torch_private import compiled_call, inductor_options, set_compiled_call
-from lightning_accel.core.tree import changeable_argument
-from lightning_accel.core.trial import NOT_SLOWER, Contender, Trial
-from lightning_accel.techniques.arms import OFF, Arm
+from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.compile_setup import CompileSetup
+from lightning_accel.techniques.compiled_blocks import CompilePatch, Prepare, alike, tried
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 
@@ -31,51 +28,21 @@ CompileSetting = Literal[
     "off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 ]
 
-Prepare = Callable[[GraphModule], None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompilePlan:
     """How blocks are compiled.
 
     Attributes:
-        mode: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where a trial is faster; or a mode of
+        mode: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where live trials find
+            whole steps to be faster, and the run is long enough to win back what compiling takes; or a mode of
             :func:`torch.compile`.
     """
 
     mode: CompileSetting = "on"
 
 
-class CompilePatch(Patch):
-    """Compiles a module's call in place: no wrapper, so names and ``state_dict`` keys stay."""
-
-    def __init__(self, site: str, block: nn.Module, mode: str, prepare: Prepare, *, eager_random: bool) -> None:
-        super().__init__(site, "call → compiled" + (f" ({mode})" if mode != "default" else ""))
-        self.block = block
-        self.eager_random = eager_random
-        self._prepare = prepare
-        self._options = inductor_options(mode)
-        self._paused: Any = None
-        if eager_random:
-            # Dropout draws what it would draw eagerly, so that a compiled run has the numbers of a plain one. On a
-            # GPU the compiler's own generator is most of what compiling a dropout gains.
-            self._options["fallback_random"] = True
-
-    @override
-    def _apply(self) -> None:
-        compile_call(self.block, self._options, self._prepare)
-
-    @override
-    def _undo(self) -> None:
-        undo_compile(self.block)
-
-    def have(self, choice: str) -> None:
-        """Runs the block eagerly while the choice is ``"off"``; what was compiled waits."""
-        if choice == OFF:
-            self._paused = compiled_call(self.block)
-            set_compiled_call(self.block, None)
-        elif self._paused is not None:
-            set_compiled_call(self.block, self._paused)
+_MOST_ANEW = 8  # times that a kind of block may be compiled anew, as torch has it
 
 
 @register(
@@ -90,8 +57,8 @@ class CompilePatch(Patch):
 class Compilation(Technique):
     """Compiles every repeated block; each is tried, forward and backward, on its first input after the other trials.
 
-    A block that fails to compile, or computes other numbers than the original, is given back. With ``"auto"`` so is
-    one that is not faster, and a deterministic run, where clocks decide nothing, does not compile at all.
+    A block that fails to compile, or computes other numbers than the original, is given back, and so is one that is
+    compiled anew again and again. A deterministic run, where clocks decide nothing, does not do ``"auto"`` at all.
 
     Args:
         setting: As in the plan; not ``"off"``.
@@ -99,21 +66,23 @@ class Compilation(Technique):
         prepare: Edits a captured graph, in place, before the compiler gets it.
     """
 
-    trial_step: ClassVar[Literal[0, 1]] = 1
+    trial_step: ClassVar[Literal[0, 1] | None] = 1
 
     def __init__(self, setting: CompileSetting, *, verify: bool = True, prepare: Prepare = lambda graph: None) -> None:
         self._prepare = prepare
-        self._must_be_faster = setting == "auto"
         self._mode = "default" if setting in ("on", "auto") else str(setting)
         self._verify = verify
         self._patches: list[CompilePatch] = []
+        self._kinds: dict[Hashable, Kind] = {}
+        self._first_graphs: dict[int, int] = {}  # of a kind, by its id, once its blocks were tried
         self._settings = ExitStack()  # torch's own, as they were before
 
     @classmethod
     @override
-    def planned(cls, settings: CompilePlan, surroundings: Surroundings) -> Self:
+    def planned(cls, settings: CompilePlan, surroundings: Surroundings) -> Compilation:
         # What is compiled is captured anew, past the places where attention is sent to its kernels.
-        return cls(settings.mode, verify=surroundings.verify, prepare=surroundings.edit_captured)
+        make = CompilationOnTrial if settings.mode == "auto" else Compilation
+        return make(settings.mode, verify=surroundings.verify, prepare=surroundings.edit_captured)
 
     @classmethod
     @override
@@ -140,12 +109,10 @@ class Compilation(Technique):
                 else "Triton and a C compiler"
             )
             return f"nothing to build kernels with on {host.device_name}: install {needed}"
-        if self._must_be_faster and torch.are_deterministic_algorithms_enabled():
-            return "compile='auto' decides by time, which a deterministic run must not; set compile='on' to compile"
         return None
 
     @override
-    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+    def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
         blocks = find_blocks(model)
         if not blocks:
             yield Refusal(
@@ -155,7 +122,8 @@ class Compilation(Technique):
             if isinstance(block, torch.jit.ScriptModule) or any(is_compiled(part) for part in block.modules()):
                 yield Refusal(site, "already compiled")
             else:
-                patch = CompilePatch(site, block, self._mode, self._prepare, eager_random=host.kind == "cpu")
+                kind = Kind(self._count)
+                patch = CompilePatch(site, block, self._mode, self._prepare, eager_random=host.kind == "cpu", kind=kind)
                 self._patches.append(patch)
                 yield patch
         # After a graph break the compiler begins anew in the block's own code, which blocks of a class share, and with
@@ -184,63 +152,88 @@ class Compilation(Technique):
         assert isinstance(patch, CompilePatch)
 
         def meet(args: Any, kwargs: dict[str, Any]) -> None:
-            verdicts[patch.site] = self._try(patch, args, kwargs)
+            if patch.may_share:
+                patch.kind = self._kinds.setdefault(alike(patch.block, args, kwargs), patch.kind)
+            verdicts[patch.site] = tried(patch, args, kwargs)
 
         return at_first_call(patch.site, patch.block, meet)
 
     @override
-    def arms(self) -> Iterable[Arm]:
-        compiled = [patch for patch in self._patches if patch.is_applied]
-        # Of sharded blocks the forward is compiled, within the hooks that gather them: that is not switched.
-        if self._must_be_faster and compiled and not any(is_gathered_by_hooks(patch.block) for patch in compiled):
-            yield Arm(self.name, ("on",), functools.partial(self._have, compiled))
+    def settled(self) -> None:
+        for patch in self._patches:
+            self._first_graphs.setdefault(id(patch.kind), patch.kind.graphs)
 
-    def _have(self, compiled: Sequence[CompilePatch], choice: str) -> None:
-        for patch in compiled:
+    def _count(self, kind: Kind) -> None:
+        """Gives blocks back that are compiled anew again and again."""
+        first = self._first_graphs.get(id(kind))
+        if first is None:
+            return
+        anew = kind.graphs - first
+        if anew > _MOST_ANEW * (first or _MOST_ANEW):
+            for patch in self._patches:
+                if patch.kind is kind and patch.is_applied:
+                    self.notes.refuse(
+                        patch.site,
+                        f"given back: {anew} graphs were compiled anew, in {kind.seconds:.1f} s with the first: what it"
+                        " is called with keeps changing (shapes, layouts, Python numbers). Pad batches to a few sizes",
+                    )
+
+    @override
+    def close(self) -> None:
+        for patch in self._patches:
+            patch.kind.forget()
+        self._patches, self._kinds = [], {}
+        self._settings.close()
+
+
+class CompilationOnTrial(Compilation):
+    """Compiles where live trials find that the run's own steps are faster for it, and the run can afford to try.
+
+    No step compiles before they ask: then the blocks are compiled and tried in one that is not counted.
+    """
+
+    trial_step: ClassVar[None] = None
+
+    def __init__(self, setting: CompileSetting, *, verify: bool = True, prepare: Prepare = lambda graph: None) -> None:
+        super().__init__(setting, verify=verify, prepare=prepare)
+        self._setup = CompileSetup(self.notes, self._count)
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if torch.are_deterministic_algorithms_enabled():
+            return "compile='auto' decides by time, which a deterministic run must not; set compile='on' to compile"
+        return super().unavailable(host)
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
+        for claim in super().patches(model, host):
+            if isinstance(claim, CompilePatch):
+                claim.is_wanted = False
+                self._setup.patches.append(claim)
+            yield claim
+        if self._patches:
+            self.notes.status = "waits for live trials, which ask for it after all else"
+
+    @override
+    def decided(self, verdicts: Verdicts) -> None:
+        self._setup.known = dict(verdicts)
+
+    @override
+    def settled(self) -> None:
+        if not self._setup.is_under_way:
+            super().settled()
+
+    @override
+    def arms(self) -> Iterator[Arm]:
+        self._setup.agree = self.agree
+        if self._setup.possible:
+            yield Arm(self.name, ("on",), self._have, setup=self._setup)
+
+    def _have(self, choice: str) -> None:
+        for patch in self._patches:
             patch.have(choice)
 
     @override
     def close(self) -> None:
-        self._settings.close()
-
-    def _try(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
-        block = patch.block
-        if (strange := changeable_argument(args, kwargs)) is not None:
-            return Verdict(keep=False, reason=f"takes a {strange}, which its trial would change")
-        # All samples: another batch size would have the block compiled a second time, for any size, and slower.
-        trial = Trial(
-            block,
-            args,
-            kwargs,
-            with_gradients=torch.is_grad_enabled(),
-            samples=None,
-            # Off, the block would be compiled a second time; with the same random numbers on both sides it can stay on.
-            dropout="on" if patch.eager_random else "off in modules",
-        )
-        eager, compiled = Contender(eager_call(block)), Contender(_call(block), state=lambda: _applied(patch))
-        found = trial.numbers(eager, compiled)
-        if found.failure:
-            return Verdict(keep=False, reason=found.failure)
-        if not self._must_be_faster:
-            return Verdict(keep=True)
-        found = trial.time(eager, compiled)
-        if found.failure:
-            return Verdict(keep=False, reason=found.failure)
-        assert found.original_ms is not None
-        assert found.candidate_ms is not None
-        before, after = found.original_ms, found.candidate_ms
-        speed = f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms)"
-        return Verdict(keep=after * NOT_SLOWER < before, reason=speed)
-
-
-def _call(block: nn.Module) -> Callable[..., Any]:
-    return (lambda *args, **kwargs: block.forward(*args, **kwargs)) if is_gathered_by_hooks(block) else block.__call__
-
-
-@contextmanager
-def _applied(patch: Patch) -> Iterator[None]:
-    patch.apply()
-    try:
-        yield
-    finally:
-        patch.undo()
+        self._setup.close()
+        super().close()

@@ -15,7 +15,14 @@ Choices = Mapping[str, str]
 """Arm → what is chosen for it; those not named are off."""
 
 Verdict = Literal[
-    "faster", "not faster", "cannot tell", "needs more memory", "out of memory", "raised an error", "too dear to try on"
+    "faster",
+    "not faster",
+    "cannot tell",
+    "needs more memory",
+    "out of memory",
+    "raised an error",
+    "too dear to try on",
+    "refused in its trial",
 ]
 
 MEMORY_RISE = 0.02
@@ -77,6 +84,7 @@ class Comparison:
         most_pairs: After so many in no case.
         allowance: What the candidate may cost, in turns of a plain run.
         original_gain: How many times as fast as a plain run the original is: only what is slower than plain costs.
+        has_setup: Whether the candidate's first turn sets something up, after which another one fills the caches.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class Comparison:
         most_pairs: int,
         allowance: float,
         original_gain: float = 1.0,
+        has_setup: bool = False,
     ) -> None:
         self.name = name
         self.cost = 0.0  # in turns of a plain run
@@ -99,6 +108,7 @@ class Comparison:
         self._settle = settle
         self._max_pairs, self._most_pairs = max_pairs, most_pairs
         self._allowance, self._original_gain = allowance, original_gain
+        self._has_setup = has_setup
         self._test = test
         self._first_pair = len(self._test)
         self._length = 1 + settle  # turns of a side in a row: the dearer the switch, the more
@@ -115,7 +125,7 @@ class Comparison:
     def _turns(self) -> Iterator[Turn]:
         side = 0
         for side in (0, 1):  # for the first time: caches fill, kernels are chosen, memory is found
-            for _ in range(1 + self._settle):
+            for _ in range(1 + self._settle + side * self._has_setup):
                 yield Turn(self._sides[side], side)
         pair = self._first_pair
         while True:
@@ -160,6 +170,11 @@ class Comparison:
     def failed(self, verdict: Verdict) -> None:
         """Ends the comparison: the candidate cannot run."""
         self._failure = verdict
+
+    @property
+    def gain_s(self) -> float:
+        """What a turn of the candidate takes less than one of the original, in seconds, on average."""
+        return self._test.gain_s
 
     @property
     def raises_memory(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ class Tuning:
         whole: The latest comparison of all that holds with the plain run.
         is_settled: Whether nothing more is to be decided.
         is_earlier: Whether ``whole`` was measured by an earlier run, and no audit of this one has replaced it.
+        setup_s: Seconds that arms took before they could be had, by their names.
+        gain_s: Seconds that such an arm wins in a turn.
     """
 
     choices: dict[str, str] = field(default_factory=dict)
@@ -27,6 +30,8 @@ class Tuning:
     whole: Result | None = None
     is_settled: bool = False
     is_earlier: bool = False
+    setup_s: dict[str, float] = field(default_factory=dict)
+    gain_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_proven(self) -> bool:
@@ -56,19 +61,36 @@ class Tuning:
             whole=None if whole is None else _result(whole),
             is_settled=bool(state["is_settled"]),
             is_earlier=bool(state["is_earlier"]),
+            setup_s=dict(state.get("setup_s", {})),
+            gain_s=dict(state.get("gain_s", {})),
         )
+
+    def pays_after(self, name: str) -> int | None:
+        """After how many turns an arm has won back what it took to set it up; None where that was never seen."""
+        if name not in self.setup_s or self.gain_s.get(name, 0.0) <= 0:
+            return None
+        return math.ceil(self.setup_s[name] / self.gain_s[name])
 
     def table(self) -> str:
         """A line for each comparison: what was measured, on how many turns, and what came of it."""
         width = max(map(len, self.results), default=0)
-        rows = (f"{r.name:{width}}  {r.verdict}: {r.interval}, on {r.turns} steps" for r in self.results.values())
+        rows = (
+            f"{r.name:{width}}  {r.verdict}: {r.interval}, on {r.turns} steps{self._price(r.name)}"
+            for r in self.results.values()
+        )
         return "\n".join(rows)
+
+    def _price(self, name: str) -> str:
+        if name not in self.setup_s:
+            return ""
+        turns = self.pays_after(name)
+        return f"; {self.setup_s[name]:.1f} s to set up" + ("" if turns is None else f": pays after {turns:,} steps")
 
     def line(self) -> str:
         """In a line, for the console."""
-        if self.whole is None:
+        if self.whole is None and not self.results:
             return "not tried: the run is too short"
-        if not self.choices:
+        if self.whole is None or not self.choices:
             return "as the user wrote it: nothing was faster for sure"
         where = "steps of an earlier run" if self.is_earlier else "of your own steps"
         return f"{self.whole.interval} over plain, on {self.whole.turns} {where}"

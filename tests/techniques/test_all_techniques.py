@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_accel.core import trial
 from lightning_accel.memory import eight_bits
-from lightning_accel.techniques import compilation
+from lightning_accel.techniques import compiled_blocks
 from support.models import TASKS, Task, TinyCNN
 from support.technique_table import Loop, model_for, start, structure, table
 
@@ -74,12 +74,12 @@ every_technique = rows("all, compiled", *JOINED)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Captures, and runs the graph as it is (test_compilation.py compiles for real); times once."""
 
-    def compile_call(module: nn.Module, options: dict[str, Any], prepare: Any = None) -> None:
+    def compile_call(module: nn.Module, options: dict[str, Any], *_: Any) -> None:
         module._compiled_call_impl = torch.compile(
             lambda *args, **kwargs: module._call_impl(*args, **kwargs), backend="eager"
         )
 
-    monkeypatch.setattr(compilation, "compile_call", compile_call)
+    monkeypatch.setattr(compiled_blocks, "compile_call", compile_call)
     monkeypatch.setattr(trial, "MIN_PAIRS", 1)
     monkeypatch.setattr(trial, "MAX_PAIRS", 1)
     monkeypatch.setattr(eight_bits, "BLOCK", 64)  # the models are so small that no weight of theirs would be packed

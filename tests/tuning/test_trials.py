@@ -9,8 +9,8 @@ import torch
 
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.techniques.arms import Arm
+from lightning_accel.tuning.questions import MIN_TURNS, allowance
 from lightning_accel.tuning.settled import Tuning
-from lightning_accel.tuning.trials import MIN_TURNS, allowance
 from support.simulated_machine import SimulatedRun
 
 

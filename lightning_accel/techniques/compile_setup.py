@@ -1,0 +1,134 @@
+"""Blocks that are compiled in mid-run, at a pause between two counted steps, as far as the run can afford it.
+
+Not in a thread beside the training: TorchDynamo saves the random streams of the process when it begins to capture, and
+puts them back when it is done, so that whatever the training has drawn meanwhile is drawn again. It also takes the
+interpreter's lock for nearly all of the time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from lightning_accel.core.compiled import Kind, is_gathered_by_hooks
+from lightning_accel.core.first_call import at_first_call
+from lightning_accel.core.patch import PatchSet
+from lightning_accel.techniques.compiled_blocks import CompilePatch, alike, tried
+from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
+
+FIRST_S = 10.0
+"""What a kind of block is taken to cost before any was compiled: code generation, and a C++ or Triton compiler."""
+
+_SHARDED = "sharded, which cannot be switched between steps: compile='on' compiles it"
+_NOT_CALLED = "not called with gradients in the step that compiled"
+
+
+class CompileSetup:
+    """The setup of the arm, as :class:`~lightning_accel.techniques.arms.Setup` has it.
+
+    Args:
+        notes: The technique's.
+        told: Called whenever a graph was compiled, with its kind.
+
+    Attributes:
+        patches: Of the blocks that may be compiled.
+        known: What an earlier run's trial has found, or this one's.
+        agree: As techniques have it.
+        is_under_way: Whether blocks are being compiled for the first time.
+    """
+
+    def __init__(self, notes: Notes, told: Callable[[Kind], None]) -> None:
+        self.patches: list[CompilePatch] = []
+        self.known: Verdicts = {}
+        self.agree: Callable[[Any], Any] | None = None
+        self.is_under_way = False
+        self._notes, self._told = notes, told
+        self._probes = PatchSet()
+        self._found: Verdicts = {}
+        self._kinds: dict[Hashable, Kind] = {}
+        self._may_take_s = self._taken_s = self._longest_s = 0.0
+
+    @property
+    def possible(self) -> list[CompilePatch]:
+        """Those that nothing is known against."""
+        return [patch for patch in self.patches if self.known.get(patch.site, Verdict(keep=True)).keep]
+
+    def expected_s(self) -> float:
+        return FIRST_S * len({alike(patch.block, (), {}) for patch in self.possible})
+
+    def decline(self, reason: str) -> None:
+        self._notes.status = reason
+
+    def begin(self, may_take_s: float) -> None:
+        self._may_take_s, self._taken_s, self._longest_s = may_take_s, 0.0, 0.0
+        self.is_under_way = True
+        for patch in self.possible:
+            patch.undo()  # applied where an earlier run has tried it; the compiler must not meet the probes
+        self._found = {patch.site: Verdict(keep=False, reason=_NOT_CALLED) for patch in self.possible}
+        self._probes = PatchSet(
+            at_first_call(patch.site, patch.block, self._meeting(patch), when=torch.is_grad_enabled)
+            for patch in self.possible
+        )
+        self._probes.apply()
+
+    def end(self) -> float | None:
+        self._probes.undo()
+        self.is_under_way = False
+        # Rank 0's hold: what it keeps, and another rank could not compile, runs eagerly there.
+        decided = self._found if self.agree is None else self.agree(self._found)
+        for patch in self.possible:
+            found, of_rank_0 = self._found[patch.site], decided[patch.site]
+            self._conclude(patch, found if of_rank_0.keep else of_rank_0)
+        if not any(verdict.keep for verdict in decided.values()):
+            self._notes.status = ""
+            return None
+        compiled = sum(patch.is_applied for patch in self.patches)
+        self._notes.status = (
+            f"{compiled} {'block' if compiled == 1 else 'blocks'} of {len(self._kinds)}"
+            f" {'kind' if len(self._kinds) == 1 else 'kinds'}, compiled and tried in {self._taken_s:.1f} s"
+        )
+        return self._taken_s
+
+    def close(self) -> None:
+        """Forgets all that was compiled."""
+        self._probes.undo()
+        for kind in self._kinds.values():
+            kind.forget()
+        self.patches, self._kinds = [], {}
+
+    def _conclude(self, patch: CompilePatch, verdict: Verdict) -> None:
+        self.known[patch.site] = verdict
+        if verdict.keep:
+            patch.apply()
+            self._notes.revise(patch.site, Verdict(keep=True, reason=verdict.reason or patch.change))
+        else:
+            self._notes.refuse(patch.site, verdict.reason)
+
+    def _meeting(self, patch: CompilePatch) -> Callable[[Any, Any], None]:
+        def meet(args: Any, kwargs: dict[str, Any]) -> None:
+            start = time.perf_counter()
+            self._found[patch.site] = self._tried(patch, args, kwargs)
+            self._taken_s += time.perf_counter() - start
+
+        return meet
+
+    def _tried(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
+        if is_gathered_by_hooks(patch.block):
+            return Verdict(keep=False, reason=_SHARDED)
+        key = alike(patch.block, args, kwargs) if patch.may_share else patch.site
+        if key not in self._kinds:
+            if self._taken_s + self._longest_s > self._may_take_s:
+                return Verdict(
+                    keep=False,
+                    reason=f"not compiled: those before it took {self._taken_s:.1f} s, and trials may cost this run"
+                    f" {self._may_take_s:.1f} s",
+                )
+            self._kinds[key] = Kind(self._told)
+        patch.kind = self._kinds[key]
+        start = time.perf_counter()
+        verdict = tried(patch, args, kwargs, for_numbers=patch.site not in self.known)
+        self._longest_s = max(self._longest_s, time.perf_counter() - start)
+        return verdict

@@ -1,0 +1,136 @@
+"""One block that is compiled: the edit, its trial, and which blocks share what the compiler makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from typing_extensions import override
+
+from lightning_accel.core.compiled import Kind, compile_call, eager_call, is_gathered_by_hooks, undo_compile
+from lightning_accel.core.patch import Patch, temporarily
+from lightning_accel.core.torch_private import inductor_options
+from lightning_accel.core.tree import changeable_argument, tensors_in
+from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.techniques.arms import OFF
+from lightning_accel.techniques.notes import Verdict
+
+Prepare = Callable[[GraphModule], None]
+
+_PLAIN = (bool, int, float, str, type(None))
+_SHARED_MODES = ("default", "max-autotune-no-cudagraphs")  # a CUDA graph holds one block's parameters
+
+
+class CompilePatch(Patch):
+    """Compiles a module's call in place: no wrapper, so names and ``state_dict`` keys stay.
+
+    Attributes:
+        block: The module.
+        kind: What it shares with blocks that are like it; its own until its inputs are known.
+        is_wanted: Whether it runs compiled while the patch is applied.
+        eager_random: Whether it draws the random numbers that it would draw eagerly.
+    """
+
+    def __init__(
+        self, site: str, block: nn.Module, mode: str, prepare: Prepare, *, eager_random: bool, kind: Kind | None = None
+    ) -> None:
+        super().__init__(site, "call → compiled" + (f" ({mode})" if mode != "default" else ""))
+        self.block = block
+        self.kind = kind or Kind()
+        self.is_wanted = True
+        self.may_share = mode in _SHARED_MODES
+        self.eager_random = eager_random
+        self._prepare = prepare
+        self._options = inductor_options(mode)
+        if eager_random:
+            # Dropout draws what it would draw eagerly, so that a compiled run has the numbers of a plain one. On a
+            # GPU the compiler's own generator is most of what compiling a dropout gains.
+            self._options["fallback_random"] = True
+
+    @override
+    def _apply(self) -> None:
+        if self.is_wanted:
+            compile_call(self.block, self._options, self._prepare, self.kind)
+
+    @override
+    def _undo(self) -> None:
+        undo_compile(self.block)
+
+    def have(self, choice: str) -> None:
+        """Runs the block eagerly while the choice is ``"off"``; what was compiled waits."""
+        is_wanted = choice != OFF
+        if is_wanted != self.is_wanted:
+            self.is_wanted = is_wanted
+            if self.is_applied:
+                self._apply() if is_wanted else self._undo()
+
+
+def alike(block: nn.Module, args: Any, kwargs: Any) -> Hashable:
+    """What blocks of one kind have in common, inputs included: whatever a compiler may build into its code.
+
+    What is not seen here, and yet differs, is seen by the compiler's own guards, and compiled once more.
+    """
+    plain = [
+        (name, key, value)
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, _PLAIN)
+    ]
+    tensors = [
+        (name, tuple(t.shape), t.dtype, t.requires_grad)
+        for name, t in [*block.named_parameters(), *block.named_buffers()]
+    ]
+    given = [(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors_in((args, kwargs)) if _is_dense(t)]
+    classes = [type(module) for module in block.modules()]
+    return repr((plain, tensors, given, torch.is_grad_enabled())), *classes
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def tried(patch: CompilePatch, args: Any, kwargs: dict[str, Any], *, for_numbers: bool = True) -> Verdict:
+    """Compiles a block, forward and backward, on copies of the inputs of its call; kept where its numbers agree.
+
+    Args:
+        patch: Its edit, which is not applied, and is not afterwards.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        for_numbers: Whether they are compared; else an earlier run's trial has done so.
+    """
+    if (strange := changeable_argument(args, kwargs)) is not None:
+        return Verdict(keep=False, reason=f"takes a {strange}, which its trial would change")
+    block = patch.block
+    # All samples: another batch size would have the block compiled a second time, for any size, and slower.
+    trial = Trial(
+        block,
+        args,
+        kwargs,
+        with_gradients=torch.is_grad_enabled(),
+        samples=None,
+        # Off, the block would be compiled a second time; with the same random numbers on both sides it can stay on.
+        dropout="on" if patch.eager_random else "off in modules",
+    )
+    is_cached = torch.is_autocast_cache_enabled()
+    compiled = Contender(_call(block), state=lambda: _applied(patch, is_cached))
+    found = trial.numbers(Contender(eager_call(block)), compiled) if for_numbers else trial.rehearse(compiled)
+    return Verdict(keep=not found.failure, reason=found.failure)
+
+
+def _call(block: nn.Module) -> Callable[..., Any]:
+    return (lambda *args, **kwargs: block.forward(*args, **kwargs)) if is_gathered_by_hooks(block) else block.__call__
+
+
+@contextmanager
+def _applied(patch: Patch, is_cached: bool) -> Iterator[None]:
+    # Trials keep no casts of weights; what is compiled under that switch would be compiled once more for the run.
+    with temporarily(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, is_cached):
+        patch.apply()
+        try:
+            yield
+        finally:
+            patch.undo()

@@ -1,0 +1,240 @@
+"""One block whose kernels are captured once, as CUDA graphs, and replayed at every later call that is like it.
+
+Torch captures (:func:`torch.cuda.make_graphed_callables`); what is here keeps a replay from being silently wrong:
+
+* A graph works in memory of its own. Results and gradients are copied out of it, or accumulated gradients and outputs
+  that somebody keeps would change with the next replay.
+* A block that is called again before its backward pass is over would overwrite what that needs: such a call runs as it
+  was written.
+* Python does not run in a replay: a block with hooks or random numbers is refused, or one that changes its attributes.
+* Parameters are read where they were at the capture: a block whose parameters have moved is given back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.core.device import device_of
+from lightning_accel.core.isolation import no_cast_cache
+from lightning_accel.core.snapshot import Snapshot, random_streams
+from lightning_accel.core.torch_private import has_modes, hooks_of, hooks_on_all_modules, saved_tensors_hooks
+from lightning_accel.core.tree import leaves, map_tensors, tensors_in
+
+Forward = Callable[..., Any]
+Capture = Callable[[Forward, tuple[Tensor, ...]], Forward]
+
+MOST_MISSES = 8
+"""Calls with other shapes in a row after which a block is given back."""
+
+_PLAIN = (Tensor, bool, int, float, str, type(None))
+
+
+class NotCapturedError(RuntimeError):
+    """A block cannot be captured; the message says why."""
+
+
+def capture_on_cuda(function: Forward, tensors: tuple[Tensor, ...]) -> Forward:
+    """Captures a function of tensors, forward and backward, after three passes that warm it up."""
+    graphed: Forward = torch.cuda.make_graphed_callables(function, tensors, allow_unused_input=True)
+    return graphed
+
+
+class GraphedBlock:
+    """The calls of one block: replayed where they are like the first, else as they were written.
+
+    Args:
+        block: The module.
+        capture: What captures; :func:`capture_on_cuda`, or a test's.
+
+    Attributes:
+        is_paused: Whether all calls run as they were written; memory of the graphs is given back meanwhile.
+        replays: How many calls were replayed.
+        misses: How many calls in a row were not like the first.
+    """
+
+    def __init__(self, block: nn.Module, capture: Capture = capture_on_cuda) -> None:
+        self._block, self._capture = block, capture
+        self._modules = list(block.modules())
+        self._held = [*block.parameters(), *block.buffers()]
+        self._parameters = list(block.parameters())
+        self._names = [name for name, _ in block.named_parameters()]
+        self._graphed: Forward | None = None
+        self._signature: Any = None
+        self._addresses: list[int] = []
+        self._latest: weakref.ref[_Lease] | None = None
+        self._is_capturing = False
+        self.is_paused = False
+        self.replays = self.misses = 0
+
+    def pause(self, is_paused: bool) -> None:
+        """Has calls run as they were written, or captures at the next call."""
+        self.is_paused = is_paused
+        if is_paused:
+            self._graphed = None
+
+    def call(self, original: Forward, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The block's forward: ``original(*args, **kwargs)``, or a replay of it.
+
+        Raises:
+            NotCapturedError: It can never be replayed, or not any more; nothing was computed.
+        """
+        if self.is_paused or self._is_capturing or not self._may_replay():
+            return original(*args, **kwargs)
+        if self._graphed is None:
+            self.capture(args, kwargs)
+        if self._signature != self._signature_of(args, kwargs):
+            self.misses += 1
+            if self.misses > MOST_MISSES:
+                raise NotCapturedError(f"given back: the last {self.misses} calls had other shapes than the first")
+            return original(*args, **kwargs)
+        if self._addresses != [tensor.data_ptr() for tensor in self._held]:
+            raise NotCapturedError("given back: its parameters have moved in memory")
+        if any(any(hooks_of(module)) for module in self._modules) or hooks_on_all_modules():
+            raise NotCapturedError("given back: it was given hooks, which a replay does not call")
+        if self._is_in_use():
+            return original(*args, **kwargs)
+        self.misses = 0
+        return self.replay(args, kwargs)
+
+    def replay(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Replays what was captured, on other values."""
+        assert self._graphed is not None
+        lease = _Lease(self)
+        self._latest = weakref.ref(lease)
+        self.replays += 1
+        given = _Leased.apply(lease, *tensors_in((args, kwargs)), *self._parameters)  # type: ignore[no-untyped-call]
+        return map_tensors(Tensor.clone, self._graphed(*given))
+
+    def capture(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Captures the block on copies of these arguments.
+
+        Raises:
+            NotCapturedError: It cannot be; the block is as it was.
+        """
+        self._check(args, kwargs)
+        inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_in((args, kwargs))]
+        function = self._function(args, kwargs, len(inputs))
+        before = Snapshot(self._block)
+        streams = [(write, read()) for read, write in random_streams(device_of(self._block)).values()]
+        self._is_capturing = True
+        try:
+            with no_cast_cache():
+                self._rehearse(function, inputs, before)
+                self._graphed = self._capture(function, (*inputs, *self._parameters))
+        except NotCapturedError:
+            raise
+        except Exception as error:  # a synchronisation, data-dependent control flow, tensors on the host
+            line = str(error).strip().split("\n", 1)[0]
+            raise NotCapturedError(f"cannot be captured: {type(error).__name__}: {line}") from None
+        finally:
+            self._is_capturing = False
+            before.restore()
+            for write, state in streams:
+                write(state)
+        self._signature = self._signature_of(args, kwargs)
+        self._addresses = [tensor.data_ptr() for tensor in self._held]
+
+    def _may_replay(self) -> bool:
+        return torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None
+
+    def _is_in_use(self) -> bool:
+        lease = None if self._latest is None else self._latest()
+        return lease is not None and not lease.is_over
+
+    def is_latest(self, lease: _Lease) -> bool:
+        """Whether nothing was replayed since."""
+        return self._latest is not None and self._latest() is lease
+
+    def _check(self, args: Any, kwargs: dict[str, Any]) -> None:
+        if any(any(hooks_of(module)) for module in self._modules) or hooks_on_all_modules():
+            raise NotCapturedError("has hooks, which a replay does not call")
+        if strange := next((one for one in leaves((args, kwargs)) if not isinstance(one, _PLAIN)), None):
+            raise NotCapturedError(f"takes a {type(strange).__name__}, which a replay does not see")
+        if not any(t.requires_grad for t in [*self._parameters, *tensors_in((args, kwargs))]):
+            raise NotCapturedError("has nothing to go backward for")
+        if any(buffer.requires_grad for buffer in self._block.buffers()):
+            raise NotCapturedError("has a buffer that requires gradients")
+        kinds = {t.device for t in [*self._held, *tensors_in((args, kwargs))]}
+        if len(kinds) > 1:
+            raise NotCapturedError(f"computes on {', '.join(sorted(map(str, kinds)))}, and a graph on one device")
+
+    def _rehearse(self, function: Forward, inputs: list[Tensor], before: Snapshot) -> None:
+        """Runs once, and refuses what a replay would leave out."""
+        streams = random_streams(device_of(self._block))
+        states = {name: read() for name, (read, _) in streams.items() if name.startswith("torch")}
+        buffers = {name: id(buffer) for name, buffer in self._block.named_buffers()}
+        outputs = function(*inputs, *self._parameters)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves(outputs)):
+            raise NotCapturedError("returns more than tensors")
+        if any(not torch.equal(states[name], streams[name][0]()) for name in states):
+            raise NotCapturedError("draws random numbers: replayed, they would be others than the plain run's")
+        are_replaced = buffers != {name: id(buffer) for name, buffer in self._block.named_buffers()}
+        changed = [name for name in before.restore() if name not in buffers or are_replaced]
+        if changed:
+            raise NotCapturedError(f"its forward changes {changed[0]}, which a replay does not")
+
+    def _function(self, args: Any, kwargs: dict[str, Any], num_inputs: int) -> Forward:
+        """The block as a function of its inputs' tensors and its parameters."""
+        block, names = self._block, self._names
+
+        def function(*tensors: Tensor) -> Any:
+            inputs = iter(tensors[:num_inputs])
+            now_args, now_kwargs = map_tensors(lambda _: next(inputs), (args, kwargs))
+            kind = tensors[-1].device.type
+            # A cast of a weight that was cached before the capture would be read, and never made anew.
+            with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False):
+                parameters = dict(zip(names, tensors[num_inputs:], strict=True))
+                return torch.func.functional_call(block, parameters, now_args, now_kwargs)
+
+        return function
+
+    def _signature_of(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in((args, kwargs))
+        kind = self._held[0].device.type
+        return (
+            [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors],
+            map_tensors(lambda tensor: None, (args, kwargs)),  # type: ignore[arg-type, return-value]
+            [parameter.requires_grad for parameter in self._parameters],
+            [module.training for module in self._modules],
+            torch.is_autocast_enabled(kind),
+            torch.get_autocast_dtype(kind),
+        )
+
+
+class _Lease:
+    """One replay's hold on a graph's memory: until its backward pass, or until nobody can go backward any more."""
+
+    def __init__(self, block: GraphedBlock) -> None:
+        self.block = block
+        self.is_over = False
+
+
+class _Leased(torch.autograd.Function):
+    """Passes tensors on to a replay, and their gradients back, out of the graph's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, lease: _Lease, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.lease = lease
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not ctx.lease.block.is_latest(ctx.lease):
+            raise RuntimeError(
+                "graphs: a second backward pass through a block that has since been called again. Its CUDA graph holds"
+                " the later call only: use graphs='off' where a graph is retained over steps"
+            )
+        ctx.lease.is_over = True
+        return (None, *(None if gradient is None else gradient.clone() for gradient in gradients))
+
+
+def released(blocks: Iterable[GraphedBlock]) -> None:
+    """Gives the memory of all graphs back."""
+    for block in blocks:
+        block.pause(True)

@@ -1,0 +1,190 @@
+"""CUDA graphs of the repeated blocks: a replay launches the kernels of a whole pass at once, without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from typing_extensions import Self, override
+
+from lightning_accel.core.blocks import find_blocks
+from lightning_accel.core.compiled import is_inside_compiled
+from lightning_accel.core.first_call import at_first_call
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.techniques.arms import OFF, Arm
+from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.graphed_block import (
+    Capture,
+    Forward,
+    GraphedBlock,
+    NotCapturedError,
+    capture_on_cuda,
+    released,
+)
+from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
+from lightning_accel.techniques.registry import register
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphsPlan:
+    """CUDA graphs of blocks that run eagerly.
+
+    Attributes:
+        mode: ``"off"``; ``"on"`` captures the repeated blocks, forward and backward, and replays them where shapes
+            stay; ``"auto"`` keeps that where live trials find whole steps to be faster, and the memory worth it.
+    """
+
+    mode: Literal["off", "on", "auto"] = "on"
+
+
+class GraphPatch(MethodPatch):
+    """Has a block's forward replay what was captured of it; the block's, not that of a copy."""
+
+    def __init__(self, site: str, block: nn.Module, capture: Capture, notes: Notes) -> None:
+        super().__init__(site, "forward → CUDA graph", block, "forward", self._graphed)
+        self.block, self.graphed = block, GraphedBlock(block, capture)
+        self._notes = notes
+
+    def _graphed(self, original: Forward) -> Forward:
+        def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if block is self.block:
+                try:
+                    return self.graphed.call(lambda *a, **k: original(block, *a, **k), args, kwargs)
+                except NotCapturedError as error:
+                    self.graphed.pause(True)
+                    self._notes.refuse(self.site, str(error))
+            return original(block, *args, **kwargs)
+
+        return forward
+
+    @override
+    def _undo(self) -> None:
+        super()._undo()
+        self.graphed.pause(True)
+
+
+@register(
+    "graphs",
+    settings=GraphsPlan,
+    default="off",
+    on="on",
+    after="gradient_checkpointing",
+    before="compile",
+    exactness="rounding",
+    shown=("on",),
+)
+class Graphs(Technique):
+    """Captures every repeated block at its first call after the other trials, and replays it ever after.
+
+    Args:
+        mode: As in the plan.
+        verify: Whether numbers are compared.
+        capture: What captures.
+    """
+
+    trial_step: ClassVar[Literal[0, 1]] = 1
+    remembers: ClassVar[bool] = False  # to capture is to find out
+    why_not_sharded: ClassVar[str] = "parameters are gathered at other addresses in every step"
+
+    def __init__(
+        self, mode: Literal["on", "auto"] = "on", *, verify: bool = True, capture: Capture = capture_on_cuda
+    ) -> None:
+        self._mode, self._verify, self._capture = mode, verify, capture
+        self._patches: list[GraphPatch] = []
+
+    @classmethod
+    @override
+    def planned(cls, settings: GraphsPlan, surroundings: Surroundings) -> Self:
+        assert settings.mode != "off"
+        return cls(settings.mode, verify=surroundings.verify)
+
+    @classmethod
+    @override
+    def check(cls, settings: GraphsPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
+        if all_settings["compile"].mode != "off":
+            raise ValueError(
+                f"graphs={settings.mode!r} with compile={all_settings['compile'].mode!r}: a compiler makes CUDA graphs"
+                " of its own. Give compile='reduce-overhead' and graphs='off', or compile='off'."
+            )
+
+    @override
+    def unavailable(self, host: Host) -> str | None:
+        if host.kind == "cuda":
+            return None
+        return f"CUDA graphs are for NVIDIA GPUs, and this is {host.device_name}. Use graphs='off'"
+
+    @override
+    def forecast(self, host: Host) -> Forecast | None:
+        return None if host.kind == "cuda" else Forecast(False, "no", self.unavailable(host) or "")
+
+    @override
+    def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
+        blocks = find_blocks(model)
+        if not blocks:
+            yield Refusal("", f"{type(model).__name__} has no repeated blocks")
+        for site, block in blocks.items():
+            if isinstance(block, torch.jit.ScriptModule) or is_inside_compiled(model, site):
+                yield Refusal(site, "compiled by you: compile with mode='reduce-overhead' there")
+                continue
+            patch = GraphPatch(site, block, self._capture, self.notes)
+            self._patches.append(patch)
+            yield patch
+
+    @override
+    def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
+        return self._trial(patches) if self._verify else super().trial(patches)
+
+    @contextmanager
+    def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
+        verdicts: Verdicts = {
+            patch.site: Verdict(keep=False, reason="not called with gradients on the second step, so not tried")
+            for patch in patches
+        }
+        probes = PatchSet(self._probe(patch, verdicts) for patch in patches)
+        probes.apply()
+        try:
+            yield verdicts
+        finally:
+            probes.undo()
+
+    def _probe(self, patch: Patch, verdicts: Verdicts) -> Patch:
+        assert isinstance(patch, GraphPatch)
+
+        def meet(args: Any, kwargs: dict[str, Any]) -> None:
+            verdicts[patch.site] = _tried(patch.block, patch.graphed, args, kwargs)
+
+        return at_first_call(patch.site, patch.block, meet, when=torch.is_grad_enabled)
+
+    @override
+    def arms(self) -> Iterator[Arm]:
+        if self._mode == "auto" and any(patch.is_applied for patch in self._patches):
+            # Off, the memory is given back, and on again the blocks are captured anew: the next step, and one more.
+            yield Arm(self.name, ("on",), self._have, settle=2)
+
+    def _have(self, choice: str) -> None:
+        for patch in self._patches:
+            patch.graphed.pause(choice == OFF or not patch.is_applied)
+
+    @override
+    def close(self) -> None:
+        released(patch.graphed for patch in self._patches)
+        self._patches = []
+
+
+def _tried(block: nn.Module, graphed: GraphedBlock, args: Any, kwargs: dict[str, Any]) -> Verdict:
+    try:
+        graphed.capture(args, kwargs)
+    except NotCapturedError as error:
+        return Verdict(keep=False, reason=str(error))
+    trial = Trial(block, args, kwargs, samples=None, dropout="on")
+    found = trial.numbers(Contender(block.forward), Contender(lambda *a, **k: graphed.replay(a, k)))
+    if found.failure:
+        graphed.pause(True)
+        return Verdict(keep=False, reason=found.failure)
+    return Verdict(keep=True, reason=f"deviates by {found.error:.1e}")

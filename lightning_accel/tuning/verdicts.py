@@ -1,0 +1,171 @@
+"""What the trials of the parts have found, kept for later runs of the very same program on the same machine.
+
+A trial of a part compares numbers on the user's own first batch, and its verdict holds for what was tried. So it is
+used again only where nothing that it hangs on has changed: the source of the program and of the model's classes, the
+model's parameters and settings, the first batch's shapes, the plan, the machine, the versions, the number of threads.
+Anything else, and what cannot be told, is tried again; so is what failed, and what is older than a week.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.tuning.remembered import Key, folder, write_whole
+
+FORMAT = 1
+GOOD_FOR = timedelta(days=7)
+
+_PLAIN = (bool, int, float, str, type(None))
+_FAILED = ("failed", "raised", "could not be applied", "not called")
+
+
+@dataclass(frozen=True)
+class Known:
+    """Verdicts of an earlier run.
+
+    Attributes:
+        decisions: Of each technique, site by site.
+        written: When, in UTC.
+    """
+
+    decisions: dict[str, Verdicts]
+    written: datetime
+
+
+@dataclass(frozen=True)
+class Program:
+    """All that a trial's verdict hangs on, in digests.
+
+    Attributes:
+        key: As of whole runs: the model's class and parameters, the machine, the versions.
+        batch: The shapes and dtypes of the first batch.
+        model: Plain attributes of every module.
+        source: The files of the program and of the model's classes.
+        settings: The plan, and torch's own switches.
+    """
+
+    key: Key
+    batch: str
+    model: str
+    source: str
+    settings: str
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Any, host: str, settings: str) -> Program | None:
+        """The program that is about to train ``model`` on ``batch``; None where its source cannot be had."""
+        source = _source(model)
+        if source is None:
+            return None
+        tensors = [(tuple(t.shape), str(t.dtype)) for t in tensors_in(batch) if not t.is_nested]
+        plain = [
+            (name, type(module).__qualname__, module.training, sorted(_plain(vars(module))))
+            for name, module in model.named_modules()
+        ]
+        switches = (
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+            str(torch.get_default_dtype()),
+        )
+        return cls(
+            Key.of(model, batch, host, ()),
+            repr(tensors),
+            _digest(repr(plain).encode()),
+            source,
+            _digest(repr((settings, switches)).encode()),
+        )
+
+    @property
+    def path(self) -> Path:
+        """Where its verdicts are kept."""
+        return folder() / "verdicts" / f"{_digest(repr(self).encode())}.json"
+
+
+def recall(program: Program) -> Known | None:
+    """What the trials of an earlier run of ``program`` have found; None where there is nothing, or nothing legible."""
+    try:
+        content = json.loads(program.path.read_text(encoding="utf-8"))
+        written = datetime.fromisoformat(content["written"])
+        if content["format"] != FORMAT or datetime.now(timezone.utc) - written > GOOD_FOR:
+            return None
+        decisions = {
+            technique: {where: Verdict(**verdict) for where, verdict in verdicts.items()}
+            for technique, verdicts in content["decisions"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return Known(decisions, written)
+
+
+def remember(program: Program, decisions: Mapping[str, Verdicts]) -> None:
+    """Keeps what the trials have found, without what failed: that may have been the moment's fault.
+
+    Raises:
+        OSError: The folder cannot be written to.
+    """
+    sound = {name: verdicts for name, verdicts in decisions.items() if not any(map(_has_failed, verdicts.values()))}
+    content = {
+        "format": FORMAT,
+        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "decisions": {name: {site: asdict(v) for site, v in verdicts.items()} for name, verdicts in sound.items()},
+    }
+    write_whole(program.path, json.dumps(content, indent=1))
+
+
+def _has_failed(verdict: Verdict) -> bool:
+    return not verdict.keep and any(word in verdict.reason for word in _FAILED)
+
+
+def _plain(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in attributes.items():
+        if isinstance(value, _PLAIN) or (isinstance(value, tuple | list) and all(isinstance(v, _PLAIN) for v in value)):
+            yield name, repr(value)
+
+
+def _source(model: nn.Module) -> str | None:
+    """A digest of every file of the program, libraries left out, and of the files of the model's classes."""
+    classes = {kind for module in model.modules() for kind in type(module).__mro__ if kind is not object}
+    names = {kind.__module__ for kind in classes if not kind.__module__.startswith("torch.")}
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    if None in files:  # written at a prompt, in a notebook
+        return None
+    own = [
+        file
+        for module in list(sys.modules.values())
+        if isinstance(file := getattr(module, "__file__", None), str)
+        and not _is_a_librarys(file)
+        and os.path.isfile(file)  # some of torch's only pretend to have one
+    ]
+    digest = hashlib.sha256()
+    for file in sorted({*filter(None, files), *own}):
+        try:
+            digest.update(Path(file).read_bytes())
+        except OSError:
+            return None
+    return digest.hexdigest()[:16]
+
+
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1]))
+
+
+def _is_a_librarys(file: str) -> bool:
+    """Whether its version, which is known otherwise, tells what is in a file."""
+    return file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,122 @@
+"""What trials of parts have found holds for a later run of the very same program, and for no other."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_accel.techniques.notes import Verdict
+from lightning_accel.tuning import verdicts
+from lightning_accel.tuning.verdicts import Program
+
+SOURCE = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x) {ending}
+"""
+
+DECISIONS = {"flash_attention": {"layer": Verdict(keep=True, reason="faster", choices={"a": "sdpa"})}}
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes the program anew, as a later process would read it: ``program(heads=2, ending="")``."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(*, ending: str = "", batch: Any = None, settings: str = "a plan", **options: Any) -> Program | None:
+        (tmp_path / "my_program.py").write_text(SOURCE.format(ending=ending))
+        sys.modules.pop("my_program", None)
+        importlib.invalidate_caches()
+        model: nn.Module = importlib.import_module("my_program").Model(**options)
+        return Program.of(model, torch.ones(8, 4) if batch is None else batch, "a machine", settings)
+
+    yield make
+    sys.modules.pop("my_program", None)
+
+
+def test_the_same_program_finds_what_it_has_tried(program: Any) -> None:
+    verdicts.remember(program(), DECISIONS)
+    known = verdicts.recall(program())
+    assert known is not None
+    assert known.decisions == DECISIONS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ending": "* 2"},
+        {"heads": 4},
+        {"batch": torch.ones(9, 4)},
+        {"batch": torch.ones(8, 4, dtype=torch.float64)},
+        {"settings": "another plan"},
+    ],
+    ids=["source", "a setting of the model", "shapes", "dtype", "the plan"],
+)
+def test_whatever_a_verdict_hangs_on_has_it_tried_again(program: Any, change: dict[str, Any]) -> None:
+    verdicts.remember(program(), DECISIONS)
+    assert verdicts.recall(program(**change)) is None
+
+
+def test_another_number_of_threads_has_it_tried_again(program: Any) -> None:
+    verdicts.remember(program(), DECISIONS)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert verdicts.recall(program()) is None
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_model_written_at_a_prompt_is_tried_every_time() -> None:
+    """Nothing tells what its code was."""
+    kind = type("Typed", (nn.Module,), {"__module__": "no_such_module"})
+    assert Program.of(kind(), torch.ones(2), "a machine", "") is None
+
+
+@pytest.mark.parametrize("reason", ["failed in its trial: OutOfMemoryError", "not called with gradients"])
+def test_what_failed_is_tried_again(program: Any, reason: str) -> None:
+    verdicts.remember(program(), {**DECISIONS, "compile": {"layer": Verdict(keep=False, reason=reason)}})
+    known = verdicts.recall(program())
+    assert known is not None
+    assert known.decisions == DECISIONS
+
+
+def test_what_is_older_than_a_week_is_tried_again(program: Any) -> None:
+    verdicts.remember(program(), DECISIONS)
+    path = program().path
+    content = json.loads(path.read_text())
+    content["written"] = (datetime.now(timezone.utc) - timedelta(days=8)).isoformat()
+    path.write_text(json.dumps(content))
+    assert verdicts.recall(program()) is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "written": "yesterday", "decisions": {}}'])
+def test_a_damaged_file_is_as_none(program: Any, content: str) -> None:
+    path = program().path
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert verdicts.recall(program()) is None
+
+
+def test_the_cache_command_clears_them(program: Any) -> None:
+    from lightning_accel.tuning import remembered
+
+    verdicts.remember(program(), DECISIONS)
+    assert remembered.clear() == 1
+    assert verdicts.recall(program()) is None

@@ -34,6 +34,7 @@ from lightning_accel.engine import Decisions, Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
 from lightning_accel.lightning.feeding import Feeding, followed_by
 from lightning_accel.lightning.live_trials import LiveTuning, have
+from lightning_accel.lightning.out_of_memory import MemoryAnswers
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
@@ -70,6 +71,8 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         AutocastingPrecision.__init__(self, "32-true" if self.plan.precision == "auto" else self.plan.precision)
         self._engine: Engine | None = None
         self._net: SafetyNet | None = None
+        self._memory: MemoryAnswers | None = None
+        self._put_on: list[tuple[str, Any]] = []  # against a lack of memory
         self._report = Report()
         self._memory_schedule: MemorySchedule | None = None
         self._hooks = PatchSet()
@@ -123,11 +126,26 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         self._report = engine.report
         record = self._report.of("precision")
         record.is_on, record.status = precision != "32-true", f"{precision}: {reason}"
+        is_answering = self.plan.out_of_memory == "answer"
+        self._memory = MemoryAnswers(module, engine, around, is_on=is_answering, interrupt=self._interrupt)
+        self._memory.have(self._put_on if self._is_fitting else [])
+        # FSDP's ranks gather parameters within a step, which none can repeat alone.
+        can_repeat = not isinstance(strategy, ModelParallelStrategy)
+        if can_repeat and (self._is_in_force() or (is_answering and self._is_fitting)):
+            self._net = SafetyNet(
+                module,
+                engine,
+                self._is_in_force,
+                self._without_precision,
+                self._memory,
+                self._yields,
+                self._gives_up,
+            )
+            self._hook(self._net.patches(strategy))
         if self._is_in_force():
-            if not isinstance(strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
-                self._net = SafetyNet(module, engine, self._is_in_force, self._without_precision, self._yields)
-                self._hook(self._net.patches(strategy))
             self._hook(self._passages(strategy, engine))
+        if is_answering:
+            self._hook(self._memory.patches(strategy))
         if self.plan.preprocess or getattr(strategy, "wants_pipeline", False):
             transforms, dtype = self.plan.of("preprocess").transforms, DTYPES.get(self.precision, torch.float32)
             self._feeding = Feeding(trainer, engine, transforms, dtype, around.wants_channels_last)
@@ -150,7 +168,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         # only where shards are gathered does one depend on another, and may wait for what rank 0 decides.
         steps_with_others = trainer.world_size > 1 and (self._is_fitting or is_sharded)
         if self._decided_for is None or self._decided_for() is not module:
-            self._decisions, self._decisions_without_gradients, self._tuning = {}, {}, None
+            self._decisions, self._decisions_without_gradients, self._tuning, self._put_on = {}, {}, None, []
             self._decided_for = weakref.ref(module)
         engine = Engine(
             module,
@@ -222,6 +240,22 @@ class AccelPlugin(Arguments, AutocastingPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> None:
+        with self._paged("backward pass"):
+            self._backward(tensor, model, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Any, **kwargs: Any
+    ) -> Any:
+        with self._paged("optimizer's step"):
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+
+    def _paged(self, within: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._memory is None else self._memory.around(within)
+
+    def _backward(
+        self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> None:
         net = self._net
         if net is None or not net.is_spread:
             super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -247,6 +281,9 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         state: dict[str, Any] = {"decisions": decisions} if decisions else {}
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
+        put_on = self._put_on if self._memory is None or not self._is_fitting else self._memory.written
+        if put_on:
+            state["out_of_memory"] = put_on
         tuning = self._tuning if self._live is None else self._live.settled
         if tuning is not None:
             state["tuning"] = tuning.to_dict()
@@ -258,6 +295,10 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             technique: {site: Verdict(*values) for site, values in verdicts.items()}
             for technique, verdicts in state_dict.get("decisions", {}).items()
         }
+        self._put_on = [(name, settings) for name, settings in state_dict.get("out_of_memory", ())]
+        if self._memory is not None and self._engine is not None:
+            self._engine.decisions.update(decisions)
+            self._memory.have(self._put_on if self._is_fitting else [])
         if self._engine is not None:
             self._engine.carry_out(decisions)
         if "tuning" in state_dict:
@@ -290,6 +331,10 @@ class AccelPlugin(Arguments, AutocastingPrecision):
 
     @override
     def teardown(self) -> None:
+        if self._memory is not None:
+            self._put_on = self._memory.written if self._is_fitting else self._put_on
+            self._memory.close()
+            self._memory = None
         if self._live is not None:
             self._tuning, self._live = self._live.settled, None
         self._runs_in_float32 = False
@@ -316,6 +361,14 @@ class AccelPlugin(Arguments, AutocastingPrecision):
 
     def _yields(self, error: Exception) -> bool:
         return self._live is not None and self._live.yields(error)
+
+    def _gives_up(self) -> None:
+        if self._live is not None:
+            self._live.give_up()
+
+    def _interrupt(self) -> None:
+        if self._live is not None:
+            self._live.turns.interrupt()
 
     def _own_arms(self) -> list[Arm]:
         # float16 needs its scaler, and with it a step of another kind: that stays as the rules have it.
@@ -373,7 +426,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
         make, (kind, state) = super().__reduce__()
         state |= {"_engine": None, "_net": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
-        state |= {"_live": None, "_runs_in_float32": False}
+        state |= {"_live": None, "_memory": None, "_runs_in_float32": False}
         return make, (kind, state)
 
     def __repr__(self) -> str:

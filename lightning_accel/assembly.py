@@ -77,6 +77,9 @@ class NamedRelief:
         switch, *more = written.values()
         return written if more else switch
 
+    def __str__(self) -> str:
+        return f"{self.name}={self.settings!r}"
+
     def make(self, around: Surroundings) -> Technique | None:
         """The technique with these settings, for a run under way; it becomes one of ``around``."""
         around.settings = {**around.settings, self.name: self.relief.settings}

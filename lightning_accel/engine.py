@@ -218,6 +218,12 @@ class Engine:
             self._hear(other)
         return technique in self._at_work
 
+    def listen(self) -> None:
+        """Acts on what techniques had to say in the course of a step."""
+        for technique in self._at_work:
+            if technique.notes.is_new:
+                self._hear(technique)
+
     def withdraw(self, name: str, reason: str) -> None:
         """Takes a technique back that was put on in mid-run."""
         for technique in [one for one in self._techniques if one.name == name]:
@@ -451,6 +457,4 @@ class _UnderWay:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._engine._stage = None
         if kind is None:
-            for technique in self._engine._at_work:
-                if technique.notes.is_new:
-                    self._engine._hear(technique)
+            self._engine.listen()

@@ -33,6 +33,7 @@ from lightning_accel.memory.pressure import Pressure, Toll
 from lightning_accel.techniques.base import Surroundings
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+OPTIMIZER = "optimizer's step"
 _NOTHING_LEFT = "nothing is left that would need less memory and change no number"
 _OF_OTHERS = (
     "several processes train together, and what one of them did alone the others would wait for in vain: all of them"
@@ -121,6 +122,11 @@ class MemoryAnswers:
         """Inside, a lack of memory ends with a page."""
         return _Paged(self, within)
 
+    def left(self, within: str) -> None:
+        """Lets go of the batch, once nothing more is computed with it."""
+        if within != "forward pass" or not self._module.automatic_optimization:
+            self._batch = None
+
     @property
     def lets_pass(self) -> bool:
         """Whether errors are for somebody else to catch: a search for a batch size."""
@@ -148,7 +154,7 @@ class MemoryAnswers:
         if not self._is_on or self._has_others:
             return False
         if self._left is None:
-            self._left = self._not_yet(reliefs_for(self._around))
+            self._left = self._not_yet()
         while self._left:
             if self._can_be_had(self._left.pop(0)):
                 return True
@@ -157,7 +163,7 @@ class MemoryAnswers:
 
     def have(self, put_on: Sequence[tuple[str, Any]]) -> None:
         """Puts on what an earlier part of the run has: pairs of a technique and its settings, as :attr:`written`."""
-        for named in reliefs_for(self._around):
+        for named in self._not_yet() if put_on else ():
             if (named.name, named.settings) in [(name, settings) for name, settings in put_on]:
                 self._can_be_had(named)
         self._answered.clear()
@@ -172,9 +178,7 @@ class MemoryAnswers:
         """Takes back what was put on last, as the step raised something else with it; whether there was anything."""
         if not self._answered:
             return False
-        named = self.put_on.pop()
-        self._answered.pop()
-        self._engine.withdraw(named.name, f"a step raised {one_line(error)}")
+        self._take_off(self.put_on[-1], f"a step raised {one_line(error)}")
         return True
 
     def ran(self) -> None:
@@ -182,7 +186,8 @@ class MemoryAnswers:
         self._interrupt()
         if self._answered and self._failed is not None:
             inventory = self._failed[1]
-            self._said = f"out of memory: {', '.join(self._answered)} put on at step {self._module.trainer.global_step}"
+            answers = ", ".join(str(named) for named in self.put_on if named.name in self._answered)
+            self._said = f"out of memory: {answers} put on at step {self._module.trainer.global_step}"
             self._toll.ask(inventory.wanted_bytes)
             line = (
                 f"{self._said}: it needed more than {format_bytes(inventory.wanted_bytes)} of the"
@@ -203,31 +208,42 @@ class MemoryAnswers:
         """The page that is to end the run in place of ``error``; None where that is to pass as it is."""
         if not self._is_on or isinstance(error, StepMemoryError) or not is_out_of_memory(error) or self.lets_pass:
             return None
-        if self._failed is None:
-            self.saw(error)
+        try:
+            if self._failed is None:
+                self.saw(error)
+            return self._page(error, within)
+        except Exception as wrong:
+            self._engine.report.note(f"the page on a lack of memory could not be written: {one_line(wrong)}")
+            return None
+
+    def _page(self, error: Exception, within: str) -> StepMemoryError:
         assert self._failed is not None
         asked, inventory = self._failed
         trainer = self._module.trainer
-        is_training = within in ("forward pass", "backward pass", "optimizer's step")
-        what = f"Training step {trainer.global_step}" if is_training else f"A {within}"
+        is_training = within in ("forward pass", "backward pass", OPTIMIZER)
+        what = f"Training step {trainer.global_step} of epoch {trainer.current_epoch}"
+        where = f" in its {within}" if is_training else ""
         why = self._why or (_OF_OTHERS if self._has_others else "it could not be taken back and run again")
+        if within == OPTIMIZER:
+            why = "some of the gradients may have been applied"
+            asked = f"  {', '.join(type(one).__name__ for one in trainer.optimizers)}\n{asked}"
+        elif not is_training:
+            what, why = f"A {within.replace('_', ' ')}", "it keeps nothing for a backward pass that it could do without"
         text = page(
             error,
-            f"{what} of epoch {trainer.current_epoch} ran out of memory{f' in its {within}' if is_training else ''};"
-            f" {why}.",
+            f"{what} ran out of memory{where}: {why}.",
             asked,
             inventory,
-            [f"{named.name}={named.settings!r}" for named in self.put_on],
-            self._remedies() if is_training else [],
+            [f"{named}: {self._came_to(named)}" for named in self.put_on],
+            [] if within == OPTIMIZER or not is_training else self._remedies(),
             next((len(tensor) for tensor in tensors_in(self._batch) if tensor.dim()), None),
-            trainer.accumulate_grad_batches,
+            trainer.accumulate_grad_batches if is_training else None,
         )
         self._failed = None
         return error_with(text, error)
 
     def _remedies(self) -> list[Remedy]:
-        left = self._not_yet(reliefs_for(self._around))
-        return [Remedy(one.name, one.settings, one.relief.keeps, one.relief.only_anew) for one in left]
+        return [Remedy(one.name, one.settings, one.relief.keeps, one.relief.only_anew) for one in self._not_yet()]
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -235,20 +251,42 @@ class MemoryAnswers:
     def _has_others(self) -> bool:
         return self._module.trainer.world_size > 1
 
-    def _not_yet(self, reliefs: Sequence[NamedRelief]) -> list[NamedRelief]:
-        """Those that are not in force, nor less than what is."""
+    def _came_to(self, named: NamedRelief) -> str:
+        record = self._engine.report.of(named.name)
+        left_alone = f"; {len(record.refusals)} left alone: {next(iter(record.refusals.values()))}"
+        return f"{record.outcome()} ({len(record.changes)} sites{left_alone if record.refusals else ''})"
+
+    def _not_yet(self) -> list[NamedRelief]:
+        """What is neither in force, nor less than what is."""
         known = {named.name: named.relief.costs for named in self.put_on}
-        return [one for one in reliefs if one.relief.costs > known.get(one.name, -1.0)]
+        try:
+            found = reliefs_for(self._around)
+        except Exception as error:  # nothing of ours is to come in the way of the error that there is
+            self._engine.report.note(f"what could need less memory could not be found: {one_line(error)}")
+            return []
+        return [one for one in found if one.relief.costs > known.get(one.name, -1.0)]
 
     def _can_be_had(self, named: NamedRelief) -> bool:
         if named.relief.only_anew:
             return False
+        # What was not enough, and may be none at all: activations that are forgotten need not be packed.
+        for former in [one for one in self.put_on if one.name in self._answered and one.relief.keeps is None]:
+            self._take_off(former, f"it was not enough, and {named.name} leaves little to it")
         technique = named.make(self._around)
-        if technique is None or not self._engine.add(technique):
+        try:
+            if technique is None or not self._engine.add(technique):
+                return False
+        except Exception as error:
+            self._engine.withdraw(named.name, f"could not be put on: {one_line(error)}")
             return False
         self.put_on = [*(one for one in self.put_on if one.name != named.name), named]
-        self._answered.append(f"{named.name}={named.settings!r}")
+        self._answered = [*(name for name in self._answered if name != named.name), named.name]
         return True
+
+    def _take_off(self, named: NamedRelief, why: str) -> None:
+        self.put_on.remove(named)
+        self._answered.remove(named.name)
+        self._engine.withdraw(named.name, why)
 
     def _tell_toll(self) -> None:
         known = self._toll.known()
@@ -277,6 +315,7 @@ class _Paged(AbstractContextManager[None]):
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         if isinstance(error, Exception) and (ending := self._answers.ending(error, self._within)) is not None:
             raise ending from error
+        self._answers.left(self._within)
 
 
 def _callbacks(trainer: Trainer) -> list[Any]:

@@ -6,7 +6,7 @@ import functools
 import re
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, cast
@@ -34,7 +34,7 @@ from lightning_accel.engine import Decisions, Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
 from lightning_accel.lightning.feeding import Feeding, followed_by
 from lightning_accel.lightning.live_trials import LiveTuning, have
-from lightning_accel.lightning.out_of_memory import MemoryAnswers
+from lightning_accel.lightning.out_of_memory import OPTIMIZER, MemoryAnswers
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
@@ -82,6 +82,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         self._decided_for: weakref.ref[nn.Module] | None = None
         self._decisions: Decisions = {}
         self._decisions_without_gradients: Decisions = {}
+        self._unscaled: Callable[[], Tensor | None] = _nothing  # the loss of the step under way
         self._is_fitting = False
 
     @classmethod
@@ -247,7 +248,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Any, **kwargs: Any
     ) -> Any:
-        with self._paged("optimizer's step"):
+        with self._paged(OPTIMIZER):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
     def _paged(self, within: str) -> AbstractContextManager[None]:
@@ -268,7 +269,17 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
             run(loss if self.scaler is None else self.scaler.scale(loss))
 
-        net.backward(run, run_repeated)
+        def let_go() -> None:
+            for loss in (tensor, self._unscaled()):
+                if loss is not None and loss.grad_fn is not None:
+                    loss.detach_()
+
+        net.backward(run, run_repeated, let_go)
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        self._unscaled = weakref.ref(tensor)
+        return super().pre_backward(tensor, module)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -426,10 +437,14 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
         make, (kind, state) = super().__reduce__()
         state |= {"_engine": None, "_net": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
-        state |= {"_live": None, "_memory": None, "_runs_in_float32": False}
+        state |= {"_live": None, "_memory": None, "_unscaled": _nothing, "_runs_in_float32": False}
         return make, (kind, state)
 
     def __repr__(self) -> str:
         defaults = vars(Plan())
         given = {n: value for n, value in vars(self.plan).items() if n == "precision" or value != defaults[n]}
         return f"AccelPlugin({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+def _nothing() -> None:
+    """In place of a weak reference to a loss that is gone."""

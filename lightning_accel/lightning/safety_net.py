@@ -99,10 +99,13 @@ class SafetyNet:
         """Whether the latest step can be repeated: not where nothing of ours is in force."""
         return self._attempt is not None
 
-    def backward(self, run: Callable[[], None], run_repeated: Callable[[Any], None]) -> None:
+    def backward(
+        self, run: Callable[[], None], run_repeated: Callable[[Any], None], let_go: Callable[[], None]
+    ) -> None:
         """The backward pass after a step with a net.
 
         Where it raises because of an edit, the step is repeated, and ``run_repeated`` goes backward from its outputs.
+        ``let_go`` frees the graph of the first time, whose loss the Trainer holds.
         """
         attempt, self._attempt = self._attempt, None
         assert attempt is not None, "no net is spread"
@@ -114,6 +117,7 @@ class SafetyNet:
                 raise
             lacks_memory = self._lacks_memory(error)
             failure = without_frames(error)
+        let_go()
 
         def again(repeat: Callable[[], Any]) -> None:
             self._module.zero_grad(set_to_none=True)
@@ -197,6 +201,7 @@ class SafetyNet:
         args, kwargs = attempt.given
         is_freed = False
         while True:
+            self._engine.listen()
             free_what_failed(self._module.device)
             try:
                 attempt.take_back()

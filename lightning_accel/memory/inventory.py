@@ -21,8 +21,8 @@ from lightning_accel.core.out_of_memory import asked_bytes
 from lightning_accel.core.tree import tensors_in, unique_bytes
 from lightning_accel.memory.meter import device_memory_bytes
 
-_LIBRARIES = tuple({str(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib", "stdlib")})
-_OWN = str(Path(__file__).parents[1])
+_LIBRARIES = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")}
+_NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(torch.__file__).resolve().parents[1]), str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def who_asked(error: BaseException, model: nn.Module) -> str:
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if not file.startswith((*_LIBRARIES, _OWN, "<")):
+        if not file.startswith((*_NOT_THE_USERS, "<")):
             place = f"{file}:{line}, in {frame.f_code.co_name}"
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and names.get(id(owner)):

@@ -62,7 +62,7 @@ def page(
     tried: Sequence[str],
     remedies: Sequence[Remedy],
     batch_size: int | None,
-    accumulate: int,
+    accumulate: int | None,
 ) -> str:
     """The whole page.
 
@@ -74,7 +74,7 @@ def page(
         tried: What was put on before, a line each.
         remedies: What the settings could still do, beginning with what costs the least time.
         batch_size: Samples in the batch, where that can be told.
-        accumulate: How many batches' gradients the run adds up.
+        accumulate: How many batches' gradients the run adds up; None where it does not train.
     """
     first_line = str(cause).strip().split("\n")[0] or type(cause).__name__
     unknown = "  not known: autograd's engine does not say for which module it computes"
@@ -86,7 +86,9 @@ def page(
     return "\n".join(parts)
 
 
-def _listed(inventory: Inventory, remedies: Sequence[Remedy], batch_size: int | None, accumulate: int) -> list[str]:
+def _listed(
+    inventory: Inventory, remedies: Sequence[Remedy], batch_size: int | None, accumulate: int | None
+) -> list[str]:
     fixed, rest, limit = inventory.fixed_bytes, inventory.rest_bytes, ROOM * inventory.limit_bytes
     lines: list[str] = []
     has_marked = False
@@ -105,13 +107,19 @@ def _listed(inventory: Inventory, remedies: Sequence[Remedy], batch_size: int | 
         )
     elif batch_size is not None and batch_size > 1:
         pieces = _pieces(inventory, batch_size)
-        lines.append(
-            f"  DataLoader(batch_size={max(1, batch_size // pieces)}),"
-            f" Trainer(accumulate_grad_batches={pieces * accumulate})"
-            f"  # about {format_bytes(fixed + (rest + (inventory.asked_bytes or 0)) / pieces)}; the same gradients"
-            " where the loss is a mean over samples and no batch norm trains"
-        )
-    return lines or ["  a smaller model, or a device with more memory"]
+        smaller = f"  DataLoader(batch_size={max(1, batch_size // pieces)})"
+        need = f"  # about {format_bytes(fixed + (rest + (inventory.asked_bytes or 0)) / pieces)}"
+        if accumulate is None:
+            lines.append(f"{smaller}{need}")
+        else:
+            lines.append(
+                f"{smaller}, Trainer(accumulate_grad_batches={pieces * accumulate}){need}; the same gradients where"
+                " the loss is a mean over samples and no batch norm trains"
+            )
+    return lines or [
+        "  An optimizer with smaller states, states that are sharded (strategy='accel_fsdp'), a smaller model, or a"
+        " device with more memory."
+    ]
 
 
 def _pieces(inventory: Inventory, batch_size: int) -> int:

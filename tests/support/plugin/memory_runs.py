@@ -28,10 +28,11 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback
 
 from lightning_accel import AccelPlugin
+from support.strategies.forks import in_ranks
 
 WIDTH, HIDDEN, BLOCKS = 64, 256, 12
 SMALL, LARGE = 256, 8192  # samples; a block keeps 2 KiB of activations for each, and 256 bytes if it is checkpointed
-SIZES = [SMALL] * 4 + [LARGE] * 3
+SIZES = [SMALL] * 4 + [LARGE] + [SMALL] * 20 + [LARGE]
 _MIB = 1 << 20
 _M_MMAP_THRESHOLD = -3  # mallopt(3)
 
@@ -76,7 +77,7 @@ class _AsksInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        scratch = torch.zeros(150 * _MIB // SIZES[-1] * len(gradient), dtype=torch.uint8)
+        scratch = torch.zeros(150 * _MIB // LARGE * len(gradient), dtype=torch.uint8)
         return gradient + scratch[0]
 
 
@@ -87,23 +88,66 @@ class AsksInBackward(Deep):
         return _AsksInBackward.apply(x)
 
 
-class Flat(LightningModule):
-    """Has no blocks, and so nothing to checkpoint."""
+class Counts(Block):
+    """Would count twice if it were recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.batch_size = SMALL
-        self.inner = nn.ModuleDict({"up": nn.Linear(WIDTH, 8 * HIDDEN)})
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class DeepThatCounts(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Counts() for _ in range(BLOCKS)))
+
+
+class ByHand(Deep):
+    """Manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 8 * HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).exp().tanh().sigmoid().exp()
+
+
+class Flat(LightningModule):
+    """Has no blocks, and so nothing to checkpoint but itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"wide": Wide()})
         self.head = nn.Linear(8 * HIDDEN, 1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.head(self.inner["up"](batch).exp().tanh().sigmoid()).square().mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.training_step(batch, batch_idx)
+        return self.head(self.inner["wide"](batch)).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.05)
+
+
+class Evaluated(Flat):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
 
 
 class KeepsStates(torch.optim.SGD):
@@ -115,9 +159,20 @@ class KeepsStates(torch.optim.SGD):
         return outputs
 
 
-class Widens(Flat):
+class FlatWithStates(Flat):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return KeepsStates(self.parameters(), 0.05)
+
+
+class Searched(Deep):
+    """Its batch size is searched for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = SMALL
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.randn(1 << 14, WIDTH), batch_size=self.batch_size)
 
 
 class Batches(IterableDataset[Tensor]):
@@ -134,6 +189,10 @@ class Limits(Callback):
 
     def __init__(self, more_mib: int) -> None:
         self.more_mib = more_mib
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "validate":
+            self.on_fit_start(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -160,14 +219,15 @@ def fit(
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            **{k: v for k, v in options.items() if k not in ("ckpt_path",)},
+            **{k: v for k, v in options.items() if k not in ("ckpt_path", "loader")},
         },
     )
     said: dict[str, Any] = {"error": None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer.fit(model, DataLoader(Batches(sizes), batch_size=None), ckpt_path=options.get("ckpt_path"))
+            loader = DataLoader(Batches(sizes), batch_size=None) if options.get("loader", True) else None
+            trainer.fit(model, loader, ckpt_path=options.get("ckpt_path"))
         except Exception as error:
             said |= {"error": str(error), "kinds": [one.__name__ for one in type(error).__mro__]}
             said["cause"] = type(error.__cause__).__name__
@@ -180,20 +240,68 @@ def fit(
         said["applied"] = {name: len(one.changes) for name, one in plugin.report.techniques.items()}
         said["notes"] = plugin.report.notes
         said["state"] = plugin.state_dict()
+        said["refused"] = {name: one.refusals for name, one in plugin.report.techniques.items() if one.refusals}
+        said["status"] = {name: one.status for name, one in plugin.report.techniques.items()}
         said["left"] = ["forward" in vars(module) for module in model.modules()].count(True)
     return model, trainer, plugin, said
 
 
-def plain(folder: Path) -> dict[str, Any]:
-    return fit(Deep, None)[-1]
+def resumed(folder: Path) -> dict[str, Any]:
+    trainer = fit(Deep, 200)[1]
+    trainer.save_checkpoint(folder / "answered.ckpt")
+    return fit(Deep, 200, max_epochs=2, ckpt_path=folder / "answered.ckpt")[-1]
 
 
-def forward(folder: Path) -> dict[str, Any]:
-    *_, trainer, _, said = fit(Deep, 200)
-    return said
+def evaluated(folder: Path) -> dict[str, Any]:
+    plugin = AccelPlugin(log=False)
+    trainer = Trainer(accelerator="cpu", plugins=[plugin], callbacks=[Limits(100)], logger=False)
+    try:
+        trainer.validate(Evaluated(), DataLoader(Batches([LARGE * 2]), batch_size=None), verbose=False)
+    except RuntimeError as error:
+        return {"error": str(error), "notes": plugin.report.notes}
+    return {"error": None}
 
 
-RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {"plain": plain, "forward": forward}
+def searched(folder: Path) -> dict[str, Any]:
+    finder = BatchSizeFinder(steps_per_trial=1, init_val=SMALL, max_trials=7)
+    model, _, _, said = fit(Searched, 100, callbacks=[finder], loader=False, limit_train_batches=3)
+    return {**said, "batch_size": model.batch_size}
+
+
+def ranks(folder: Path) -> dict[str, Any]:
+    """Of two ranks, the second has no memory."""
+
+    def be(rank: int) -> None:
+        said = fit(Deep, 150 if rank else 4000, strategy="ddp", devices=2)[-1]
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        (folder / f"rank {rank}.json").write_text(json.dumps(said))
+
+    in_ranks(be, 2)
+    return {}
+
+
+def only(kind: type[LightningModule], *args: Any, **options: Any) -> Callable[[Path], dict[str, Any]]:
+    return lambda folder: fit(kind, *args, **options)[-1]
+
+
+RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "plain": only(Deep, None),
+    "in its forward pass": only(Deep, 200),
+    "plain, with a greedy backward pass": only(AsksInBackward, None),
+    "in its backward pass": only(AsksInBackward, 360),
+    "plain, first": only(Deep, None, [LARGE] * 2),
+    "in its first step": only(Deep, 200, [LARGE] * 2),
+    "by hand": only(ByHand, 200),
+    "resumed": resumed,
+    "blocks that count": only(DeepThatCounts, 200),
+    "accumulating": only(AsksInBackward, 360, accumulate_grad_batches=2),
+    "off": only(Deep, 200, settings={"out_of_memory": "off"}),
+    "no blocks": only(Flat, 200, [SMALL, LARGE * 2]),
+    "optimizer": only(FlatWithStates, 200, [SMALL] * 2),
+    "evaluated": evaluated,
+    "searched": searched,
+    "ranks": ranks,
+}
 
 
 def main() -> None:

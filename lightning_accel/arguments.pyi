@@ -9,6 +9,7 @@ from lightning_accel.techniques.flash_attention.settings import FlashAttentionPl
 from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan, MemoryBudgetPlan
 
 class RunSettings:
+    out_of_memory: str
     log: bool
     strict: bool
     verify: bool

@@ -88,19 +88,19 @@ def take_inventory(
     known = sum(fixed.values()) + batch_bytes
     if device.type == "cuda":
         held_bytes = torch.cuda.memory_allocated(device)
-        free, limit = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
         parts = {
             "activations, and what was being computed": max(0, held_bytes - known),
             "free, and reserved by torch in pieces": reserved - held_bytes,
-            "other processes, and CUDA itself": max(0, limit - free - reserved),
+            "other processes, and CUDA itself": max(0, total - free - reserved),
         }
     else:
-        held_bytes, limit = psutil.Process().memory_info().rss, host_limit_bytes()
+        held_bytes = psutil.Process().memory_info().rss
         parts = {"activations, and all else in this process": max(0, held_bytes - known)}
     return Inventory(
         device=str(device),
-        limit_bytes=limit,
+        limit_bytes=limit_bytes(device),
         asked_bytes=asked_bytes(error),
         fixed_bytes=sum(fixed.values()),
         rest_bytes=max(0, held_bytes - known),
@@ -109,9 +109,12 @@ def take_inventory(
     )
 
 
-def host_limit_bytes() -> int:
-    """What this process may hold of the host's memory: of the machine's, the container's, or by ``ulimit``."""
-    return min([device_memory_bytes(torch.device("cpu")), *_own_limits()])
+def limit_bytes(device: torch.device) -> int:
+    """What this process may hold of a device's memory; on a CPU of the machine's, the container's, or by ``ulimit``."""
+    whole = device_memory_bytes(device)
+    if device.type == "cuda":
+        return int(torch.cuda.get_per_process_memory_fraction(device) * whole)
+    return min([whole, *_own_limits()])
 
 
 def has_limit_of_its_own() -> bool:

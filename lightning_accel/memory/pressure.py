@@ -11,8 +11,7 @@ import torch
 
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.memory.inventory import has_limit_of_its_own, host_limit_bytes
-from lightning_accel.memory.meter import device_memory_bytes
+from lightning_accel.memory.inventory import has_limit_of_its_own, limit_bytes
 
 _TIGHT = 0.7
 """A peak of this share of the memory is too near to its end for a step without a net."""
@@ -43,11 +42,8 @@ class Pressure:
         elements = sum(tensor.numel() for tensor in tensors_in(given))
         is_larger, self._largest = elements > self._largest, max(elements, self._largest)
         if self._steps % _LOOK_EVERY == _FIRST_STEPS:
-            self._is_tight = PeakMemory(self._device).peak_bytes() > _TIGHT * self._limit_bytes()
+            self._is_tight = PeakMemory(self._device).peak_bytes() > _TIGHT * limit_bytes(self._device)
         return is_larger or self._is_tight or self._steps <= _FIRST_STEPS
-
-    def _limit_bytes(self) -> int:
-        return host_limit_bytes() if self._device.type == "cpu" else device_memory_bytes(self._device)
 
 
 class Toll:

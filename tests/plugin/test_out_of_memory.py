@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.plugin.memory_runs import LARGE, SMALL
 from support.scripts import SUPPORT, run_script
 
 pytestmark = [pytest.mark.numbers, pytest.mark.slow]
@@ -152,8 +153,7 @@ def test_switched_off_it_leaves_the_error_alone(said: Callable[[str], Said]) -> 
 
 
 def test_a_search_for_the_batch_size_finds_what_fits_without_an_answer(said: Callable[[str], Said]) -> None:
+    """Checkpointed, the largest that it tries would have fitted."""
     searched = said("searched")
     assert searched["error"] is None
-    assert searched["warned"] == []
-    assert searched["applied"]["gradient_checkpointing"] == 0
-    assert searched["batch_size"] in (1024, 2048)
+    assert SMALL < searched["batch_size"] < LARGE

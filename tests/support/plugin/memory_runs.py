@@ -185,16 +185,12 @@ class Batches(IterableDataset[Tensor]):
 
 
 class Limits(Callback):
-    """From the start of training on, the process may take so much more than it has."""
+    """From the start of a run on, the process may take so much more than it has."""
 
     def __init__(self, more_mib: int) -> None:
         self.more_mib = more_mib
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "validate":
-            self.on_fit_start(trainer, pl_module)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
         assert data is not None
         limit = int(data[1]) * 1024 + self.more_mib * _MIB

@@ -108,12 +108,12 @@ def _listed(
     elif batch_size is not None and batch_size > 1:
         pieces = _pieces(inventory, batch_size)
         smaller = f"  DataLoader(batch_size={max(1, batch_size // pieces)})"
-        need = f"  # about {format_bytes(fixed + (rest + (inventory.asked_bytes or 0)) / pieces)}"
+        about = f"  # about {format_bytes(fixed + (rest + (inventory.asked_bytes or 0)) / pieces)}"
         if accumulate is None:
-            lines.append(f"{smaller}{need}")
+            lines.append(f"{smaller}{about}")
         else:
             lines.append(
-                f"{smaller}, Trainer(accumulate_grad_batches={pieces * accumulate}){need}; the same gradients where"
+                f"{smaller}, Trainer(accumulate_grad_batches={pieces * accumulate}){about}; the same gradients where"
                 " the loss is a mean over samples and no batch norm trains"
             )
     return lines or [
@@ -126,7 +126,7 @@ def _pieces(inventory: Inventory, batch_size: int) -> int:
     """Into how many pieces, a power of two, the batch has to be divided, as far as activations go by its size."""
     room = max(1.0, ROOM * inventory.limit_bytes - inventory.fixed_bytes)
     needed = (inventory.rest_bytes + (inventory.asked_bytes or 0)) / room
-    return min(2 ** max(1, math.ceil(math.log2(max(1.0, needed)))), _MOST_PIECES, batch_size)
+    return min(1 << max(1, math.ceil(math.log2(max(1.0, needed)))), _MOST_PIECES, batch_size)
 
 
 def _yaml(value: Any) -> str:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.rank_zero import rank_zero_info
-from typing_extensions import override
 
 from lightning_accel.assembly import NamedRelief, reliefs_for
 from lightning_accel.core.byte_size import format_bytes
@@ -84,6 +82,8 @@ class MemoryAnswers:
         self.put_on: list[NamedRelief] = []
         self._module, self._engine, self._around = module, engine, around
         self._is_on = is_on
+        self._has_others = module.trainer.world_size > 1
+        self._may_answer = is_on and not self._has_others
         self._interrupt = interrupt
         self._searches = Searches(module.trainer)
         self._left: list[NamedRelief] | None = None  # found when first asked for
@@ -113,19 +113,26 @@ class MemoryAnswers:
                     self._tell_toll()
             else:
                 self._toll.interrupt()
-            with self.around(within):
-                return original(strategy, *args, **kwargs)
+            try:
+                outputs = original(strategy, *args, **kwargs)
+            except Exception as error:
+                self.end(error, within)
+                raise
+            if name != "training_step" or not self._module.automatic_optimization:
+                self._batch = None
+            return outputs
 
         return step
 
-    def around(self, within: str) -> AbstractContextManager[None]:
-        """Inside, a lack of memory ends with a page."""
-        return _Paged(self, within)
+    def end(self, error: Exception, within: str) -> None:
+        """Raises the page in place of ``error``, if that is for want of memory and not to pass as it is."""
+        ending = self.ending(error, within)
+        if ending is not None:
+            raise ending from error
 
-    def left(self, within: str) -> None:
-        """Lets go of the batch, once nothing more is computed with it."""
-        if within != "forward pass" or not self._module.automatic_optimization:
-            self._batch = None
+    def let_go(self) -> None:
+        """Lets go of the batch: nothing more is computed with it."""
+        self._batch = None
 
     @property
     def lets_pass(self) -> bool:
@@ -134,7 +141,7 @@ class MemoryAnswers:
 
     def may_run_out(self, given: Any) -> bool:
         """Whether a net is wanted under the next training step, though nothing of ours is in force."""
-        return self._is_on and not self._has_others and self._pressure.may_run_out(given) and not self.lets_pass
+        return self._may_answer and self._pressure.may_run_out(given)
 
     def close(self) -> None:
         """Says what is known of the cost when the run ends."""
@@ -151,7 +158,7 @@ class MemoryAnswers:
 
     def put_on_next(self) -> bool:
         """Puts on what costs the least time of all that is left; whether there was anything."""
-        if not self._is_on or self._has_others:
+        if not self._may_answer:
             return False
         if self._left is None:
             self._left = self._not_yet()
@@ -247,10 +254,6 @@ class MemoryAnswers:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    @property
-    def _has_others(self) -> bool:
-        return self._module.trainer.world_size > 1
-
     def _came_to(self, named: NamedRelief) -> str:
         record = self._engine.report.of(named.name)
         left_alone = f"; {len(record.refusals)} left alone: {next(iter(record.refusals.values()))}"
@@ -301,21 +304,6 @@ class MemoryAnswers:
             notes[:] = [note for note in notes if not note.startswith(self._said)]
             self._engine.report.note(line)
             rank_zero_info(f"lightning-accel: {line}")
-
-
-class _Paged(AbstractContextManager[None]):
-    """No generator: every step pays."""
-
-    __slots__ = ("_answers", "_within")
-
-    def __init__(self, answers: MemoryAnswers, within: str) -> None:
-        self._answers, self._within = answers, within
-
-    @override
-    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
-        if isinstance(error, Exception) and (ending := self._answers.ending(error, self._within)) is not None:
-            raise ending from error
-        self._answers.left(self._within)
 
 
 def _callbacks(trainer: Trainer) -> list[Any]:

@@ -6,7 +6,7 @@ import functools
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, cast
@@ -82,7 +82,6 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         self._decided_for: weakref.ref[nn.Module] | None = None
         self._decisions: Decisions = {}
         self._decisions_without_gradients: Decisions = {}
-        self._unscaled: Callable[[], Tensor | None] = _nothing  # the loss of the step under way
         self._is_fitting = False
 
     @classmethod
@@ -241,18 +240,25 @@ class AccelPlugin(Arguments, AutocastingPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> None:
-        with self._paged("backward pass"):
+        try:
             self._backward(tensor, model, optimizer, *args, **kwargs)
+        except Exception as error:
+            if self._memory is not None:
+                self._memory.end(error, "backward pass")
+            raise
+        if self._memory is not None:
+            self._memory.let_go()
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Any, **kwargs: Any
     ) -> Any:
-        with self._paged(OPTIMIZER):
+        try:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-
-    def _paged(self, within: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._memory is None else self._memory.around(within)
+        except Exception as error:
+            if self._memory is not None:
+                self._memory.end(error, OPTIMIZER)
+            raise
 
     def _backward(
         self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -270,16 +276,11 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             run(loss if self.scaler is None else self.scaler.scale(loss))
 
         def let_go() -> None:
-            for loss in (tensor, self._unscaled()):
+            for loss in (tensor, self._unscaled and self._unscaled()):
                 if loss is not None and loss.grad_fn is not None:
                     loss.detach_()
 
         net.backward(run, run_repeated, let_go)
-
-    @override
-    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        self._unscaled = weakref.ref(tensor)
-        return super().pre_backward(tensor, module)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -437,14 +438,10 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
         make, (kind, state) = super().__reduce__()
         state |= {"_engine": None, "_net": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
-        state |= {"_live": None, "_memory": None, "_unscaled": _nothing, "_runs_in_float32": False}
+        state |= {"_live": None, "_memory": None, "_unscaled": None, "_runs_in_float32": False}
         return make, (kind, state)
 
     def __repr__(self) -> str:
         defaults = vars(Plan())
         given = {n: value for n, value in vars(self.plan).items() if n == "precision" or value != defaults[n]}
         return f"AccelPlugin({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
-
-def _nothing() -> None:
-    """In place of a weak reference to a loss that is gone."""

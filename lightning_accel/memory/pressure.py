@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_accel.core.peak_memory import PeakMemory
-from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.inventory import has_limit_of_its_own, limit_bytes
 
 _TIGHT = 0.7
@@ -39,11 +40,24 @@ class Pressure:
         self._steps += 1
         if self._is_tight:
             return True
-        elements = sum(tensor.numel() for tensor in tensors_in(given))
-        is_larger, self._largest = elements > self._largest, max(elements, self._largest)
+        elements = _elements(given)
+        is_larger = elements > self._largest
+        if is_larger:
+            self._largest = elements
         if self._steps % _LOOK_EVERY == _FIRST_STEPS:
             self._is_tight = PeakMemory(self._device).peak_bytes() > _TIGHT * limit_bytes(self._device)
         return is_larger or self._is_tight or self._steps <= _FIRST_STEPS
+
+
+def _elements(given: Any) -> int:
+    """Of the first tensor in what a step is given, which grows with the others: this is asked at every step."""
+    while not isinstance(given, Tensor):
+        if isinstance(given, Mapping):
+            given = [*given.values()]
+        if not (isinstance(given, list | tuple) and given):
+            return 0
+        given = given[0]
+    return given.numel()
 
 
 class Toll:

@@ -19,6 +19,10 @@ class RunSettings:
     Attributes:
         tune: ``"auto"``: what is kept is decided by whole training steps, while they train, so that the run is never
             slower than plain; ``"off"``: by the trials of the parts alone.
+        out_of_memory: ``"answer"``: where a training step under Lightning runs out of memory, what needs less and
+            changes no number (packing, checkpointing, offloading) is put on, and the step runs again; where that cannot
+            be, the run ends with a page that names who asked, who held what, and what would fit. ``"off"``: it ends
+            with the error as it is.
         log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
         strict: Raise where the default is to warn and go on.
         verify: Try every change on the first batch and keep only those that agree with the original. Switched off,
@@ -26,6 +30,7 @@ class RunSettings:
     """
 
     tune: Literal["auto", "off"] = "auto"
+    out_of_memory: Literal["answer", "off"] = "answer"
     log: bool = True
     strict: bool = False
     verify: bool = True

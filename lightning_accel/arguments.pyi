@@ -9,6 +9,7 @@ from lightning_accel.techniques.flash_attention.settings import FlashAttentionPl
 from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan, MemoryBudgetPlan
 
 class RunSettings:
+    out_of_memory: str
     log: bool
     strict: bool
     verify: bool
@@ -48,6 +49,7 @@ class Arguments:
         | bool = "off",
         allocator: Literal["auto", "off"] | bool = "auto",
         tune: Literal["auto", "off"] = "auto",
+        out_of_memory: Literal["answer", "off"] = "answer",
         log: bool = True,
         strict: bool = False,
         verify: bool = True,
@@ -128,6 +130,10 @@ class Arguments:
                 :func:`torch.compile`.
             tune: ``"auto"``: what is kept is decided by whole training steps, while they train, so that the run is
                 never slower than plain; ``"off"``: by the trials of the parts alone.
+            out_of_memory: ``"answer"``: where a training step under Lightning runs out of memory, what needs less
+                and changes no number (packing, checkpointing, offloading) is put on, and the step runs again; where
+                that cannot be, the run ends with a page that names who asked, who held what, and what would fit.
+                ``"off"``: it ends with the error as it is.
             log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
             strict: Raise where the default is to warn and go on.
             verify: Try every change on the first batch and keep only those that agree with the original. Switched
@@ -166,6 +172,7 @@ class Values:
     )
     allocator: Literal["auto", "off"] | bool
     tune: Literal["auto", "off"]
+    out_of_memory: Literal["answer", "off"]
     log: bool
     strict: bool
     verify: bool

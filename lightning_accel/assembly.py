@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from lightning_accel.core.report import Report
 from lightning_accel.engine import Engine
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.base import Surroundings
+from lightning_accel.techniques.base import Surroundings, Technique
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import MixedPrecision
-from lightning_accel.techniques.registry import declarations
+from lightning_accel.techniques.registry import declarations, plain
+from lightning_accel.techniques.relief import Relief
 from lightning_accel.tuning.loop import LoopTurns
 from lightning_accel.tuning.settled import Tuning
 
@@ -54,6 +56,48 @@ def surroundings_for(
             technique.explicit = not technique.on_by_default and getattr(settings, declaration.switch) != "auto"
             around.techniques.append(technique)
     return around
+
+
+@dataclass(frozen=True)
+class NamedRelief:
+    """A way to need less memory, and whose it is.
+
+    Attributes:
+        name: The technique's.
+        relief: The way.
+    """
+
+    name: str
+    relief: Relief
+
+    @property
+    def settings(self) -> Any:
+        """As a plan writes them: ``"full"``, or a mapping where that does not say it."""
+        written = plain(self.relief.settings)
+        switch, *more = written.values()
+        return written if more else switch
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.settings!r}"
+
+    def make(self, around: Surroundings) -> Technique | None:
+        """The technique with these settings, for a run under way; it becomes one of ``around``."""
+        around.settings = {**around.settings, self.name: self.relief.settings}
+        technique = declarations()[self.name].technique.planned(self.relief.settings, around)
+        if technique is not None:
+            technique.on_by_default = True  # nobody asked for it: where it cannot be had, another one may
+            around.techniques = [*(one for one in around.techniques if one.name != self.name), technique]
+        return technique
+
+
+def reliefs_for(around: Surroundings) -> list[NamedRelief]:
+    """What the techniques can do where a step has run out of memory, beginning with what costs the least time."""
+    found = [
+        NamedRelief(name, relief)
+        for name, declaration in declarations().items()
+        for relief in declaration.technique.reliefs(around)
+    ]
+    return sorted(found, key=lambda one: one.relief.costs)
 
 
 class Handle:

@@ -17,7 +17,7 @@ from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
 from lightning_accel.core.optimizers import living_optimizers
 from lightning_accel.core.patch import Patch, PatchSet
-from lightning_accel.core.report import AccelError, AccelWarning, Report, difference
+from lightning_accel.core.report import AccelError, AccelWarning, Report, TechniqueReport, difference
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import LoaderTerms, Refusal, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts
@@ -201,6 +201,56 @@ class Engine:
     def rest(self, names: Iterable[str]) -> None:
         """Leaves these techniques out of the steps to come, until it is called again: their arms are off."""
         self._resting = set(names)
+        self._find_at_work()
+
+    def add(self, technique: Technique) -> bool:
+        """Puts a technique on in mid-run, between two steps and after all others; whether it found anything to do.
+
+        It is tried with the others where their trial steps are still to come, else at the next call of its sites; what
+        an earlier run has decided on it holds. Another of its name goes.
+        """
+        name = technique.name
+        for former in [one for one in self._techniques if one.name == name]:
+            self._withdraw(former)
+        self.report.techniques[name] = TechniqueReport()
+        if not self._is_available(technique):
+            return False
+        self._available += (technique,)
+        self._techniques.append(technique)
+        self._open.append(technique)
+        self._claim(technique)
+        known = self.decisions.get(name)
+        patches = self._patches[name]
+        if known is not None:
+            self._carry_out(technique, {patch.site: known.get(patch.site, Verdict(keep=True)) for patch in patches})
+        elif technique.applied_before_trial:
+            self._apply_early(technique)
+        if self._trial_step != technique.trial_step:
+            technique.try_late(PatchSet(patch for patch in patches if patch.site not in (known or {})))
+        self._settle(technique)
+        for other in self._techniques:
+            other.give_way(technique.protects(self.model))
+            self._hear(other)
+        return technique in self._at_work
+
+    def listen(self) -> None:
+        """Acts on what techniques had to say in the course of a step."""
+        for technique in self._at_work:
+            if technique.notes.is_new:
+                self._hear(technique)
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """Takes a technique back that was put on in mid-run."""
+        for technique in [one for one in self._techniques if one.name == name]:
+            self._withdraw(technique)
+        self.report.techniques[name] = TechniqueReport(status=f"taken back: {reason}")
+
+    def _withdraw(self, technique: Technique) -> None:
+        self._patches[technique.name].undo()
+        technique.close()
+        self.decisions.pop(technique.name, None)
+        for techniques in (self._techniques, self._open):
+            techniques.remove(technique)
         self._find_at_work()
 
     def stand_aside(self, reason: str) -> None:
@@ -424,6 +474,4 @@ class _UnderWay:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._engine._stage = None
         if kind is None:
-            for technique in self._engine._at_work:
-                if technique.notes.is_new:
-                    self._engine._hear(technique)
+            self._engine.listen()

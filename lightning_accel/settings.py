@@ -45,6 +45,8 @@ class Plan(Arguments, Values):
             vars(self)[name] = settings.get(name, getattr(RunSettings, name))
         vars(self)["tune"] = switch(self.tune, on="auto")
         check_choice("tune", self.tune, ("auto", "off"))
+        vars(self)["out_of_memory"] = switch(self.out_of_memory, on="answer")
+        check_choice("out_of_memory", self.out_of_memory, ("answer", "off"))
         for name in ("log", "strict", "verify"):
             check_bool(name, vars(self)[name])
         whole = self.settings()

@@ -30,6 +30,7 @@ def stub() -> str:
     imports = [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(modules.items())]
     body = f'''
 class RunSettings:
+    out_of_memory: str
     log: bool
     strict: bool
     verify: bool

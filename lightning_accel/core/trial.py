@@ -116,7 +116,7 @@ class Trial:
         that; what it makes of the results is then compared by its distribution.
 
         With ``in_other_orders=False``, for a candidate that does the original's operations in the original's order,
-        both are called once, on all samples, with the same random numbers.
+        both are called once, on ``samples`` of the batch, with the same random numbers.
         """
         try:
             with isolated(self.module, self._device) as left_behind:
@@ -159,8 +159,12 @@ class Trial:
     # -- numbers -----------------------------------------------------------------------------------------------
 
     def _by_rounding(self, original: Contender, candidate: Contender) -> Comparison:
-        expected = self._once(original, self.args, self.kwargs)
-        return self._judge(expected, [expected], self._once(candidate, self.args, self.kwargs))
+        args, kwargs = self.args, self.kwargs
+        if self.samples is not None:
+            with original.state(), own_rng(self._device):
+                args, kwargs = self._samples(original.call)
+        expected = self._once(original, args, kwargs)
+        return self._judge(expected, [expected], self._once(candidate, args, kwargs))
 
     def _by_spread(self, original: Contender, candidate: Contender) -> Comparison:
         without_dropout: AbstractContextManager[list[float]] = nullcontext([])

@@ -102,7 +102,7 @@ class SmallState:
             for slots, before in buffers:
                 _rebind(slots, before)
             for own, name, contents in lists:
-                own[name] = contents
+                own[name] = copy.copy(contents)  # there may be another repetition
             put_back()
 
         return restore

@@ -8,6 +8,7 @@ Lightning's helpers (:class:`~lightning.pytorch.callbacks.ThroughputMonitor`) re
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, cast
@@ -16,6 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -39,6 +41,7 @@ class AutocastingPrecision(Precision):
     def __init__(self, precision: ResolvedPrecision) -> None:
         self.scaler: CountingGradScaler | None = None
         self.device = "cpu"
+        self._unscaled: weakref.ref[Tensor] | None = None  # the latest loss that was scaled
         self._runs_in_float32 = False  # autocast is left out of a step, whatever the precision
         self._set_precision(precision)
 
@@ -76,6 +79,13 @@ class _Autocasting(MixedPrecision):
 
     scaler: CountingGradScaler | None
     _runs_in_float32: bool
+    _unscaled: weakref.ref[Tensor] | None
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self.scaler is not None:
+            self._unscaled = weakref.ref(tensor)
+        return super().pre_backward(tensor, module)
 
     @override
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_accel.core.clocks import StepClock, clock_for
+from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.engine import Engine
+from lightning_accel.lightning.out_of_memory import Searches
 from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning import remembered, verdicts
@@ -159,7 +160,7 @@ class LiveTuning:
     ) -> None:
         self._trainer, self._engine, self._settings = trainer, engine, settings
         self._own_arms, self.resumed = own_arms, resumed
-        self._searches = [one for one in _callbacks(trainer) if isinstance(one, LearningRateFinder | BatchSizeFinder)]
+        self._searches = Searches(trainer)
         self._key: Key | None = None
         self._known: Tuning | None = None
         self._program: Program | None = None
@@ -181,20 +182,25 @@ class LiveTuning:
         return self.tuning if self.tuning is not None and self.tuning.is_settled else None
 
     def yields(self, error: Exception) -> bool:
-        """Takes an arm back that was on trial in a step that raised; whether there was one. Else all trials end."""
+        """Takes an arm back that was on trial in a step that raised; whether there was one.
+
+        Where there was no memory for the run without the arms on trial, they stay, and nothing is asked any more.
+        """
         trials = self.turns.trials
         if trials is None:
             return False
-        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
-        if trials.failed("out of memory" if is_memory else "raised an error"):
-            return True
-        trials.give_up()
-        return False
+        if is_out_of_memory(error):
+            return trials.failed("out of memory") or trials.original_failed()
+        return trials.failed("raised an error")
+
+    def give_up(self) -> None:
+        """Ends all trials: there is nothing left to switch."""
+        if self.turns.trials is not None:
+            self.turns.trials.give_up()
 
     def _trials(self, batch: Any) -> LiveTrials | None:
-        # A search runs the fit's loop within the fit, for a few steps and perhaps with other batches; its callback puts
-        # all the others, and itself, aside meanwhile.
-        if any(search not in _callbacks(self._trainer) for search in self._searches):
+        # A search runs the fit's loop within the fit, for a few steps and perhaps with other batches.
+        if self._searches.are_running:
             return None
         if not self._has_met:
             self._meet(batch)
@@ -323,11 +329,6 @@ def turns_left(trainer: Trainer) -> float:
     left = epochs * batches - trainer.fit_loop.epoch_loop.batch_progress.current.ready
     turns = left / max(1, trainer.accumulate_grad_batches)
     return turns if trainer.max_steps == -1 else min(turns, trainer.max_steps - trainer.global_step)
-
-
-def _callbacks(trainer: Trainer) -> list[Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
 
 
 def _peak_of(device: torch.device) -> PeakMemory | None:

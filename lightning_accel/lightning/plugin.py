@@ -35,6 +35,7 @@ from lightning_accel.lightning.autocasting import AutocastingPrecision, Resolved
 from lightning_accel.lightning.feeding import Feeding, followed_by
 from lightning_accel.lightning.live_trials import LiveTuning, have
 from lightning_accel.lightning.loaders import Loaders
+from lightning_accel.lightning.out_of_memory import OPTIMIZER, MemoryAnswers
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
@@ -71,6 +72,8 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         AutocastingPrecision.__init__(self, "32-true" if self.plan.precision == "auto" else self.plan.precision)
         self._engine: Engine | None = None
         self._net: SafetyNet | None = None
+        self._memory: MemoryAnswers | None = None
+        self._put_on: list[tuple[str, Any]] = []  # against a lack of memory
         self._report = Report()
         self._memory_schedule: MemorySchedule | None = None
         self._hooks = PatchSet()
@@ -125,14 +128,29 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         self._report = engine.report
         record = self._report.of("precision")
         record.is_on, record.status = precision != "32-true", f"{precision}: {reason}"
+        is_answering = self.plan.out_of_memory == "answer"
+        self._memory = MemoryAnswers(module, engine, around, is_on=is_answering, interrupt=self._interrupt)
+        self._memory.have(self._put_on if self._is_fitting else [])
+        # FSDP's ranks gather parameters within a step, which none can repeat alone.
+        can_repeat = not isinstance(strategy, ModelParallelStrategy)
+        if can_repeat and (self._is_in_force() or (is_answering and self._is_fitting)):
+            self._net = SafetyNet(
+                module,
+                engine,
+                self._is_in_force,
+                self._without_precision,
+                self._memory,
+                self._yields,
+                self._gives_up,
+            )
+            self._hook(self._net.patches(strategy))
         if self._is_in_force():
-            if not isinstance(strategy, ModelParallelStrategy):  # whose ranks gather parameters within a step
-                self._net = SafetyNet(module, engine, self._is_in_force, self._without_precision, self._yields)
-                self._hook(self._net.patches(strategy))
             self._hook(self._passages(strategy, engine))
         if self._is_fitting and any(type(one).loader is not Technique.loader for one in around.techniques):
             self._loaders = Loaders(trainer, engine, is_piped=getattr(strategy, "wants_pipeline", False))
             self._hook(self._loaders.patches())
+        if is_answering:
+            self._hook(self._memory.patches(strategy))
         if self.plan.preprocess or getattr(strategy, "wants_pipeline", False):
             transforms, dtype = self.plan.of("preprocess").transforms, DTYPES.get(self.precision, torch.float32)
             self._feeding = Feeding(trainer, engine, transforms, dtype, around.wants_channels_last)
@@ -156,7 +174,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         # only where shards are gathered does one depend on another, and may wait for what rank 0 decides.
         steps_with_others = trainer.world_size > 1 and (self._is_fitting or is_sharded)
         if self._decided_for is None or self._decided_for() is not module:
-            self._decisions, self._decisions_without_gradients, self._tuning = {}, {}, None
+            self._decisions, self._decisions_without_gradients, self._tuning, self._put_on = {}, {}, None, []
             self._decided_for = weakref.ref(module)
         engine = Engine(
             module,
@@ -228,6 +246,29 @@ class AccelPlugin(Arguments, AutocastingPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> None:
+        try:
+            self._backward(tensor, model, optimizer, *args, **kwargs)
+        except Exception as error:
+            if self._memory is not None:
+                self._memory.end(error, "backward pass")
+            raise
+        if self._memory is not None:
+            self._memory.let_go()
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Any, **kwargs: Any
+    ) -> Any:
+        try:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        except Exception as error:
+            if self._memory is not None:
+                self._memory.end(error, OPTIMIZER)
+            raise
+
+    def _backward(
+        self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> None:
         net = self._net
         if net is None or not net.is_spread:
             super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -240,7 +281,12 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
             run(loss if self.scaler is None else self.scaler.scale(loss))
 
-        net.backward(run, run_repeated)
+        def let_go() -> None:
+            for loss in (tensor, self._unscaled and self._unscaled()):
+                if loss is not None and loss.grad_fn is not None:
+                    loss.detach_()
+
+        net.backward(run, run_repeated, let_go)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -253,6 +299,9 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         state: dict[str, Any] = {"decisions": decisions} if decisions else {}
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
+        put_on = self._put_on if self._memory is None or not self._is_fitting else self._memory.written
+        if put_on:
+            state["out_of_memory"] = put_on
         tuning = self._tuning if self._live is None else self._live.settled
         if tuning is not None:
             state["tuning"] = tuning.to_dict()
@@ -264,6 +313,10 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             technique: {site: Verdict(*values) for site, values in verdicts.items()}
             for technique, verdicts in state_dict.get("decisions", {}).items()
         }
+        self._put_on = [(name, settings) for name, settings in state_dict.get("out_of_memory", ())]
+        if self._memory is not None and self._engine is not None:
+            self._engine.decisions.update(decisions)
+            self._memory.have(self._put_on if self._is_fitting else [])
         if self._engine is not None:
             self._engine.carry_out(decisions)
         if "tuning" in state_dict:
@@ -296,6 +349,10 @@ class AccelPlugin(Arguments, AutocastingPrecision):
 
     @override
     def teardown(self) -> None:
+        if self._memory is not None:
+            self._put_on = self._memory.written if self._is_fitting else self._put_on
+            self._memory.close()
+            self._memory = None
         if self._live is not None:
             self._tuning, self._live = self._live.settled, None
         self._runs_in_float32 = False
@@ -325,6 +382,14 @@ class AccelPlugin(Arguments, AutocastingPrecision):
 
     def _yields(self, error: Exception) -> bool:
         return self._live is not None and self._live.yields(error)
+
+    def _gives_up(self) -> None:
+        if self._live is not None:
+            self._live.give_up()
+
+    def _interrupt(self) -> None:
+        if self._live is not None:
+            self._live.turns.interrupt()
 
     def _own_arms(self) -> list[Arm]:
         # float16 needs its scaler, and with it a step of another kind: that stays as the rules have it.
@@ -382,7 +447,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         # Copies and other processes get the settings, the scaler and the decisions; a run in progress stays here.
         make, (kind, state) = super().__reduce__()
         state |= {"_engine": None, "_net": None, "_hooks": PatchSet(), "_feeding": None, "_decided_for": None}
-        state |= {"_live": None, "_loaders": None, "_runs_in_float32": False}
+        state |= {"_live": None, "_loaders": None, "_memory": None, "_unscaled": None, "_runs_in_float32": False}
         return make, (kind, state)
 
     def __repr__(self) -> str:

@@ -3,6 +3,9 @@
 No technique is worth a run. Whatever is raised in a step, everything is taken back, random streams, buffers and what
 else the step had changed, and the step is repeated without us; the report says what happened. Only if that raises as
 well is it the user's own error, which they then get alone.
+
+A step that has run out of memory would need more without us. It is repeated with what needs less
+(:mod:`~lightning_accel.lightning.out_of_memory`), as often as there is something left to put on.
 """
 
 from __future__ import annotations
@@ -12,19 +15,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.core.checks import SettingError
+from lightning_accel.core.out_of_memory import free_what_failed, is_out_of_memory, without_frames
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.report import AccelError
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.attempt import Attempt, SmallState, Step
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+from lightning_accel.lightning.out_of_memory import STEPS, MemoryAnswers
 
 # The end of a loader that the step itself reads, and what we tell the user on purpose.
 _NOT_OURS = (StopIteration, SettingError, AccelError)
@@ -41,7 +43,9 @@ class SafetyNet:
         engine: At work on it.
         is_ours: Whether anything of ours is in force in the next step.
         without_precision: Takes the choice of a precision back around a repeated step; given what that first raised.
+        memory: What there is against a lack of memory.
         yields: Told what a step raised: takes back an arm that was on trial in it, and says whether there was one.
+        gives_up: Told that all edits are about to be taken back.
     """
 
     def __init__(
@@ -50,31 +54,33 @@ class SafetyNet:
         engine: Engine,
         is_ours: Callable[[], bool],
         without_precision: Callable[[Exception], AbstractContextManager[Any]],
+        memory: MemoryAnswers,
         yields: Callable[[Exception], bool] = lambda error: False,
+        gives_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._module = module
         self._engine = engine
         self._is_ours = is_ours
         self._without_precision = without_precision
-        self._yields = yields
+        self._memory = memory
+        self._yields, self._gives_up = yields, gives_up
         self._has_yielded = False  # in the latest repetition
         self._attempt: Attempt | None = None
         self._state: SmallState | None = None
 
     def patches(self, strategy: Strategy) -> Iterator[Patch]:
         """The edits that put every step of ``strategy`` above the net."""
-        for name in _STEPS:
-            goes_backward = name == "training_step" and self._module.automatic_optimization
-            guarded = functools.partial(self._guarded, goes_backward)
+        for name in STEPS:
+            guarded = functools.partial(self._guarded, name == "training_step")
             yield MethodPatch(f"{name}, guarded", "above a net", strategy, name, guarded)
             # DistributedDataParallel calls the module's own step after it has sent rank 0's buffers to all.
             if self._module.trainer.world_size > 1:
                 yield MethodPatch(f"{name}, kept again", "above a net", self._module, name, self._kept_again)
 
-    def _guarded(self, goes_backward: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(self, trains: bool, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-            outputs = self._run(functools.partial(original, strategy), args, kwargs)
-            if not goes_backward:
+            outputs = self._run(trains, functools.partial(original, strategy), args, kwargs)
+            if not (trains and self._module.automatic_optimization):
                 self._attempt = None  # its batch is not to be there beside the next one
             return outputs
 
@@ -93,10 +99,13 @@ class SafetyNet:
         """Whether the latest step can be repeated: not where nothing of ours is in force."""
         return self._attempt is not None
 
-    def backward(self, run: Callable[[], None], run_repeated: Callable[[Any], None]) -> None:
+    def backward(
+        self, run: Callable[[], None], run_repeated: Callable[[Any], None], let_go: Callable[[], None]
+    ) -> None:
         """The backward pass after a step with a net.
 
         Where it raises because of an edit, the step is repeated, and ``run_repeated`` goes backward from its outputs.
+        ``let_go`` frees the graph of the first time, whose loss the Trainer holds.
         """
         attempt, self._attempt = self._attempt, None
         assert attempt is not None, "no net is spread"
@@ -104,16 +113,25 @@ class SafetyNet:
             run()
             return
         except Exception as error:
-            if not (self._gradients_are_new() and self._may_repeat(attempt, error)):
+            if not (self._gradients_are_new(error) and self._may_repeat(attempt, error)):
                 raise
-            failure = _without_frames(error)
-        self._module.zero_grad(set_to_none=True)
-        run_repeated(self._repeat(attempt, failure))
+            lacks_memory = self._lacks_memory(error)
+            failure = without_frames(error)
+        let_go()
+
+        def again(repeat: Callable[[], Any]) -> None:
+            self._module.zero_grad(set_to_none=True)
+            run_repeated(repeat())
+
+        if lacks_memory:
+            self._answer(attempt, failure, again, trains=True)
+            return
+        again(lambda: self._repeat(attempt, failure))
         self._tell(failure)
 
-    def _run(self, step: Step, args: Any, kwargs: Any) -> Any:
+    def _run(self, trains: bool, step: Step, args: Any, kwargs: Any) -> Any:
         self._attempt = None
-        if not self._is_ours():
+        if not (self._is_ours() or (trains and self._memory.may_run_out((args, kwargs)))):
             return step(*args, **kwargs)
         try:
             state = None
@@ -129,19 +147,90 @@ class SafetyNet:
             has_gone_backward, self._attempt = self._attempt is not attempt, None
             if has_gone_backward or not self._may_repeat(attempt, error):
                 raise
-            failure = _without_frames(error)
+            lacks_memory = self._lacks_memory(error)
+            failure = without_frames(error)
         # Outside of the handler, so that an error of the user's does not drag ours along.
+        if lacks_memory:
+            outputs = self._answer(attempt, failure, lambda repeat: repeat(), trains=trains)
+            self._attempt = attempt  # memory may run out in the backward pass yet
+            return outputs
         outputs = self._repeat(attempt, failure)
         self._tell(failure)
         return outputs
 
     def _may_repeat(self, attempt: Attempt, error: Exception) -> bool:
-        return not isinstance(error, _NOT_OURS) and attempt.can_be_repeated()
+        if isinstance(error, _NOT_OURS):
+            return False
+        # Of several ranks, the others wait for what a trial of this one has found, and else for nothing.
+        is_alone = not self._is_one_of_several() or self._engine.is_trying
+        if is_out_of_memory(error) and (self._memory.lets_pass or not is_alone):
+            return False
+        return attempt.can_be_repeated()
 
-    def _gradients_are_new(self) -> bool:
+    def _is_one_of_several(self) -> bool:
+        return self._module.trainer.world_size > 1
+
+    def _gradients_are_new(self, error: Exception) -> bool:
         # Several ranks wait for each other in a backward pass: there is no second one for a single rank.
         trainer, module = self._module.trainer, self._module
-        return module.automatic_optimization and trainer.accumulate_grad_batches == 1 and trainer.world_size == 1
+        if not module.automatic_optimization or trainer.world_size > 1:
+            return False
+        if trainer.accumulate_grad_batches > 1:
+            self._memory.because("the gradients of earlier batches had been added up, and cannot be told from its own")
+            return False
+        return True
+
+    def _lacks_memory(self, error: Exception) -> bool:
+        """Whether memory ran out in a step of this process's own; then looks at who holds it."""
+        if not is_out_of_memory(error) or self._is_one_of_several():
+            return False
+        self._memory.saw(error)
+        return True
+
+    def _answer(
+        self, attempt: Attempt, error: Exception, run: Callable[[Callable[[], Any]], Any], *, trains: bool
+    ) -> Any:
+        """Repeats a step that has run out of memory with what needs less, until it runs or nothing is left.
+
+        Args:
+            attempt: The step.
+            error: What it raised.
+            run: Repeats it by what it is given, and goes backward if need be.
+            trains: Whether the step keeps activations, of which less could be kept.
+        """
+        args, kwargs = attempt.given
+        is_freed = False
+        while True:
+            self._engine.listen()
+            free_what_failed(self._module.device)
+            try:
+                attempt.take_back()
+            except Exception:  # a repetition would not start from where the step did
+                raise error from None
+            if self._yields(error):
+                self._engine.report.note(f"a step with an arm on trial raised {one_line(error)}, and ran without it")
+            elif trains and self._memory.put_on_next():
+                pass
+            elif self._engine.is_trying:  # a trial's own memory may be what there is none for
+                self._engine.stand_aside(f"a step raised {one_line(error)}")
+                self._gives_up()
+            elif not trains and not is_freed:
+                is_freed = True
+            else:
+                raise error
+            try:
+                outputs = run(lambda: attempt.step(*args, **kwargs))
+            except Exception as again:
+                if not attempt.can_be_repeated():
+                    raise
+                if is_out_of_memory(again):
+                    self._memory.saw(again)
+                    error = without_frames(again)
+                elif not self._memory.take_off(again):
+                    raise
+                continue
+            self._memory.ran()
+            return outputs
 
     def _repeat(self, attempt: Attempt, error: Exception) -> Any:
         try:
@@ -153,6 +242,7 @@ class SafetyNet:
         if self._has_yielded:
             return attempt.step(*args, **kwargs)
         remark = f"a step raised {one_line(error)}"
+        self._gives_up()
         self._engine.stand_aside(remark)
         model = self._module.trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
@@ -169,11 +259,3 @@ class SafetyNet:
             return
         remark = f"a step raised {one_line(error)}, and ran when it was repeated without the edits of this plugin"
         self._engine.degrade(f"{remark}: all of them are taken back")
-
-
-def _without_frames(error: Exception) -> Exception:
-    """The exception without what the frames it came through hold: the failed step's activations."""
-    error.__cause__ = error.__context__ = None
-    if isinstance(error, torch.OutOfMemoryError):
-        torch.cuda.empty_cache()
-    return error.with_traceback(None)

@@ -24,6 +24,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import override
 
+from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.search.job import Job, read
@@ -186,7 +187,8 @@ def train(job: Job, setup: Setup, connection: Connection, folder: Path) -> None:
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 default_root_dir=tempfile.mkdtemp(dir=folder),
-                plugins=[AccelPlugin.from_plan(job.plan)],
+                # A setup that does not fit is to fail, and not to be made another.
+                plugins=[AccelPlugin.from_plan(job.plan.replace(out_of_memory="off"))],
                 callbacks=[Paced(connection, job, started)],
             )
             if job.has_logger:
@@ -195,9 +197,8 @@ def train(job: Job, setup: Setup, connection: Connection, folder: Path) -> None:
     except (EOFError, BrokenPipeError):
         return  # whoever asked is gone
     except Exception as error:
-        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
         traceback.print_exc()
-        connection.send(Failed(is_memory, f"{type(error).__name__}: {error}"))
+        connection.send(Failed(is_out_of_memory(error), f"{type(error).__name__}: {error}"))
     else:
         connection.send(Failed(False, "the run ended by itself: its loader has no batches, or the module stops it"))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -22,6 +22,7 @@ from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.saved import saving
 from lightning_accel.techniques.base import Surroundings, Technique
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.relief import Relief
 
 OffloadingSetting = Literal["auto", "off", "host", "disk"]
 
@@ -104,6 +105,16 @@ class ActivationOffloading(Technique):
         if not settings.always or surroundings.settings["memory_budget"].budget != "off":
             return None  # the planner of the budget decides what is offloaded
         return cls(settings, surroundings.model, surroundings.device)
+
+    @classmethod
+    @override
+    def reliefs(cls, surroundings: Surroundings) -> Iterable[Relief]:
+        settings = surroundings.settings[cls.name]
+        # What the host holds is no use to a CPU; and graphs that were recorded, or a budget, have plans of their own.
+        is_taken = surroundings.settings["memory_budget"].budget != "off"
+        is_recorded = surroundings.settings["compile"].mode in ("reduce-overhead", "max-autotune")
+        if settings.to == "auto" and surroundings.device.type == "cuda" and not (is_taken or is_recorded):
+            yield Relief(replace(settings, to="host"), costs=0.25, keeps=0.1)
 
     @classmethod
     @override

@@ -17,6 +17,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
+from lightning_accel.techniques.relief import Relief
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -155,6 +156,11 @@ class Technique:
     def check(cls, settings: Any, all_settings: Mapping[str, Any], verify: bool) -> None:
         """Raises a ``ValueError`` where settings contradict those of another technique; not called where it is off."""
 
+    @classmethod
+    def reliefs(cls, surroundings: Surroundings) -> Iterable[Relief]:
+        """What it can do where a step has run out of memory, beyond what the run's settings have it do already."""
+        return ()
+
     @cached_property
     def notes(self) -> Notes:
         """What this technique has to say."""
@@ -193,6 +199,9 @@ class Technique:
     def step(self, stage: str) -> AbstractContextManager[Any]:
         """Around forward and loss of every step of a stage: ``"train"``, ``"validate"``, ``"test"``, ``"predict"``."""
         return nullcontext()
+
+    def try_late(self, patches: PatchSet) -> None:
+        """Has these patches tried in the steps to come: they were applied when trial steps were over."""
 
     def batch(self, batch: Any, stage: str) -> Any:
         """Applied to every batch of a stage once it is on the device."""
@@ -235,6 +244,9 @@ class Technique:
     def protects(self, model: nn.Module) -> Mapping[str, str]:
         """Where activations must not be changed, for the sake of this technique: prefixes of sites → why."""
         return {}
+
+    def give_way(self, protected: Mapping[str, str]) -> None:
+        """Called when a technique was put on in mid-run, with what it :meth:`protects`."""
 
     def edit_captured(self, graph: GraphModule) -> None:
         """Edits, in place, a graph that was captured for a compiler."""

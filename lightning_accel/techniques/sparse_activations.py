@@ -6,7 +6,7 @@ https://doi.org/10.1109/ISCA.2018.00070, of which this takes the lossless part: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -17,9 +17,13 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.host import Host
 from lightning_accel.memory.packer import Packer
+from lightning_accel.memory.packing_budget import MAX_TIME_SHARE
 from lightning_accel.memory.saved import saving
 from lightning_accel.techniques.base import Surroundings, Technique
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.relief import Relief
+
+_LEAVE_ZEROS = (nn.ReLU, nn.ReLU6, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 SparseSetting = Literal["off", "auto"]
 
@@ -67,6 +71,13 @@ class SparseActivations(Technique):
     @override
     def planned(cls, settings: SparseActivationsPlan, surroundings: Surroundings) -> Self:
         return cls(surroundings.model)
+
+    @classmethod
+    @override
+    def reliefs(cls, surroundings: Surroundings) -> Iterable[Relief]:
+        is_off = surroundings.settings[cls.name].mode == "off"
+        if is_off and any(isinstance(module, _LEAVE_ZEROS) for module in surroundings.model.modules()):
+            yield Relief(SparseActivationsPlan(mode="auto"), costs=MAX_TIME_SHARE)
 
     @override
     def unavailable(self, host: Host) -> str | None:

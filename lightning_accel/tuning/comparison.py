@@ -103,7 +103,7 @@ class Comparison:
     ) -> None:
         self.name = name
         self.cost = 0.0  # in turns of a plain run
-        self.original = original
+        self.original, self.candidate = original, candidate
         self._sides = original, candidate
         self._settle = settle
         self._max_pairs, self._most_pairs = max_pairs, most_pairs

@@ -101,15 +101,36 @@ class LiveTrials(Questions):
 
         The original is then in force. Several ranks cannot do so, as the others know nothing of it.
         """
-        if not self._pending or self._comparison is None or self._gather is not None:
-            return False
-        comparison, turn = self._pending[-1]
-        if comparison is not self._comparison or turn.side == 0:
+        comparison = self._on_trial(side=1)
+        if comparison is None:
             return False
         comparison.failed(verdict)
         self._choose(comparison.original)
         self._conclude()
         return True
+
+    def original_failed(self) -> bool:
+        """Tells that memory ran out in the turn under way; whether that was the original's: the candidate holds now.
+
+        It may fit where the original does not. Nothing more is asked, as the original would have to run for that.
+        """
+        comparison = self._on_trial(side=0)
+        more = {} if comparison is None else dict(comparison.candidate.items() - comparison.original.items())
+        if comparison is None or not more:
+            return False
+        self._hold(comparison.candidate)
+        self.tuning.is_settled = True
+        self._comparison, self._course = None, self._nothing_more()
+        self._choose(self.tuning.choices)
+        self._say(f"out of memory without {', '.join(more)}, so that nothing is tried without any more")
+        return True
+
+    def _on_trial(self, side: int) -> Comparison | None:
+        """What is compared in the turn under way, if that is of this side; not by several ranks."""
+        if not self._pending or self._gather is not None:
+            return None
+        comparison, turn = self._pending[-1]
+        return comparison if comparison is self._comparison and turn.side == side else None
 
     def give_up(self) -> None:
         """Has the rest of the run be the user's own, on all ranks: there is nothing left to switch on this one."""

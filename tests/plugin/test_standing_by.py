@@ -22,6 +22,7 @@ OFF: dict[str, Any] = {
     "inplace_activations": False,
     "memory_format": "off",
     "allocator": "off",
+    "out_of_memory": "off",
 }
 
 
@@ -81,6 +82,13 @@ def added_calls(make_trainer: Callable[..., Any], net: Callable[[], nn.Module], 
 
 def test_with_everything_off_a_step_is_lightnings_own(make_trainer: Callable[..., Any]) -> None:
     assert added_calls(make_trainer, linear, plugins=[AccelPlugin(precision="32-true", log=False, **OFF)]) < 25
+
+
+def test_a_step_that_is_not_about_to_run_out_of_memory_is_looked_at_and_has_no_net(
+    make_trainer: Callable[..., Any],
+) -> None:
+    options = {"precision": "32-true", "log": False, **OFF, "out_of_memory": "answer"}
+    assert added_calls(make_trainer, linear, plugins=[AccelPlugin(**options)]) < 50
 
 
 @pytest.mark.parametrize("net", [linear, with_sites])

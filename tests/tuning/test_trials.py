@@ -145,6 +145,34 @@ def test_out_of_memory_is_a_verdict() -> None:
     assert trials.tuning.results["hungry"].verdict == "out of memory"
 
 
+def test_where_the_run_without_an_arm_runs_out_of_memory_the_arm_stays_and_nothing_is_asked_any_more() -> None:
+    """As with half precision, whose arm is what made the batch fit."""
+    run = SimulatedRun({"saving": 0.9})
+    trials = run.trials()
+    failed = 0
+    for turn in range(run.turns):
+        trials.begin()
+        if run.now["saving"] == "off":
+            failed += 1
+            assert trials.original_failed()
+            assert run.now["saving"] == "on"
+        trials.took(run.step(turn))
+    assert failed == 1
+    assert trials.tuning.choices == {"saving": "on"}
+    assert run.lines == ["out of memory without saving, so that nothing is tried without any more"]
+
+
+def test_a_candidate_that_runs_out_of_memory_is_no_failure_of_the_original() -> None:
+    run = SimulatedRun({"hungry": 1.5})
+    trials = run.trials()
+    trials.begin()
+    while run.now["hungry"] == "off":
+        trials.took(run.step(0))
+        trials.begin()
+    assert not trials.original_failed()
+    assert trials.failed("out of memory")
+
+
 def test_a_step_that_becomes_longer_has_the_plan_tried_again() -> None:
     """From the 400th step on what was faster is slower: another process has come, say."""
     run = SimulatedRun({"threads": 1.5})

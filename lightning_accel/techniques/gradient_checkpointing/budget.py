@@ -27,6 +27,7 @@ from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBud
 from lightning_accel.techniques.gradient_checkpointing.technique import GradientCheckpointing
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.relief import Relief
 
 _DOES: dict[Policy, str] = {
     "keep": "keeps its activations: they fit",
@@ -79,6 +80,11 @@ class MemoryBudget(GradientCheckpointing):
     def planned(cls, settings: MemoryBudgetPlan, surroundings: Surroundings) -> Self:
         offloading = surroundings.settings["activation_offloading"].on(surroundings.device.type)
         return cls(settings, offloading, surroundings.device, verify=surroundings.verify)
+
+    @classmethod
+    @override
+    def reliefs(cls, surroundings: Surroundings) -> Iterable[Relief]:
+        return ()  # its plan has done what it could
 
     @classmethod
     @override

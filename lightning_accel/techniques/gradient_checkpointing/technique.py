@@ -18,12 +18,13 @@ from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
-from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.core.trial import ORACLE_SAMPLES, Contender, Trial
 from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan, budget_moved
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.relief import Relief
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -63,11 +64,29 @@ class GradientCheckpointing(Technique):
         self._verify = verify
         self._blocks: dict[str, nn.Module] = {}
         self._untried: dict[str, MethodPatch] = {}
+        self._is_late = False  # where there was no memory for the step itself, there is little for a trial
 
     @classmethod
     @override
     def planned(cls, settings: Any, surroundings: Surroundings) -> Self:
         return cls(settings.mode, settings.blocks, verify=surroundings.verify)
+
+    @classmethod
+    @override
+    def reliefs(cls, surroundings: Surroundings) -> Iterable[Relief]:
+        settings, model = surroundings.settings[cls.name], surroundings.model
+        if surroundings.settings["memory_budget"].budget != "off":
+            return  # whose plan has it already
+        is_compiled = surroundings.settings["compile"].mode != "off"
+        only_anew = "the blocks are compiled as they are" if is_compiled else ""
+        # By the formula of docs/planning.md for a decoder's block: of 64 bytes a value that it keeps in float32, 44 are
+        # left, or 4 and one block's work.
+        blocks = find_blocks(model, settings.blocks)
+        if settings.mode == "off" and (settings.blocks or units(model)):
+            yield Relief(CheckpointingPlan(mode="selective", blocks=settings.blocks), 0.12, 0.7, only_anew)
+        if settings.mode != "full" and blocks:
+            keeps = min(1.0, 4 / 64 + 1 / len(blocks))
+            yield Relief(CheckpointingPlan(mode="full", blocks=settings.blocks), 0.33, keeps, only_anew)
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -122,7 +141,8 @@ class GradientCheckpointing(Technique):
 
     def _judge(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
         block = self._blocks[patch.site]
-        return try_block(block, functools.partial(patch.original, block), patch.value, args, kwargs)
+        original = functools.partial(patch.original, block)
+        return try_block(block, original, patch.value, args, kwargs, on_few=self._is_late)
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
@@ -140,13 +160,21 @@ class GradientCheckpointing(Technique):
     def step(self, stage: str) -> AbstractContextManager[Any]:
         return self._late_trial() if self._untried else nullcontext()
 
+    @override
+    def try_late(self, patches: PatchSet) -> None:
+        self._is_late = True
+        self._untried = {patch.site: patch for patch in patches if isinstance(patch, MethodPatch) and self._verify}
+
     @contextmanager
     def _late_trial(self) -> Iterator[None]:
-        with self._tried_when_called() as verdicts:
-            yield
-        for site, verdict in verdicts.items():
-            if not verdict.keep:
-                self.notes.refuse(site, verdict.reason)
+        verdicts: Verdicts = {}
+        try:
+            with self._tried_when_called() as verdicts:
+                yield
+        finally:  # what was found holds, though the step raises later
+            for site, verdict in verdicts.items():
+                if not verdict.keep:
+                    self.notes.refuse(site, verdict.reason)
 
     @contextmanager
     def _tried_when_called(self) -> Iterator[Verdicts]:
@@ -179,13 +207,29 @@ def _draws(block: nn.Module) -> bool:
 
 
 def try_block(
-    block: nn.Module, original: Callable[..., Any], checkpointed: Callable[..., Any], args: Any, kwargs: Any
+    block: nn.Module,
+    original: Callable[..., Any],
+    checkpointed: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    on_few: bool = False,
 ) -> Verdict:
-    """Whether the checkpointed call gives the original's numbers and leaves nothing behind twice."""
+    """Whether the checkpointed call gives the original's numbers and leaves nothing behind twice.
+
+    Args:
+        block: The block.
+        original: Its own call.
+        checkpointed: The same, recomputed.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        on_few: Whether a few samples of the batch have to do.
+    """
     strange = changeable_argument(args, kwargs)
     if strange is not None:
         return Verdict(keep=False, reason=f"takes a {strange}, which may not be the same when the block is recomputed")
-    found = Trial(block, args, kwargs).numbers(Contender(original), Contender(checkpointed), in_other_orders=False)
+    trial = Trial(block, args, kwargs, samples=ORACLE_SAMPLES if on_few else None)
+    found = trial.numbers(Contender(original), Contender(checkpointed), in_other_orders=False)
     if found.failure:
         return Verdict(keep=False, reason=found.failure)
     norms = {n: m for n, m in block.named_modules() if isinstance(m, NORMS)}

@@ -98,6 +98,13 @@ class InplaceActivations(Technique):
             yield MethodPatch(site, change, module, "forward", owner.rebound)
 
     @override
+    def give_way(self, protected: Mapping[str, str]) -> None:
+        for site in self.sites:
+            why = _skipped(site, protected)
+            if why is not None:
+                self.notes.refuse(site, why)
+
+    @override
     def arms(self) -> Iterable[Arm]:
         if any(site.in_place for site in self.sites.values()):
             yield Arm(self.name, ("on",), self._have, saves_memory=True)

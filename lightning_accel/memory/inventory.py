@@ -1,0 +1,153 @@
+"""What held the memory when there was none left, and which module asked for more."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.out_of_memory import asked_bytes
+from lightning_accel.core.tree import tensors_in, unique_bytes
+from lightning_accel.memory.meter import device_memory_bytes
+
+_LIBRARIES = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")}
+_NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(torch.__file__).resolve().parents[1]), str(Path(__file__).parents[1]))
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Who held how much.
+
+    Attributes:
+        device: Whose memory it is.
+        limit_bytes: All that there is of it.
+        asked_bytes: What was asked for in vain; None where nobody said.
+        fixed_bytes: What every step holds: parameters, gradients, states of optimizers, buffers.
+        rest_bytes: What was held beside that and the batch: activations above all.
+        held_bytes: By this process, all in all.
+        parts: What the page lists: name → bytes.
+    """
+
+    device: str
+    limit_bytes: int
+    asked_bytes: int | None
+    fixed_bytes: int
+    rest_bytes: int
+    held_bytes: int
+    parts: dict[str, int]
+
+    @property
+    def wanted_bytes(self) -> int:
+        """What the step would have needed to come one allocation further."""
+        return self.held_bytes + (self.asked_bytes or 0)
+
+    def table(self) -> str:
+        """A line for each part, the largest first."""
+        width = max(map(len, self.parts))
+        rows = sorted(self.parts.items(), key=lambda part: part[1], reverse=True)
+        return "\n".join(f"  {name:{width}}  {format_bytes(size):>12}" for name, size in rows if size)
+
+
+def take_inventory(
+    model: nn.Module, optimizers: Iterable[Optimizer], batch: Any, device: torch.device, error: BaseException
+) -> Inventory:
+    """Counts what is held now; while the frames of ``error`` live, activations are among it.
+
+    Args:
+        model: Its parameters, gradients and buffers are counted.
+        optimizers: Their states are.
+        batch: What the step was given.
+        device: What is on others does not count.
+        error: What was raised for want of memory.
+    """
+
+    def held(tensors: Iterable[Tensor | None]) -> int:
+        return unique_bytes(t for t in tensors if t is not None and not is_lazy(t) and t.device.type == device.type)
+
+    optimizers = list(optimizers)
+    states = [tensor for optimizer in optimizers for tensor in tensors_in(list(optimizer.state.values()))]
+    names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+    fixed = {
+        "parameters": held(model.parameters()),
+        "gradients": held(p.grad for p in model.parameters() if not is_lazy(p)),
+        "buffers": held(model.buffers()),
+        f"states of {names}": held(states),
+    }
+    batch_bytes = held(tensors_in(batch))
+    known = sum(fixed.values()) + batch_bytes
+    if device.type == "cuda":
+        held_bytes = torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        parts = {
+            "activations, and what was being computed": max(0, held_bytes - known),
+            "free, and reserved by torch in pieces": reserved - held_bytes,
+            "other processes, and CUDA itself": max(0, total - free - reserved),
+        }
+    else:
+        held_bytes = psutil.Process().memory_info().rss
+        parts = {"activations, and all else in this process": max(0, held_bytes - known)}
+    return Inventory(
+        device=str(device),
+        limit_bytes=limit_bytes(device),
+        asked_bytes=asked_bytes(error),
+        fixed_bytes=sum(fixed.values()),
+        rest_bytes=max(0, held_bytes - known),
+        held_bytes=held_bytes,
+        parts={**fixed, "the batch": batch_bytes, **parts},
+    )
+
+
+def limit_bytes(device: torch.device) -> int:
+    """What this process may hold of a device's memory; on a CPU of the machine's, the container's, or by ``ulimit``."""
+    whole = device_memory_bytes(device)
+    if device.type == "cuda":
+        return int(torch.cuda.get_per_process_memory_fraction(device) * whole)
+    return min([whole, *_own_limits()])
+
+
+def has_limit_of_its_own() -> bool:
+    """Whether this process may take less memory than the machine or container has (``ulimit -v``, ``-d``)."""
+    return bool(_own_limits())
+
+
+def _own_limits() -> list[int]:
+    if sys.platform == "win32":
+        return []
+    import resource
+
+    limits = [resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    return [limit for limit in limits if limit != resource.RLIM_INFINITY]
+
+
+def who_asked(error: BaseException, model: nn.Module) -> str:
+    """Where an error came from: the innermost modules of ``model``, and the line of the user's; empty: nobody's.
+
+    What autograd's own threads and kernels do has no frames of Python's: of a backward pass no module is known.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    chain: list[str] = []
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith((*_NOT_THE_USERS, "<")):
+            place = f"{file}:{line}, in {frame.f_code.co_name}"
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and names.get(id(owner)):
+            called = f"{names[id(owner)]} ({type(owner).__name__})"
+            if called not in chain:
+                chain.append(called)
+    return "\n".join(
+        [f"  {name}" for name in reversed(chain[-3:])] + ([f"  at {place}" if chain else f"  {place}"] if place else [])
+    )

@@ -1,0 +1,137 @@
+"""The page that a run ends with when it has no memory for a step: who asked, what held it, and what would fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.memory.inventory import Inventory
+
+ROOM = 0.95
+"""What may be taken of a limit: allocators leave gaps."""
+
+_MOST_PIECES = 64
+
+
+class StepMemoryError(RuntimeError):
+    """A step did not fit into memory, and could not be made to. What torch raised is its cause."""
+
+
+class DeviceStepMemoryError(StepMemoryError, torch.OutOfMemoryError):
+    """The same on a GPU: whoever catches torch's own error catches it."""
+
+
+class HostStepMemoryError(StepMemoryError, MemoryError):
+    """The same where Python or NumPy asked."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One thing that would need less memory.
+
+    Attributes:
+        setting: Of the plugin; empty: it is the batch that is divided.
+        value: What to set it to, as a plan writes it.
+        keeps: What is then left of the activations, as a share, about; None: unknown.
+        remark: What else there is to say.
+    """
+
+    setting: str
+    value: Any
+    keeps: float | None
+    remark: str = ""
+
+
+def error_with(page: str, cause: BaseException) -> StepMemoryError:
+    """The error to end with: of the kind of its cause, and with its first line before all, by which others tell it."""
+    if isinstance(cause, torch.OutOfMemoryError):
+        return DeviceStepMemoryError(page)
+    return HostStepMemoryError(page) if isinstance(cause, MemoryError) else StepMemoryError(page)
+
+
+def page(
+    cause: BaseException,
+    headline: str,
+    asked: str,
+    inventory: Inventory,
+    tried: Sequence[str],
+    remedies: Sequence[Remedy],
+    batch_size: int | None,
+    accumulate: int | None,
+) -> str:
+    """The whole page.
+
+    Args:
+        cause: What was raised.
+        headline: Which step it was, and why the run cannot go on.
+        asked: As :func:`~lightning_accel.memory.inventory.who_asked` says it; may be empty.
+        inventory: Who held how much.
+        tried: What was put on before, a line each.
+        remedies: What the settings could still do, beginning with what costs the least time.
+        batch_size: Samples in the batch, where that can be told.
+        accumulate: How many batches' gradients the run adds up; None where it does not train.
+    """
+    first_line = str(cause).strip().split("\n")[0] or type(cause).__name__
+    unknown = "  not known: autograd's engine does not say for which module it computes"
+    held = f"What held it, of {format_bytes(inventory.limit_bytes)} on {inventory.device}:"
+    parts = [first_line, "", headline, "", "Who asked:", asked or unknown, "", held, inventory.table()]
+    if tried:
+        parts += ["", "What was put on before:", *(f"  {line}" for line in tried)]
+    parts += ["", "What to do, cheapest first:", *_listed(inventory, remedies, batch_size, accumulate)]
+    return "\n".join(parts)
+
+
+def _listed(
+    inventory: Inventory, remedies: Sequence[Remedy], batch_size: int | None, accumulate: int | None
+) -> list[str]:
+    fixed, rest, limit = inventory.fixed_bytes, inventory.rest_bytes, ROOM * inventory.limit_bytes
+    lines: list[str] = []
+    has_marked = False
+    for remedy in remedies:
+        remark = f"; {remedy.remark}" if remedy.remark else ""
+        need = None if remedy.keeps is None else fixed + remedy.keeps * (rest + (inventory.asked_bytes or 0))
+        amount = "" if need is None else f"  # about {format_bytes(need)}"
+        if need is not None and need <= limit and not has_marked:
+            has_marked, amount = True, f"{amount}: the cheapest that should fit"
+        lines += [f"  AccelPlugin({remedy.setting}={remedy.value!r}){amount}{remark}"]
+        lines += [f"    YAML: {remedy.setting}: {_yaml(remedy.value)}"]
+    if fixed > limit:
+        lines.append(
+            f"  What every step holds ({format_bytes(fixed)}) does not fit whatever the batch: shard it"
+            " (strategy='accel_fsdp'), train fewer parameters, or take an optimizer with smaller states."
+        )
+    elif batch_size is not None and batch_size > 1:
+        pieces = _pieces(inventory, batch_size)
+        smaller = f"  DataLoader(batch_size={max(1, batch_size // pieces)})"
+        about = f"  # about {format_bytes(fixed + (rest + (inventory.asked_bytes or 0)) / pieces)}"
+        if accumulate is None:
+            lines.append(f"{smaller}{about}")
+        else:
+            lines.append(
+                f"{smaller}, Trainer(accumulate_grad_batches={pieces * accumulate}){about}; the same gradients where"
+                " the loss is a mean over samples and no batch norm trains"
+            )
+    return lines or [
+        "  An optimizer with smaller states, states that are sharded (strategy='accel_fsdp'), a smaller model, or a"
+        " device with more memory."
+    ]
+
+
+def _pieces(inventory: Inventory, batch_size: int) -> int:
+    """Into how many pieces, a power of two, the batch has to be divided, as far as activations go by its size."""
+    room = max(1.0, ROOM * inventory.limit_bytes - inventory.fixed_bytes)
+    needed = (inventory.rest_bytes + (inventory.asked_bytes or 0)) / room
+    return min(1 << max(1, math.ceil(math.log2(max(1.0, needed)))), _MOST_PIECES, batch_size)
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    return str(value)

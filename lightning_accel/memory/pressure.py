@@ -1,0 +1,112 @@
+"""Whether a step may run out of memory, as far as that can be told for nearly nothing."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.memory.inventory import has_limit_of_its_own, limit_bytes
+
+_TIGHT = 0.7
+"""A peak of this share of the memory is too near to its end for a step without a net."""
+
+_FIRST_STEPS = 3
+_LOOK_EVERY = 64  # steps
+_LATEST = 16  # steps that tell how long one takes
+
+
+class Pressure:
+    """Looks at the peak now and then, and at the size of every batch.
+
+    Args:
+        device: Whose memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps = 0
+        self._largest = 0
+        self._is_tight = device.type not in ("cpu", "cuda") or (device.type == "cpu" and has_limit_of_its_own())
+
+    def may_run_out(self, given: Any) -> bool:
+        """Whether the next step, with what it is given, may need more memory than there is."""
+        self._steps += 1
+        if self._is_tight:
+            return True
+        elements = _elements(given)
+        is_larger = elements > self._largest
+        if is_larger:
+            self._largest = elements
+        if self._steps % _LOOK_EVERY == _FIRST_STEPS:
+            self._is_tight = PeakMemory(self._device).peak_bytes() > _TIGHT * limit_bytes(self._device)
+        return is_larger or self._is_tight or self._steps <= _FIRST_STEPS
+
+
+def _elements(given: Any) -> int:
+    """Of the first tensor in what a step is given, which grows with the others: this is asked at every step."""
+    while not isinstance(given, Tensor):
+        if isinstance(given, Mapping):
+            given = [*given.values()]
+        if not (isinstance(given, list | tuple) and given):
+            return 0
+        given = given[0]
+    return given.numel()
+
+
+class Toll:
+    """What an answer to a lack of memory costs: peaks and times of the steps before and after it.
+
+    Args:
+        device: Whose memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._peak = PeakMemory(device)
+        self._times: deque[float] = deque(maxlen=_LATEST)
+        self._began: float | None = None
+        self._before_s: float | None = None
+        self._before_bytes = 0
+        self._left: int | None = None  # steps until the toll is known; None: nobody asks
+
+    def step_begins(self) -> bool:
+        """Notes the time; whether the toll has become known."""
+        now = time.perf_counter()
+        if self._began is not None:
+            self._times.append(now - self._began)
+        self._began = now
+        if self._left is None:
+            return False
+        self._left -= 1
+        if self._left == _LATEST:  # the steps before tried something
+            self._times.clear()
+            self._peak.restart()
+        return self._left == 0
+
+    def interrupt(self) -> None:
+        """Tells that the time until the next step is not a step's."""
+        self._began = None
+
+    def ask(self, before_bytes: int) -> None:
+        """Begins to find out what comes after an answer, of which the step needed ``before_bytes`` at least."""
+        if self._left is None:
+            self._before_s = statistics.median(self._times) if len(self._times) >= _FIRST_STEPS else None
+            self._before_bytes = before_bytes
+        self._left = _LATEST + _FIRST_STEPS
+        self._began = None
+
+    def known(self) -> tuple[int, int | None, float | None] | None:
+        """Peak before, peak after, and how many times as long a step takes, as far as known; None: nobody asked."""
+        if self._left is None:
+            return None
+        has_after = self._left < _LATEST and len(self._times) > 0
+        self._left = None
+        after_s = statistics.median(self._times) if has_after else None
+        ratio = after_s / self._before_s if after_s is not None and self._before_s else None
+        return self._before_bytes, self._peak.peak_bytes() if has_after and self._peak.can_restart else None, ratio

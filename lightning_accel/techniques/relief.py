@@ -1,0 +1,24 @@
+"""What a technique can do for a run that has run out of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Relief:
+    """A way to need less memory that changes no number, and can be put on in mid-run.
+
+    Attributes:
+        settings: The technique's own, with which it is made anew.
+        costs: What it adds to the time of a step, as a share of it, about: what costs least is tried first.
+        keeps: What is left of the activations that a step keeps for its backward pass, as a share of them, about; None
+            where that hangs on their values.
+        only_anew: Why a run under way cannot have it, though the next one can; empty: it can.
+    """
+
+    settings: Any
+    costs: float
+    keeps: float | None = None
+    only_anew: str = ""

@@ -28,20 +28,19 @@ class Arguments:
         | dict[str, Any]
         | bool = "auto",
         inplace_activations: Literal["auto", "off"] | bool = "auto",
-        loss: Literal["auto", "on", "off"] | bool = "auto",
-        memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool = "auto",
-        optimizer: Literal["auto", "off", "foreach", "fused"] | bool = "auto",
         float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"] | bool = "off",
+        loss: Literal["auto", "on", "off"] | bool = "auto",
         matmul_precision: Literal["off", "auto", "high", "medium"] | bool = "auto",
         memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool = "auto",
-        cudnn_benchmark: Literal["off", "auto", "on"] | bool = "auto",
+        cudnn_benchmark: Literal["auto", "on", "off"] | bool = "auto",
         optimizer_8bit: Literal["off", "on"] | bool = "off",
+        optimizer: Literal["auto", "off", "foreach", "fused"] | bool = "auto",
         padding: Literal["off", "auto"] | int | bool = "off",
         sparse_activations: Literal["auto", "off"] | bool = "off",
         activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool = "auto",
         gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool = "off",
         memory_budget: int | float | str | MemoryBudgetPlan | dict[str, Any] | bool = "off",
-        graphs: Literal["off", "on", "auto"] | bool = "off",
+        graphs: Literal["auto", "on", "off"] | bool = "off",
         threads: Literal["off", "auto"] | int | bool = "off",
         compile: Literal[
             "off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
@@ -71,18 +70,12 @@ class Arguments:
                 ``backend``, ``skip``, ``force``.
             inplace_activations: ``"auto"`` lets activation and dropout modules overwrite their input at every call
                 where nobody else can read it, as counts of who holds it show; ``"off"``.
-            loss: ``"auto"`` computes the loss of large vocabularies in pieces, without the logits, where they are
-                asked for nothing else and that is not slower; ``"on"`` also where it is; ``"off"``.
-            memory_format: ``"auto"`` moves models with convolutions to channels_last where that is not slower; a
-                named format is used wherever the numbers agree; ``"off"`` leaves every layout alone.
-            optimizer: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of
-                them at once; ``"auto"`` tries both on the run's own steps, and the fastest stays; ``"off"``. Groups
-                for which the user has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left
-                as they are.
             float8: ``"off"``; or one of torchao's: ``"tensorwise"``, a scale a tensor, the fastest; ``"rowwise"``,
                 a scale a row; ``"rowwise_with_gw_hp"``, which leaves the gradients of weights out, the most exact.
                 It changes training: layers that are faster so have it while they train, and the report says what
                 each is off by.
+            loss: ``"auto"`` computes the loss of large vocabularies in pieces, without the logits, where they are
+                asked for nothing else and that is not slower; ``"on"`` also where it is; ``"off"``.
             matmul_precision: ``"off"`` leaves it as it is; ``"high"`` and ``"medium"`` are those of
                 ``torch.set_float32_matmul_precision``: TF32 for both on NVIDIA's cards from Ampere on, and on CPUs
                 with AVX512-BF16 or AMX ``"medium"`` is bfloat16. ``"auto"`` takes what the machine has, where
@@ -96,6 +89,10 @@ class Arguments:
                 give ``"off"``.
             optimizer_8bit: ``"on"`` keeps the moments of torch's Adam and AdamW in 8 bits while the run lasts, by
                 torchao; it changes training, and the report says by how much. Checkpoints have floats. ``"off"``.
+            optimizer: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of
+                them at once; ``"auto"`` tries both on the run's own steps, and the fastest stays; ``"off"``. Groups
+                for which the user has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left
+                as they are.
             padding: A number pads the sequences of every training batch to a multiple of it; ``"auto"`` to the
                 largest that the device's kernels like and that makes a batch at most an eighth longer; ``"off"``.
                 Batches are mappings as transformers have them: ``input_ids``, an ``attention_mask`` that keeps the
@@ -121,13 +118,11 @@ class Arguments:
             threads: ``"off"`` leaves them as they are; a number from 1 on; or ``"auto"``: half as many, a quarter
                 and so on are tried on the run's own steps, and the fastest stays. ``lightning-accel tune`` finds it
                 before a run.
-            compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where a trial is faster;
-                or a mode of :func:`torch.compile`.
-            allocator: ``"auto"`` has the heap of glibc keep what is freed, where steps on the CPU ask the system
-                for pages again and again; ``"off"`` leaves it alone. Other allocators: ``lightning-accel run``.
             compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where live trials find
                 whole steps to be faster, and the run is long enough to win back what compiling takes; or a mode of
                 :func:`torch.compile`.
+            allocator: ``"auto"`` has the heap of glibc keep what is freed, where steps on the CPU ask the system
+                for pages again and again; ``"off"`` leaves it alone. Other allocators: ``lightning-accel run``.
             tune: ``"auto"``: what is kept is decided by whole training steps, while they train, so that the run is
                 never slower than plain; ``"off"``: by the trials of the parts alone.
             out_of_memory: ``"answer"``: where a training step under Lightning runs out of memory, what needs less
@@ -152,20 +147,19 @@ class Values:
         | bool
     )
     inplace_activations: Literal["auto", "off"] | bool
-    loss: Literal["auto", "on", "off"] | bool
-    memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool
-    optimizer: Literal["auto", "off", "foreach", "fused"] | bool
     float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"] | bool
+    loss: Literal["auto", "on", "off"] | bool
     matmul_precision: Literal["off", "auto", "high", "medium"] | bool
     memory_format: Literal["auto", "off", "channels_last", "channels_last_3d"] | bool
-    cudnn_benchmark: Literal["off", "auto", "on"] | bool
+    cudnn_benchmark: Literal["auto", "on", "off"] | bool
     optimizer_8bit: Literal["off", "on"] | bool
+    optimizer: Literal["auto", "off", "foreach", "fused"] | bool
     padding: Literal["off", "auto"] | int | bool
     sparse_activations: Literal["auto", "off"] | bool
     activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool
     gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool
     memory_budget: int | float | str | MemoryBudgetPlan | dict[str, Any] | bool
-    graphs: Literal["off", "on", "auto"] | bool
+    graphs: Literal["auto", "on", "off"] | bool
     threads: Literal["off", "auto"] | int | bool
     compile: (
         Literal["off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | bool

@@ -59,8 +59,8 @@ REMARKS = {
     "false_wins": "Asked for: at most 1 in 100. Arms that change nothing at all, in short plain loops whose steps take"
     " milliseconds; the same greedy search as above.",
     "second_run": "Asked for: at most 1.1 for the second. The mean of the first 50 steps by the median of the last 50,"
-    " each from a batch's start to the next one's, so that trials and compilation are in it; each run in a process of its"
-    " own.",
+    " each from a batch's start to the next one's, so that trials and compilation are in it; each run in a process of"
+    " its own.",
     "plugin_overhead": "Asked for: at most 15 µs a step with everything off and 50 µs with the defaults, which log."
     " Steps are in processor time, calls forward passes of tiny tensors.",
     "checkpointing": "Asked for: `full` at least 60% lower; `selective` at least 30% lower for at most half of the"

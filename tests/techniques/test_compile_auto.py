@@ -309,6 +309,28 @@ def test_a_deterministic_run_does_not_decide_by_the_clock(determinism_restored: 
         accelerate(blocks(2.0, 2.0), Plan(**SETTINGS, compile="auto"), host=CPU).undo()
 
 
+def test_live_trials_of_a_loop_ask_for_it_and_note_what_it_took(compiler: Compiler) -> None:
+    plan = Plan(**{**SETTINGS, "compile": "auto", "tune": "auto"})
+    handle = accelerate(blocks(2.0, 2.0), plan, steps=10_000_000, host=CPU)  # which can afford it
+    for _ in range(20):
+        train(handle)
+    assert compiler.graphs == 1
+    assert handle.report.applied("compile") == ["1", "2"]
+    assert handle.tuning is not None
+    assert handle.tuning.setup_s["compile"] > 0
+    handle.undo()
+
+
+def test_a_short_loop_is_told_that_it_cannot_afford_it(compiler: Compiler) -> None:
+    plan = Plan(**{**SETTINGS, "compile": "auto", "tune": "auto"})
+    handle = accelerate(blocks(2.0, 2.0), plan, steps=100, host=CPU)
+    for _ in range(20):
+        train(handle)
+    assert compiler.graphs == 0
+    assert "not tried: it would take about 10 s, and trials may cost this run " in str(handle.report)
+    handle.undo()
+
+
 RUN = """
 import torch, warnings
 warnings.simplefilter("ignore")

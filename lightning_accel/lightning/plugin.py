@@ -282,7 +282,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             run(loss if self.scaler is None else self.scaler.scale(loss))
 
         def let_go() -> None:
-            for loss in (tensor, self._unscaled and self._unscaled()):
+            for loss in (tensor, None if self._unscaled is None else self._unscaled()):
                 if loss is not None and loss.grad_fn is not None:
                     loss.detach_()
 

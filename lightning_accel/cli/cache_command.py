@@ -38,11 +38,14 @@ def run(*, clear: bool) -> None:
         machine = f"{entry.key['host']}, {entry.key['versions']}"
         table.add_row(entry.key["model"], choices, str(whole.interval) if whole else "", machine, entry.written)
     searches = len(list(remembered.searches().glob("*.json")))
+    allocators = len(list((folder / "allocators").glob("*.json")))
     if table.row_count:
         Console(width=160).print(table)
-    elif not searches:
+    elif not searches and not allocators:
         print(f"nothing is remembered in {folder}")
     if searches:
         print(f"searches before a run (tune), of which a second call goes on: {searches}")
+    if allocators:
+        print(f"which allocator wins (run): {allocators}")
     for complaint in complaints:
         print(f"! {complaint}; --clear removes it")

@@ -35,7 +35,7 @@ FORMAT = 1
 SECONDS = 20.0
 """How long the comparisons may take, of a machine that nothing is known of."""
 
-USAGE = f"""\
+USAGE = """\
 usage: lightning-accel run [--measure] train.py [argument ...]
        lightning-accel run [--measure] -m package.module [argument ...]
        lightning-accel run --measure
@@ -43,7 +43,7 @@ usage: lightning-accel run [--measure] train.py [argument ...]
 Starts a Python program with the allocator that wins here: variables that have to be there before Python starts. What
 `tune` has found for the program is in the configuration that it wrote, and holds where the program is given that.
 Otherwise, on a GPU, segments of its memory expand; on a CPU, a stand-in for a training is measured once under each
-allocator of this machine, in up to {SECONDS:.0f} s, and remembered. Variables that you have set stay as they are.
+allocator of this machine, in about half a minute, and remembered. Variables that you have set stay as they are.
 
   --measure   measure anew
   -h, --help  show this

@@ -21,7 +21,7 @@ ALPHA = 0.01
 """Of 100 machines on which none is faster, at most one gets another than it has."""
 
 _WARM_UP_TURNS = 4
-_MAX_PAIRS = 60
+_MIN_PAIRS, _MAX_PAIRS = 20, 60  # fewer can hardly prove anything: they are taken, though the time may be over
 _PATIENCE_S = 180.0  # until a process has imported torch and is warm, on a machine that has more to do
 
 
@@ -50,7 +50,13 @@ class _Told:
 
 
 class _Process:
-    """The stand-in under one allocator."""
+    """The stand-in under one allocator.
+
+    Attributes:
+        latest: Its latest answer.
+    """
+
+    latest: _Told
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._popen = subprocess.Popen(
@@ -61,7 +67,6 @@ class _Process:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.warm: _Told | None = None
 
     def ask(self, turns: int) -> None:
         """Has it take turns; :meth:`answer` waits for them.
@@ -83,7 +88,8 @@ class _Process:
         line = self._popen.stdout.readline()
         if not line:
             raise OSError(f"its process ended with status {self._popen.wait()}")
-        return _Told(**json.loads(line))
+        self.latest = _Told(**json.loads(line))
+        return self.latest
 
     def turn(self) -> float:
         self.ask(1)
@@ -126,17 +132,16 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
             running[heap.name] = _Process(heap.environment)
             running[heap.name].ask(_WARM_UP_TURNS)
         table, best, is_sure = [], plain, True
-        running[""].warm = running[""].answer()
+        running[""].answer()
         for heap in heaps:
             beside = best.name or "as it is"
             try:
-                running[heap.name].warm = running[heap.name].answer()
+                running[heap.name].answer()
                 test = _compared(running[best.name], running[heap.name], heap.name, seconds / len(heaps))
             except OSError as error:
                 table.append(f"{heap.name}: {error}")
                 continue
-            told = running[heap.name].warm
-            assert told is not None
+            told = running[heap.name].latest
             table.append(
                 f"{heap.name}: {test.outcome() or 'cannot tell'}: {test.interval()} beside {beside},"
                 f" {len(test)} pairs; {told.faults:,} page faults a step, {told.peak_bytes / 2**20:,.0f} MiB"
@@ -151,13 +156,11 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
 
 
 def _compared(original: _Process, candidate: _Process, name: str, seconds: float) -> PairTest:
-    assert original.warm is not None
-    assert candidate.warm is not None
-    before, rise = original.warm.peak_bytes, candidate.warm.peak_bytes - original.warm.peak_bytes
+    before, rise = original.latest.peak_bytes, candidate.latest.peak_bytes - original.latest.peak_bytes
     test = PairTest(ALPHA, WORTH_MEMORY if rise > max(LEAST_RISE_BYTES, MEMORY_RISE * before) else 0.0)
     coin = random.Random(name)
     end = time.monotonic() + seconds
-    while not test.outcome() and len(test) < _MAX_PAIRS and time.monotonic() < end:
+    while not test.outcome() and len(test) < _MAX_PAIRS and (len(test) < _MIN_PAIRS or time.monotonic() < end):
         took = [math.nan, math.nan]
         for side in coin.sample((0, 1), 2):
             took[side] = (original, candidate)[side].turn()

@@ -67,7 +67,8 @@ def wrapper_tensor(kind: type[Tensor], like: Tensor, device: torch.device) -> Te
     """A tensor of a subclass that has a shape, strides, a dtype and a device, and no memory.
 
     ``_make_wrapper_subclass``, since torch 1.10; torch's own notes on subclasses that hold others name it, and there is
-    no public way. Without it the AttributeError takes the edits of ``loss`` back.
+    no public way. Without it a step with a head raises, and under Lightning is
+    repeated without edits.
     """
     return Tensor._make_wrapper_subclass(kind, like.shape, like.stride(), dtype=like.dtype, device=device)
 

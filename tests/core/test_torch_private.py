@@ -63,7 +63,9 @@ def test_a_tensor_of_a_subclass_can_be_without_memory() -> None:
     """Else ``loss`` raises at the first call of a head, and Lightning's steps are repeated without edits."""
 
     class Nothing(Tensor):
-        pass
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("no operation is asked for")
 
     like = torch.empty(1 << 40, 3, dtype=torch.float16, device="meta").mT
     made = torch_private.wrapper_tensor(Nothing, like, torch.device("cpu"))

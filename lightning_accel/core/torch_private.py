@@ -66,8 +66,8 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def wrapper_tensor(kind: type[Tensor], like: Tensor, device: torch.device) -> Tensor:
     """A tensor of a subclass that has a shape, strides, a dtype and a device, and no memory.
 
-    ``_make_wrapper_subclass``, since torch 1.10; torch's own notes on subclasses that hold others name it, and there is
-    no public way. Without it the AttributeError takes the edits of ``loss`` back.
+    ``_make_wrapper_subclass``, since torch 1.10, of a class with ``__torch_dispatch__``; there is no public way.
+    Without it a step with a large head raises, and under Lightning is repeated without edits.
     """
     return Tensor._make_wrapper_subclass(kind, like.shape, like.stride(), dtype=like.dtype, device=device)
 

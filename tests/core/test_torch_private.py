@@ -59,6 +59,20 @@ def test_the_count_of_writes_can_be_set() -> None:
     assert torch_private.version_of(view) == 7
 
 
+def test_a_tensor_of_a_subclass_can_be_without_memory() -> None:
+    """Else ``loss`` raises at the first call of a head, and Lightning's steps are repeated without edits."""
+
+    class Nothing(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("no operation is asked for")
+
+    like = torch.empty(1 << 40, 3, dtype=torch.float16, device="meta").mT
+    made = torch_private.wrapper_tensor(Nothing, like, torch.device("cpu"))
+    assert type(made) is Nothing
+    assert (made.shape, made.stride(), made.dtype, made.device.type) == (like.shape, (1, 3), torch.float16, "cpu")
+
+
 def test_a_view_tells_what_it_is_a_view_of() -> None:
     """Else views of parameters that FSDP gathers would be offloaded, and fetched back, as if they were activations."""
     weight = nn.Parameter(torch.zeros(2, 3), requires_grad=False)

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import EllipsisType
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +19,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.torch_private import saved_tensors_hooks, version_of, wrapper_tensor
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.techniques.loss.pieces import Form, Problem
+from lightning_accel.techniques.loss.places import Place, getters, rearranged
 
 Fuse: TypeAlias = "Callable[[Problem], Tensor | str]"
 
@@ -118,15 +118,11 @@ class DeferredLogits(Tensor):
 
     Attributes:
         family: What it belongs to.
-        rows: The head's input, with the same views taken of it, the classes' dimension being that of the features.
-        class_dim: Which dimension is that of the classes.
-        like: A tensor on the meta device with its shape, strides and dtype.
+        place: What it would be computed from.
     """
 
     family: Family
-    rows: Tensor
-    class_dim: int
-    like: Tensor
+    place: Place
     _origin: tuple[DeferredLogits, Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None
     _values: Tensor | None
 
@@ -135,14 +131,13 @@ class DeferredLogits(Tensor):
         """The output of the call."""
         shape = (*family.rows.shape[:-1], len(family.weight))
         like = torch.empty(shape, dtype=family.dtype, device="meta")
-        return cls._made(family, family.rows, like.dim() - 1, like, None)
+        return cls._made(family, Place(family.rows, like.dim() - 1, like), None)
 
     @classmethod
-    def _made(cls, family: Family, rows: Tensor, class_dim: int, like: Tensor, origin: Any) -> Self:
+    def _made(cls, family: Family, place: Place, origin: Any) -> Self:
         # Part of the graph: what does not ask __torch_function__ (an autograd.Function) still finds the way back.
-        made: Self = _Edge.apply(rows, family.weight, family.bias, cls, family, class_dim, like)  # type: ignore[no-untyped-call]
-        made.family, made.rows, made.class_dim, made.like = family, rows, class_dim, like
-        made._origin, made._values = origin, None
+        made: Self = _Edge.apply(place.rows, family.weight, family.bias, cls, family, place)  # type: ignore[no-untyped-call]
+        made.family, made.place, made._origin, made._values = family, place, origin, None
         family.joined_by(made)
         return made
 
@@ -170,8 +165,8 @@ class DeferredLogits(Tensor):
             found = None
             if func is F.cross_entropy:
                 found = first._cross_entropy(*args[1:], **kwargs)
-            elif func in _LAYOUT and torch.is_grad_enabled() == first.family.with_gradients:
-                found = _LAYOUT[func](first, func, args[1:], kwargs)
+            elif torch.is_grad_enabled() == first.family.with_gradients:
+                found = first._moved(func, args[1:], kwargs)
             if isinstance(found, Tensor):
                 return found
             who = found or who
@@ -202,11 +197,19 @@ class DeferredLogits(Tensor):
             family = tensor.family
             family.check()
             family.on_read(f"{name}, past torch's functions")
-            parts = (None if part is None else part.detach() for part in (tensor.rows, family.weight, family.bias))
-            return family.logits(*parts, tensor.class_dim, tensor.like.dtype)  # type: ignore[arg-type]
+            parts = (
+                None if part is None else part.detach() for part in (tensor.place.rows, family.weight, family.bias)
+            )
+            return family.logits(*parts, tensor.place.class_dim, tensor.place.like.dtype)  # type: ignore[arg-type]
 
         args, kwargs = map_tensors(values, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def _moved(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        place = rearranged(self.place, func, args, kwargs)
+        if place is None or place is self.place:
+            return None if place is None else self
+        return self._made(self.family, place, (self, func, args, kwargs))
 
     def _cross_entropy(
         self,
@@ -219,9 +222,9 @@ class DeferredLogits(Tensor):
         label_smoothing: float = 0.0,
     ) -> Tensor | str | None:
         """The loss, or why it is to be computed from the logits; None: for torch to say."""
-        family = self.family
-        of_tokens = self.shape[: self.class_dim] + self.shape[self.class_dim + 1 :]
-        if self.class_dim != min(1, self.dim() - 1) or target.shape != of_tokens or target.dtype != torch.int64:
+        family, rows, class_dim = self.family, self.place.rows, self.place.class_dim
+        of_tokens = rows.shape[:class_dim] + rows.shape[class_dim + 1 :]
+        if class_dim != min(1, rows.dim() - 1) or target.shape != of_tokens or target.dtype != torch.int64:
             return None  # probabilities, or a mistake
         if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
             return None
@@ -242,7 +245,7 @@ class DeferredLogits(Tensor):
             logits_dtype=family.dtype,
             loss_dtype=dtype,
         )
-        rows = self.rows.movedim(self.class_dim, -1).reshape(-1, self.rows.shape[self.class_dim])
+        rows = rows.movedim(class_dim, -1).reshape(-1, rows.shape[class_dim])
         found = family.fuse(Problem(rows, family.weight, family.bias, target.reshape(-1), weight, form))
         if isinstance(found, str):
             return found
@@ -262,13 +265,12 @@ class _Edge(Function):
         bias: Tensor | None,
         cls: type[DeferredLogits],
         family: Family,
-        class_dim: int,
-        like: Tensor,
+        place: Place,
     ) -> Tensor:
         # Not by save_for_backward: hooks on saved tensors are for what is really used.
         ctx.given = rows, weight, bias
-        ctx.logits = functools.partial(family.logits, class_dim=class_dim, dtype=like.dtype)
-        return wrapper_tensor(cls, like, rows.device)
+        ctx.logits = functools.partial(family.logits, class_dim=place.class_dim, dtype=place.like.dtype)
+        return wrapper_tensor(cls, place.like, rows.device)
 
     @staticmethod
     @override
@@ -284,7 +286,7 @@ class _Edge(Function):
             logits = ctx.logits(*leaves)
             needed = [t for t in leaves if t is not None and t.requires_grad]
             found = iter(torch.autograd.grad(logits, needed, gradients[0]))
-        return (*(next(found) if want else None for want in wanted), None, None, None, None)
+        return (*(next(found) if want else None for want in wanted), None, None, None)
 
 
 @functools.cache
@@ -299,104 +301,14 @@ def _dtype_of_loss(dtype: torch.dtype, device: str) -> torch.dtype:
     return _dtype_by_autocast(dtype, device, autocast)
 
 
-# -- what only moves logits about ------------------------------------------------------------------------------------
-
-Rule: TypeAlias = "Callable[[DeferredLogits, Any, Sequence[Any], Mapping[str, Any]], DeferredLogits | None]"
-
-
-def _child(
-    parent: DeferredLogits, func: Any, args: Any, kwargs: Any, rows: Tensor, class_dim: int, like: Tensor
-) -> DeferredLogits:
-    return DeferredLogits._made(parent.family, rows, class_dim, like, (parent, func, args, kwargs))
-
-
-def _reshaped(parent: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
-    if parent.class_dim != parent.like.dim() - 1 or any(isinstance(arg, torch.dtype) for arg in args):
-        return None
-    like = func(parent.like, *args, **kwargs)
-    if like.dim() == 0 or like.shape[-1] != parent.like.shape[-1] or like.dtype != parent.like.dtype:
-        return None
-    rows = parent.rows.reshape(*like.shape[:-1], parent.rows.shape[-1])
-    return _child(parent, func, args, kwargs, rows, like.dim() - 1, like)
-
-
-def _permuted(parent: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
-    like = func(parent.like, *args, **kwargs)
-    # Dimensions of different sizes show where each of them went.
-    sizes = range(2, parent.like.dim() + 2)
-    went = func(torch.empty(*sizes, device="meta"), *args, **kwargs)
-    rows = func(parent.rows, *args, **kwargs)
-    return _child(parent, func, args, kwargs, rows, went.shape.index(sizes[parent.class_dim]), like)
-
-
-def _indexed(parent: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
-    item = args[0]
-    num_dims, class_dim = parent.like.dim(), parent.class_dim
-    if type(item) is Tensor:  # a mask of tokens
-        if item.dtype != torch.bool or item.dim() >= num_dims or class_dim != num_dims - 1:
-            return None
-        rows = parent.rows[item]
-        like = torch.empty(*rows.shape[:-1], parent.like.shape[-1], dtype=parent.like.dtype, device="meta")
-        return _child(parent, func, args, kwargs, rows, like.dim() - 1, like)
-    items = item if isinstance(item, tuple) else (item,)
-    if not all(type(one) in (int, slice, EllipsisType) for one in items):
-        return None
-    at = next((n for n, one in enumerate(items) if one is ...), len(items))
-    before, after = items[:at], items[at + 1 :]
-    full = (*before, *(slice(None),) * (num_dims - len(before) - len(after)), *after)
-    if len(full) != num_dims or full[class_dim] != slice(None):
-        return None
-    like, rows = parent.like[full], parent.rows[full]
-    num_gone = sum(type(one) is int for one in full[:class_dim])
-    return _child(parent, func, args, kwargs, rows, class_dim - num_gone, like)
-
-
-def _cast(parent: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
-    dtype = _CASTS.get(func)
-    if dtype is None:
-        given = [*args, *kwargs.values()]
-        if len(given) != 1 or not kwargs.keys() <= {"dtype", "device"}:
-            return None
-        if given[0] in (parent.device, str(parent.device)):
-            return parent
-        if not isinstance(given[0], torch.dtype):
-            return None
-        dtype = given[0]
-    if dtype == parent.like.dtype:
-        return parent
-    # Into a wider one only: nothing may be lost on the way to the loss.
-    if torch.promote_types(dtype, parent.like.dtype) != dtype or dtype not in (torch.float32, torch.float64):
-        return None
-    return _child(parent, func, args, kwargs, parent.rows, parent.class_dim, parent.like.to(dtype))
-
-
-def _contiguous(parent: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
-    like = func(parent.like, *args, **kwargs)
-    return parent if like is parent.like else _child(parent, func, args, kwargs, parent.rows, parent.class_dim, like)
-
-
-def _getters(*names: str) -> list[Any]:
-    """What ``__torch_function__`` is given where these attributes of a tensor are read."""
-    return [getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)]
-
-
-_CASTS: dict[Any, torch.dtype] = {Tensor.float: torch.float32, Tensor.double: torch.float64}
-_LAYOUT: dict[Any, Rule] = {
-    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), _reshaped),
-    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, *_getters("mT")), _permuted),
-    **dict.fromkeys((Tensor.movedim, torch.movedim, Tensor.swapaxes, torch.swapaxes), _permuted),
-    **dict.fromkeys((*_CASTS, Tensor.to), _cast),
-    Tensor.__getitem__: _indexed,
-    Tensor.contiguous: _contiguous,
-}
 _METADATA = frozenset(
     [
-        *_getters("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf", "grad_fn", "itemsize"),
-        *_getters("is_cuda", "is_cpu", "is_mps", "is_meta", "is_xla", "is_xpu", "is_sparse", "is_sparse_csr"),
-        *_getters("is_nested", "is_quantized", "is_mkldnn", "is_ipu", "is_maia", "is_mtia", "is_vulkan", "output_nr"),
+        *getters("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf", "grad_fn", "itemsize"),
+        *getters("is_cuda", "is_cpu", "is_mps", "is_meta", "is_xla", "is_xpu", "is_sparse", "is_sparse_csr"),
+        *getters("is_nested", "is_quantized", "is_mkldnn", "is_ipu", "is_maia", "is_mtia", "is_vulkan", "output_nr"),
         *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__),
         *(Tensor.is_contiguous, Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed),
-        *(Tensor.get_device, Tensor.__hash__, Tensor.is_inference, *_getters("nbytes")),
+        *(Tensor.get_device, Tensor.__hash__, Tensor.is_inference, *getters("nbytes")),
         *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
     ]
 )

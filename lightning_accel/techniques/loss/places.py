@@ -1,0 +1,119 @@
+"""What only moves logits about: views, masks of tokens and wider dtypes, done to the head's input in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Logits by what they would be computed from.
+
+    Attributes:
+        rows: The head's input, with the same views taken of it, the classes' dimension being that of the features.
+        class_dim: Which dimension is that of the classes.
+        like: A tensor on the meta device with the logits' shape, strides and dtype.
+    """
+
+    rows: Tensor
+    class_dim: int
+    like: Tensor
+
+
+Rule: TypeAlias = "Callable[[Place, Any, Sequence[Any], Mapping[str, Any]], Place | None]"
+
+
+def rearranged(place: Place, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Place | None:
+    """Where ``func(logits, *args, **kwargs)`` has its values from; None: it is more than a move.
+
+    Mistakes raise what they would raise, in ``func`` itself. What changes nothing gives ``place`` back.
+    """
+    rule = _RULES.get(func)
+    return None if rule is None else rule(place, func, args, kwargs)
+
+
+def _reshaped(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+    if place.class_dim != place.like.dim() - 1 or any(isinstance(arg, torch.dtype) for arg in args):
+        return None
+    like = func(place.like, *args, **kwargs)
+    if like.dim() == 0 or like.shape[-1] != place.like.shape[-1] or like.dtype != place.like.dtype:
+        return None
+    rows = place.rows.reshape(*like.shape[:-1], place.rows.shape[-1])
+    return Place(rows, like.dim() - 1, like)
+
+
+def _permuted(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+    like = func(place.like, *args, **kwargs)
+    # Dimensions of different sizes show where each of them went.
+    sizes = range(2, place.like.dim() + 2)
+    went = func(torch.empty(*sizes, device="meta"), *args, **kwargs)
+    rows = func(place.rows, *args, **kwargs)
+    return Place(rows, went.shape.index(sizes[place.class_dim]), like)
+
+
+def _indexed(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+    item = args[0]
+    num_dims, class_dim = place.like.dim(), place.class_dim
+    if type(item) is Tensor:  # a mask of tokens
+        if item.dtype != torch.bool or item.dim() >= num_dims or class_dim != num_dims - 1:
+            return None
+        rows = place.rows[item]
+        like = torch.empty(*rows.shape[:-1], place.like.shape[-1], dtype=place.like.dtype, device="meta")
+        return Place(rows, like.dim() - 1, like)
+    items = item if isinstance(item, tuple) else (item,)
+    if not all(type(one) in (int, slice, EllipsisType) for one in items):
+        return None
+    at = next((n for n, one in enumerate(items) if one is ...), len(items))
+    before, after = items[:at], items[at + 1 :]
+    full = (*before, *(slice(None),) * (num_dims - len(before) - len(after)), *after)
+    if len(full) != num_dims or full[class_dim] != slice(None):
+        return None
+    like, rows = place.like[full], place.rows[full]
+    num_gone = sum(type(one) is int for one in full[:class_dim])
+    return Place(rows, class_dim - num_gone, like)
+
+
+def _cast(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+    dtype = _CASTS.get(func)
+    if dtype is None:
+        given = [*args, *kwargs.values()]
+        if len(given) != 1 or not kwargs.keys() <= {"dtype", "device"}:
+            return None
+        if given[0] in (place.rows.device, str(place.rows.device)):
+            return place
+        if not isinstance(given[0], torch.dtype):
+            return None
+        dtype = given[0]
+    if dtype == place.like.dtype:
+        return place
+    # Into a wider one only: nothing may be lost on the way to the loss.
+    if torch.promote_types(dtype, place.like.dtype) != dtype or dtype not in (torch.float32, torch.float64):
+        return None
+    return Place(place.rows, place.class_dim, place.like.to(dtype))
+
+
+def _contiguous(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+    like = func(place.like, *args, **kwargs)
+    return place if like is place.like else Place(place.rows, place.class_dim, like)
+
+
+def getters(*names: str) -> list[Any]:
+    """What ``__torch_function__`` is given where these attributes of a tensor are read."""
+    return [getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)]
+
+
+_CASTS: dict[Any, torch.dtype] = {Tensor.float: torch.float32, Tensor.double: torch.float64}
+_RULES: dict[Any, Rule] = {
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), _reshaped),
+    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, *getters("mT")), _permuted),
+    **dict.fromkeys((Tensor.movedim, torch.movedim, Tensor.swapaxes, torch.swapaxes), _permuted),
+    **dict.fromkeys((*_CASTS, Tensor.to), _cast),
+    Tensor.__getitem__: _indexed,
+    Tensor.contiguous: _contiguous,
+}

@@ -18,6 +18,7 @@ from lightning_accel.callbacks import SpeedMemoryLogger
 
 FIRST, LAST = 10, 20  # of the steps that are counted: past the trials, and past the logger's count of FLOPs
 OFF: dict[str, Any] = {"flash_attention": "off", "inplace_activations": False, "memory_format": "off"}
+OFF |= {"optimizer": "off"}
 
 
 class Counted(LightningModule):

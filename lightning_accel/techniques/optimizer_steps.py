@@ -90,7 +90,9 @@ def _ways(kind: type[Optimizer], group: Group, setting: OptimizerSetting) -> lis
     ways: list[Way] = []
     devices = {parameter.device.type for parameter in group["params"]}
     is_auto = setting == "auto"
-    if setting == "fused" or (is_auto and not is_one_operation(kind, group)):
+    if is_auto and is_one_operation(kind, group):
+        return []
+    if setting != "foreach":
         ways += ["fused"] if all(has_fused(kind, p.device.type, p.dtype) for p in group["params"]) else []
     # On GPUs it needs memory for temporary copies, which a run may not have.
     if setting == "foreach" or (is_auto and devices == {"cpu"} and _mean_size(group) <= SMALL):
@@ -108,8 +110,8 @@ def _nothing_to_gain(kind: type[Optimizer], group: Group, setting: OptimizerSett
     if setting == "foreach":
         return f"torch has no foreach step of {kind.__name__} for distributed parameters"
     if setting == "auto" and is_one_operation(kind, group):
-        why = "its step is one addition, which nothing makes less"
-    elif not knows_distributed(kind, group, "fused"):
+        return "its step is one addition, which nothing makes less"
+    if not knows_distributed(kind, group, "fused"):
         why = f"torch has no fused step of {kind.__name__} for distributed parameters"
     else:
         dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in group["params"]}

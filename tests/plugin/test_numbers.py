@@ -22,6 +22,7 @@ OFF: dict[str, Any] = {
     "flash_attention": "off",
     "memory_format": "off",
     "inplace_activations": False,
+    "optimizer": "off",
     "log": False,
 }
 
@@ -46,8 +47,9 @@ def test_a_plugin_with_everything_off_changes_nothing(
 @pytest.mark.parametrize("checkpointing", ["off", "full", "selective"])
 def test_a_transformer_in_float32_is_exact_with_everything_on(make_trainer: MakeTrainer, checkpointing: Any) -> None:
     plain = trained(make_trainer, Transformer, tokens())
-    # Fused attention sums in another order, and is tested for itself.
-    plugin = AccelPlugin(precision="32-true", flash_attention="off", gradient_checkpointing=checkpointing)
+    # Fused attention and optimizers sum in another order, and are tested for themselves.
+    exact: dict[str, Any] = {"precision": "32-true", "flash_attention": "off", "optimizer": "off"}
+    plugin = AccelPlugin(**exact, gradient_checkpointing=checkpointing)
     accelerated = trained(make_trainer, Transformer, tokens(), plugins=[plugin])
     assert accelerated.losses == plain.losses
     if checkpointing != "off":
@@ -69,7 +71,8 @@ def test_a_cnn_in_float32_is_the_same_with_everything_on(make_trainer: MakeTrain
 
 def test_checkpointing_with_accumulated_gradients_is_exact(make_trainer: MakeTrainer) -> None:
     plain = trained(make_trainer, Transformer, tokens(), accumulate_grad_batches=2, gradient_clip_val=0.1)
-    plugin = AccelPlugin(precision="32-true", flash_attention="off", gradient_checkpointing="full")
+    exact: dict[str, Any] = {"precision": "32-true", "flash_attention": "off", "optimizer": "off"}
+    plugin = AccelPlugin(**exact, gradient_checkpointing="full")
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     accelerated = trained(make_trainer, Transformer, tokens(), plugins=[plugin], **options)
     assert accelerated.losses == plain.losses

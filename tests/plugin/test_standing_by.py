@@ -15,15 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
+from support.technique_table import off
 
 FIRST, LAST = 10, 20  # of the steps that are counted: past the trials, and past the logger's count of FLOPs
-OFF: dict[str, Any] = {
-    "flash_attention": "off",
-    "inplace_activations": False,
-    "memory_format": "off",
-    "allocator": "off",
-    "out_of_memory": "off",
-}
+OFF: dict[str, Any] = {**off(), "out_of_memory": "off"}
 
 
 class Counted(LightningModule):

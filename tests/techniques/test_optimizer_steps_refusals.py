@@ -150,10 +150,11 @@ def test_complex_parameters_are_left() -> None:
     assert torch.equal(parameter, plain)
 
 
-def test_one_addition_a_parameter_is_not_fused() -> None:
-    assert ways(SGD(weights(2), lr=0.1)) == ["foreach"]
+def test_one_addition_a_parameter_is_not_tried() -> None:
+    optimizer = SGD(weights(2), lr=0.1)
+    assert reasons(optimizer) == {"it": "its step is one addition, which nothing makes less"}
+    assert ways(optimizer, "fused") == ["fused"]  # asked for
     assert ways(SGD(weights(2), lr=0.1, momentum=0.9)) == ["fused", "foreach"]
-    assert ways(SGD(weights(2), lr=0.1), "fused") == ["fused"]  # asked for
 
 
 def test_large_parameters_are_not_stepped_by_foreach_on_a_cpu_unless_asked() -> None:

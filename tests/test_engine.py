@@ -20,6 +20,7 @@ from lightning_accel.engine import Engine
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Refusal, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.techniques.registry import declarations
 from support.models import TASKS, TinyCNN
 
 HOST = Host(kind="cpu", device_name="a CPU")
@@ -359,32 +360,7 @@ def test_the_report_names_device_and_every_technique() -> None:
     handle = accelerate(TinyCNN(), Plan(precision="32-true", memory_format="off", inplace_activations=False))
     lines = handle.report.summary().splitlines()
     assert "(cpu)" in lines[0]
-    assert [line.split()[1] for line in lines[1:]] == [
-        *(
-            "preprocess:",
-            "loader:",
-            "precision:",
-            "flash_attention:",
-            "inplace_activations:",
-            "loss:",
-            "memory_format:",
-            "optimizer:",
-            "float8:",
-            "matmul_precision:",
-            "memory_format:",
-            "cudnn_benchmark:",
-            "optimizer_8bit:",
-            "padding:",
-            "sparse_activations:",
-            "activation_offloading:",
-            "gradient_checkpointing:",
-            "memory_budget:",
-            "graphs:",
-            "threads:",
-            "compile:",
-            "allocator:",
-        )
-    ]
+    assert [line.split()[1] for line in lines[1:]] == [f"{name}:" for name in declarations()]
     handle.undo()
 
 

@@ -68,12 +68,20 @@ class HeapPatch(Patch):
 
     def choose(self, choice: str) -> None:
         """Has memory kept between two steps, or the heap as it was in the plain run."""
-        self._heap.as_it_was() if choice == OFF else self._heap.keep_free_memory()
+        if choice == OFF:
+            self._heap.as_it_was()
+        elif self.is_applied:
+            self._heap.keep_free_memory()
+        else:
+            self.apply()
 
 
 @register("allocator", settings=AllocatorPlan, default="auto", on="auto", after="compile", exactness="exact")
 class AllocatorTechnique(Technique):
-    """Counts the page faults of the first plain steps, and has the heap keep its memory where there are many."""
+    """Counts the page faults of the first plain steps; live trials have the heap keep its memory where there are many.
+
+    Gaps in the heap may take some more memory, which a run that tries nothing is not asked to pay.
+    """
 
     trial_step: ClassVar[None] = None
     remembers: ClassVar[bool] = False
@@ -130,8 +138,9 @@ class AllocatorTechnique(Technique):
     def arms(self) -> Iterator[Arm]:
         if not self._is_decided and not self._is_cuda and len(self._counts) >= _FIRST_STEPS + 2:
             self._decide()
-        if self._patch is not None and self._patch.is_applied:
-            yield Arm(self.name, (KEEP,), self._patch.choose, settle=1, gain_ms=self._faults * page_fault_ms())
+        if self._patch is not None and self._is_decided:
+            gain_ms = self._faults * page_fault_ms()
+            yield Arm(self.name, (KEEP,), self._choose, settle=1, gain_ms=gain_ms, starts_off=True)
 
     @override
     def forecast(self, host: Host) -> Forecast:
@@ -158,11 +167,17 @@ class AllocatorTechnique(Technique):
             self.notes.refuse("", f"{words}: nothing to gain")
             self._patch = None
             return
-        self._patch.apply()
-        self.notes.revise("", Verdict(keep=True, reason=f"{self._patch.change}: {words}"))
+        self.notes.revise("", Verdict(keep=False, reason=f"{words}: for live trials to decide"))
         others = [name for name in (JEMALLOC, TCMALLOC) if installed_library(name)]
         if others:
             self.notes.details = f"{' and '.join(others)} would be faster or smaller perhaps: {_RUN}"
+
+    def _choose(self, choice: str) -> None:
+        assert self._patch is not None
+        if choice != OFF and not self._patch.is_applied:
+            words = f"{self._patch.change}: a step asks the system for {self._faults:,} pages"
+            self.notes.revise("", Verdict(keep=True, reason=words))
+        self._patch.choose(choice)
 
     def _say_what_segments_cost(self) -> None:
         self.watches_on = False

@@ -44,6 +44,7 @@ class Arm:
         settle: Steps after a switch that pay for it (layouts, caches); they are not counted.
         saves_memory: Whether it is there to save memory, so that it stays unless the run is slower with it.
         gain_ms: What it could gain in a step, by the trial of its parts; None where nothing was timed.
+        starts_off: Whether it is off until live trials put it on: not had in a run that is too short for them.
         setup: What it needs once; such an arm is off until it is asked for, after all the others. None: nothing.
     """
 
@@ -53,4 +54,5 @@ class Arm:
     settle: int = 0
     saves_memory: bool = False
     gain_ms: float | None = None
+    starts_off: bool = False
     setup: Setup | None = None

@@ -89,9 +89,12 @@ class Questions:
     def _drop_what_pays_later(self, turns: float) -> None:
         """Leaves out of an earlier run's plan what this one would be over before."""
         tuning = self.tuning
-        for name in [name for name in tuning.choices if (tuning.pays_after(name) or 0) > turns]:
+        for name in list(tuning.choices):
+            pays_after = tuning.pays_after(name)
+            if pays_after is None or pays_after <= turns:
+                continue
             del tuning.choices[name]
-            self._setups.decline(name, f"not here: it pays after {tuning.pays_after(name):,} steps")
+            self._setups.decline(name, f"not here: it pays after {pays_after:,} steps")
             # The whole plan of the first question is without such arms.
             whole = tuning.results.get(WHOLE)
             tuning.whole = whole if tuning.choices and whole is not None and whole.is_won else None
@@ -102,6 +105,8 @@ class Questions:
         least_turns = max(MIN_TURNS, self._least_turns({}, tuning.choices))
         if self._arms and self._left >= least_turns and not is_trusted:
             yield from self._settled_by(self._later_questions() if tuning.is_settled else self._first_questions())
+        elif not (tuning.is_settled or is_trusted):
+            self._hold({name: choice for name, choice in tuning.choices.items() if not self._arms[name].starts_off})
         while True:
             yield from self._watch()
 

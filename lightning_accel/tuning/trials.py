@@ -53,7 +53,9 @@ class LiveTrials(Questions):
         super().__init__(arms, turns, say=say, gather=gather, known=known)
         self._set_up: Turn | None = None  # the turn in which something is
         self._put, self._peak, self._gather = put, peak, gather
-        self._in_force: dict[str, str] = {arm.name: arm.choices[0] for arm in arms if arm.setup is None}
+        self._in_force: dict[str, str] = {
+            arm.name: arm.choices[0] for arm in arms if arm.setup is None and not arm.starts_off
+        }
         self._pending: deque[tuple[Comparison | None, Turn]] = deque()  # begun, and not timed yet
         self._timed: deque[float | None] = deque()  # what the first of them took, in their order
         self._begun = 0

@@ -63,11 +63,15 @@ def step():
 def counted(steps):
     return [step()[0] for _ in range(steps)]
 
+if handle is not None:
+    counted(8)
+    print("waiting", handle.report.refused("allocator")[""])
+    [arm] = handle.engine.arms()
+    arm.choose("keep")
 counts, losses = zip(*(step() for _ in range({STEPS})))
 print("counts", *counts)
 print("losses", *losses)
 if handle is not None:
-    [arm] = handle.engine.arms()
     for choice in ("off", "keep"):
         arm.choose(choice)
         print(choice, *counted(24))
@@ -109,7 +113,11 @@ def test_a_plain_step_asks_the_system_for_pages_that_the_one_before_gave_back(lo
     assert sum(counts(loops["plain"]["counts"])[2:]) > PAGES_A_TENSOR
 
 
-def test_once_they_are_counted_a_step_asks_for_hardly_any(loops: dict[str, dict[str, str]]) -> None:
+def test_the_heap_is_left_alone_until_live_trials_put_the_arm_on(loops: dict[str, dict[str, str]]) -> None:
+    assert loops["accelerated"]["waiting"].endswith("pages: for live trials to decide")
+
+
+def test_once_it_is_on_a_step_asks_for_hardly_any(loops: dict[str, dict[str, str]]) -> None:
     plain, accelerated = (sum(counts(loops[mode]["counts"])[20:]) for mode in ("plain", "accelerated"))
     assert accelerated < plain / 8
 

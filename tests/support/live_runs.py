@@ -19,8 +19,10 @@ from lightning_accel.core import clocks
 from lightning_accel.techniques import Surroundings, Technique, register
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.registry import forget
+from support.technique_table import off
 
 BATCH_SIZE = 4
+OTHERS_OFF = off()  # all techniques but those that a test declares
 
 
 class SimulatedTime:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan
-from support.live_runs import SimulatedTime, Speed, simulated
+from support.live_runs import OTHERS_OFF, SimulatedTime, Speed, simulated
 
 STEP_MS = 10
 ON, OFF = (("speed", "on"),), ()
@@ -56,7 +56,7 @@ def task(loops: Any, time: SimulatedTime, *, is_plain: bool = False) -> Any:
 
 def side_by_side(loops: Any, time: SimulatedTime, steps: int) -> tuple[Any, Any]:
     plain = loops.PlainLoop(task(loops, time, is_plain=True))
-    tuned = loops.TunedLoop(task(loops, time), Plan(tune="off"), steps)
+    tuned = loops.TunedLoop(task(loops, time), Plan(**OTHERS_OFF, tune="off"), steps)
     both = loops.beside(plain, tuned, steps)
     tuned.close()
     return tuned, both
@@ -88,7 +88,7 @@ def test_each_loop_takes_as_many_steps_as_the_other(loops: Any, time: SimulatedT
 
 
 def test_the_search_finds_the_fastest_combination(loops: Any, time: SimulatedTime) -> None:
-    loop = loops.AcceleratedLoop(task(loops, time), Plan(tune="off"))
+    loop = loops.AcceleratedLoop(task(loops, time), Plan(**OTHERS_OFF, tune="off"))
     found = loops.in_turns(loop, loops.all_combinations(loop.arms()), seconds=1)
     assert set(found) == {ON, OFF}
     assert max(found[ON]) < min(found[OFF])
@@ -100,14 +100,14 @@ def test_the_greedy_search_keeps_what_is_faster_by_more_than_its_floor(
     loops: Any, time: SimulatedTime, speedup: float, kept: Any
 ) -> None:
     Speed.speedup = speedup
-    loop = loops.AcceleratedLoop(task(loops, time), Plan(tune="off"))
+    loop = loops.AcceleratedLoop(task(loops, time), Plan(**OTHERS_OFF, tune="off"))
     assert loops.greedy(loop, loop.arms()) == (kept, 2 * loops.CHUNK)
     loop.close()
 
 
 def test_a_run_is_over_when_it_has_settled_or_its_steps_are_taken(loops: Any, time: SimulatedTime) -> None:
     for steps, is_settled in ((400, True), (10, False)):
-        loop = loops.AcceleratedLoop(task(loops, time), Plan(), 400)
+        loop = loops.AcceleratedLoop(task(loops, time), Plan(**OTHERS_OFF), 400)
         found = loops.run_until_settled(loop, steps)
         assert (found.choices, found.is_settled) == (ON, is_settled)
         assert found.steps <= steps

@@ -185,9 +185,9 @@ class Engine:
         return self._has_edits
 
     @property
-    def edits_optimizers(self) -> bool:
-        """Whether optimizers may step otherwise than the user has them."""
-        return any(technique.edits_optimizers for technique in self._techniques)
+    def is_at_work(self) -> bool:
+        """Whether a technique has something to do, or may have once there are optimizers."""
+        return bool(self._at_work) or any(technique.edits_optimizers for technique in self._techniques)
 
     @property
     def is_trying(self) -> bool:
@@ -445,9 +445,10 @@ class Engine:
 
     def _find_at_work(self) -> None:
         awake = [t for t in self._techniques if t.name not in self._resting]
-        on_model = [t for t in awake if t.acts_without_sites or t.watches_on or self._patches[t.name]]
-        self._at_work = [t for t in awake if t in on_model or self._on_optimizers[t.name]]
-        self._has_edits = bool(on_model)
+        self._at_work = [t for t in awake if t.acts_without_sites or t.watches_on or self._has_sites(t)]
+        self._has_edits = any(
+            t.alters_steps and (t.acts_without_sites or t.watches_on or self._patches[t.name]) for t in awake
+        )
 
     def _settle(self, technique: Technique) -> None:
         technique.settled()

@@ -31,7 +31,8 @@ from lightning_accel.tuning.trials import LiveTrials
 from lightning_accel.tuning.verdicts import Program
 
 _LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
-_QUIET_BATCHES = 2  # after the trials of the parts, for caches to fill
+_TRIAL_BATCHES = 2  # on which the parts are tried
+_QUIET_BATCHES = 2  # after that, for caches to fill
 
 
 @dataclass
@@ -165,6 +166,7 @@ class LiveTuning:
         self._known: Tuning | None = None
         self._program: Program | None = None
         self._has_met = False  # its first batch
+        self._seen = 0  # batches to train on
         self._quiet_batches = 0
         self._arms: list[Arm] = []
         self._is_too_short = False
@@ -204,10 +206,13 @@ class LiveTuning:
             return None
         if not self._has_met:
             self._meet(batch)
-        if self._engine.is_trying or self._quiet_batches < _QUIET_BATCHES:
-            self._quiet_batches += not self._engine.is_trying
-            return None
         trainer = self._trainer
+        self._seen += 1
+        # Ranks have to come to this at the same batch, and one that has taken its edits back tries nothing any more.
+        is_trying = self._engine.is_trying if trainer.world_size == 1 else self._seen <= _TRIAL_BATCHES
+        if is_trying or self._quiet_batches < _QUIET_BATCHES:
+            self._quiet_batches += not is_trying
+            return None
         if self._key is None:
             self._keep_verdicts()
         if self._is_too_short and next(self._batches) % _LOOKS_AGAIN:
@@ -215,8 +220,8 @@ class LiveTuning:
         turns = turns_left(trainer)
         if self._key is None:
             # A deterministic run decides nothing by the clock.
-            is_deterministic = torch.are_deterministic_algorithms_enabled()
-            self._arms = [] if is_deterministic else [*self._own_arms, *self._engine.arms()]
+            is_none = torch.are_deterministic_algorithms_enabled() or self._engine.is_trying
+            self._arms = self._had_by_all([] if is_none else [*self._own_arms, *self._engine.arms()])
             self._key = Key.of(trainer.lightning_module, batch, self._engine.host.described, self._arms)
             self._known = self.resumed or (self._recalled(self._key) if self._arms else None)
             possible = {(arm.name, choice) for arm in self._arms for choice in arm.choices}
@@ -244,6 +249,13 @@ class LiveTuning:
             known=known,
             is_trusted=known is not None and known is self.resumed,
         )
+
+    def _had_by_all(self, arms: list[Arm]) -> list[Arm]:
+        """Those that every rank has: one may have taken its edits back by now, or found nothing to do."""
+        if self._trainer.world_size == 1:
+            return arms
+        ranks = gather({(arm.name, arm.choices) for arm in arms})
+        return [arm for arm in arms if all((arm.name, arm.choices) in had for had in ranks)]
 
     def _meet(self, batch: Any) -> None:
         """Before the first training step: what an earlier run of this very program has tried holds, for all ranks."""

@@ -156,7 +156,7 @@ class AccelPlugin(Arguments, AutocastingPrecision):
             self._feeding = Feeding(trainer, engine, transforms, dtype, around.wants_channels_last)
             self._hook(self._feeding.patches())
         if self._is_fitting:
-            has_something = self._is_in_force() or engine.edits_optimizers
+            has_something = self._is_in_force() or engine.is_at_work
             if self.plan.tune == "auto" and self.plan.verify and has_something:
                 self._live = LiveTuning(trainer, engine, self._own_arms(), self._tuning, repr(self.plan))
                 self._hook(self._live.turns.patches())

@@ -159,7 +159,7 @@ class SafetyNet:
         return outputs
 
     def _may_repeat(self, attempt: Attempt, error: Exception) -> bool:
-        if isinstance(error, _NOT_OURS):
+        if isinstance(error, _NOT_OURS) or not (is_out_of_memory(error) or self._is_ours()):
             return False
         # Of several ranks, the others wait for what a trial of this one has found, and else for nothing.
         is_alone = not self._is_one_of_several() or self._engine.is_trying

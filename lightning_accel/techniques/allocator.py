@@ -85,6 +85,7 @@ class AllocatorTechnique(Technique):
 
     trial_step: ClassVar[None] = None
     remembers: ClassVar[bool] = False
+    alters_steps: ClassVar[bool] = False
 
     def __init__(self, for_memory: str = "") -> None:
         self._for_memory = for_memory  # the setting of another technique that is there to save memory of the host
@@ -151,7 +152,7 @@ class AllocatorTechnique(Technique):
         return Forecast(True, "tried", "freed memory is kept where steps ask the system for pages")
 
     def _decide(self) -> None:
-        """Once, at the same step on all ranks."""
+        """Once. Ranks may come to different ends: an arm that one of them lacks is tried by none."""
         self._is_decided = True
         if self._is_cuda:
             self._say_what_segments_cost()
@@ -159,8 +160,6 @@ class AllocatorTechnique(Technique):
         counts = self._counts[_FIRST_STEPS:]
         # On the average: the end of the heap goes back to the system in some steps and not in others.
         self._faults = (counts[-1] - counts[0]) // (len(counts) - 1)
-        if self.agree is not None:
-            self._faults = self.agree(self._faults)
         assert self._patch is not None
         words = f"a step asks the system for {self._faults:,} pages"
         if self._faults < LEAST_FAULTS:

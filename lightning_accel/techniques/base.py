@@ -124,6 +124,8 @@ class Technique:
         remembers: Whether verdicts hold for later runs and travel in checkpoints. Not where they are cheap to
             find again and a changed program would make them wrong.
         acts_without_sites: Whether it acts though it edits no module (mixed precision does).
+        alters_steps: Whether forward and loss may run otherwise with it than the user wrote them; not where it acts on
+            the process alone.
         watches_on: Whether it goes on watching the model where all its edits were refused, to try others later.
         edits_optimizers: Whether optimizers are sites of its, which come only after the model's.
         why_not_sharded: Why it cannot act on a module whose parameters are sharded over processes; empty: it can.
@@ -139,6 +141,7 @@ class Technique:
     trial_step: ClassVar[Literal[0, 1] | None] = 0
     remembers: ClassVar[bool] = True
     acts_without_sites: ClassVar[bool] = False
+    alters_steps: ClassVar[bool] = True
     watches_on: bool = False
     edits_optimizers: ClassVar[bool] = False
     why_not_sharded: ClassVar[str] = ""

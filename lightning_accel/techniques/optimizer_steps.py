@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self, override
@@ -72,6 +73,8 @@ def step_together(
     kind = kind_of(optimizer)
     if isinstance(kind, str):
         return [Refusal(site, kind)]
+    if any(is_lazy(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        return [Refusal(site, "has lazy parameters: run the model once before, and they will be there")]
     ways: dict[Way, None] = {}
     refusals = []
     for index, group in enumerate(optimizer.param_groups):

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.techniques.notes import Verdict, Verdicts
@@ -66,9 +67,9 @@ class Program:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any, host: str, settings: str) -> Program | None:
-        """The program that is about to train ``model`` on ``batch``; None where its source cannot be had."""
+        """The program that is about to train ``model`` on ``batch``; None where source or parameters cannot be had."""
         source = _source(model)
-        if source is None:
+        if source is None or any(map(is_lazy, model.parameters())):
             return None
         tensors = [(tuple(t.shape), str(t.dtype)) for t in tensors_in(batch) if not t.is_nested]
         plain = [

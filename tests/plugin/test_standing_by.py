@@ -76,7 +76,7 @@ def added_calls(make_trainer: Callable[..., Any], net: Callable[[], nn.Module], 
 
 
 def test_with_everything_off_a_step_is_lightnings_own(make_trainer: Callable[..., Any]) -> None:
-    assert added_calls(make_trainer, linear, plugins=[AccelPlugin(precision="32-true", log=False, **OFF)]) < 25
+    assert added_calls(make_trainer, linear, plugins=[AccelPlugin(log=False, **OFF)]) < 25
 
 
 def test_a_step_that_is_not_about_to_run_out_of_memory_is_looked_at_and_has_no_net(
@@ -107,7 +107,7 @@ def test_without_techniques_there_is_nothing_around_a_step(make_trainer: Callabl
             entered.append(type(context).__name__)
             return context
 
-    make_trainer(max_steps=3, plugins=[Watched(precision="32-true", log=False, **OFF)]).fit(
+    make_trainer(max_steps=3, plugins=[Watched(log=False, **OFF)]).fit(
         Counted(linear()), DataLoader(TensorDataset(torch.ones(12, 8)), batch_size=4)
     )
     assert entered == ["nullcontext"] * 3

@@ -22,6 +22,7 @@ PLAIN: dict[str, Any] = {
     "flash_attention": "off",
     "memory_format": "off",
     "inplace_activations": False,
+    "optimizer": "off",  # whose steps are equal to rounding only
 }
 
 

@@ -10,18 +10,39 @@ import torch
 
 from support.scripts import SUPPORT, run_script
 from support.strategies.ranks import Row
-from support.strategies.technique_ranks import LARGEST, TECHNIQUES, ways
+from support.strategies.technique_ranks import LARGEST, TECHNIQUES, is_slow, ways
 
 pytestmark = pytest.mark.numbers
 
 WAYS = tuple(ways(next(iter(TECHNIQUES))))
 
 
+EACH = [
+    pytest.param(technique, way, marks=[pytest.mark.slow] if is_slow(technique, way) else [])
+    for technique in TECHNIQUES
+    for way in WAYS
+]
+
+
+def launched(which: str, folder: Path) -> Path:
+    run_script(SUPPORT / "strategies" / "technique_ranks.py", folder, which, timeout_s=900)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs of ``technique_ranks.py`` left what each rank got."""
-    folder = tmp_path_factory.mktemp("techniques")
-    run_script(SUPPORT / "strategies" / "technique_ranks.py", folder, timeout_s=900)
+    return launched("quick", tmp_path_factory.mktemp("techniques"))
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launched("slow", tmp_path_factory.mktemp("techniques"))
+
+
+@pytest.fixture
+def folder(technique: str, way: str, request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.getfixturevalue("slow" if is_slow(technique, way) else "quick")
     return folder
 
 
@@ -39,8 +60,7 @@ def losses(row: Row, folder: Path) -> torch.Tensor:
     return torch.tensor([left_by(row, rank, folder)["losses"] for rank in range(row.world_size)]).mean(0)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize(("technique", "way"), EACH)
 def test_losses_and_weights_are_those_of_a_plain_run(technique: str, way: str, folder: Path) -> None:
     runs, expected = ways(technique)[way]
     found = torch.cat([losses(row, folder) for row in runs])

@@ -1,6 +1,7 @@
 """Trains with each technique alone: with accumulated gradients under DDP, sharded and resumed, and stepped by hand.
 
-Run by a test in a process of its own: python technique_ranks.py FOLDER. What a run got is in ``<row>.<rank>.pt``.
+Run by a test in a process of its own: python technique_ranks.py FOLDER quick|slow. What a run got is in
+``<row>.<rank>.pt``.
 """
 
 from __future__ import annotations
@@ -47,9 +48,21 @@ def ways(technique: str) -> dict[str, Way]:
     }
 
 
-def rows() -> list[Row]:
-    """Every run of every technique, after those that it is compared with."""
-    found = [way for technique in TECHNIQUES for way in ways(technique).values()]
+def is_slow(technique: str, way: str) -> bool:
+    """Left to `make test-slow`: of each technique one setting, and on several ranks, is shown without."""
+    name = TECHNIQUES[technique].keys()
+    is_first = technique == next(each for each, settings in TECHNIQUES.items() if settings.keys() == name)
+    return not is_first or way not in ("accumulated, DDP", "resumed, FSDP2")
+
+
+def rows(which: str) -> list[Row]:
+    """The runs of the techniques in the default suite, or all others, after those that they are compared with."""
+    found = [
+        way
+        for technique in TECHNIQUES
+        for name, way in ways(technique).items()
+        if is_slow(technique, name) == (which == "slow")
+    ]
     return list(dict.fromkeys([way.expected for way in found] + [row for way in found for row in way.runs]))
 
 
@@ -57,4 +70,4 @@ if __name__ == "__main__":
     VARIANTS[ONCE] = ({}, {})
     for name, settings in TECHNIQUES.items():
         VARIANTS |= {name: ({}, settings), f"{name}, accumulated": (ACCUMULATED, settings)}
-    run_all(rows(), Path(sys.argv[1]))
+    run_all(rows(sys.argv[2]), Path(sys.argv[1]))

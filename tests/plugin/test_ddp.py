@@ -34,7 +34,10 @@ def of_rank(folder: Path, run: str, rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_both_ranks_decide_the_same(two_ranks: Path, run: str) -> None:
-    assert of_rank(two_ranks, run, 0)["report"] == of_rank(two_ranks, run, 1)["report"]
+    first, second = (of_rank(two_ranks, run, rank)["report"] for rank in (0, 1))
+    for report in (first, second):
+        del report["techniques"]["allocator"]  # each counts the pages of its own process
+    assert first == second
 
 
 @pytest.mark.parametrize("run", RUNS)

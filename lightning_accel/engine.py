@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -17,7 +15,8 @@ from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
 from lightning_accel.core.optimizers import living_optimizers
 from lightning_accel.core.patch import Patch, PatchSet
-from lightning_accel.core.report import AccelError, AccelWarning, Report, TechniqueReport, difference
+from lightning_accel.core.report import AccelError, Report, TechniqueReport, difference
+from lightning_accel.edits import Edits
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import LoaderTerms, Refusal, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts
@@ -57,14 +56,12 @@ class Engine:
         self.model = model
         self.host = host
         self.report = Report(device=host.described)
-        self._strict = strict
+        self._edits = Edits(self.report, strict=strict)
         self.decisions: Decisions = dict(decisions or {})
         self._gather = gather or (lambda value: [value])
         self._is_sharded = is_sharded
         for technique in techniques:
             technique.agree = agree
-        self._patches: dict[str, PatchSet] = {}
-        self._on_optimizers: dict[str, PatchSet] = defaultdict(PatchSet)  # which no trial of modules decides on
         self._stage: str | None = None  # of the step under way
         self._optimizers: list[Optimizer] = []
         # Before both trial steps: a loop may make its optimizer in its first step.
@@ -88,7 +85,7 @@ class Engine:
         except BaseException:
             self.undo()
             raise
-        self._stay_together({name: {patch.site for patch in patches} for name, patches in self._patches.items()})
+        self._stay_together({name: {patch.site for patch in patches} for name, patches in self._edits.on_model.items()})
         self._find_at_work()
         self.carry_out(self.decisions)
 
@@ -152,9 +149,9 @@ class Engine:
                 verdict = self.decisions.get(technique.name, {}).get(claim.site)
                 if verdict is not None and not verdict.keep:
                     claim = Refusal(claim.site, verdict.reason)
-                self._enter(technique, claim, self._on_optimizers[technique.name])
+                self._edits.enter(technique, claim, self._edits.on_optimizers[technique.name])
                 if isinstance(claim, Patch):
-                    self._apply(technique, claim, claim.change)
+                    self._edits.apply(technique, claim, claim.change)
                     self._settle(technique)
             self._hear(technique)
 
@@ -164,16 +161,15 @@ class Engine:
         if any(one.edits_optimizers or one in self._at_work for one in reading):  # to look for them takes a while
             self.meet(living_optimizers(self.model))
         for technique in self._techniques:
-            if technique.edits_optimizers and not self._searches_left and not self._has_sites(technique):
-                self._miss_sites(technique)
+            if technique.edits_optimizers and not self._searches_left and not self._edits.has(technique):
+                self._edits.miss(technique)
                 record = self.report.of(technique.name)
                 record.status = technique.notes.status or record.outcome()
 
     def undo(self) -> None:
         """Takes every edit back: the model is again the one that was passed in. The report stays."""
         for technique in reversed(self._open):
-            self._on_optimizers[technique.name].undo()
-            self._patches.get(technique.name, PatchSet()).undo()
+            self._edits.undo(technique)
             technique.close()
         self._techniques, self._at_work, self._open = [], [], []
         self._has_edits = False
@@ -220,7 +216,7 @@ class Engine:
         self._open.append(technique)
         self._claim(technique)
         known = self.decisions.get(name)
-        patches = self._patches[name]
+        patches = self._edits.on_model[name]
         if known is not None:
             self._carry_out(technique, {patch.site: known.get(patch.site, Verdict(keep=True)) for patch in patches})
         elif technique.applied_before_trial:
@@ -246,7 +242,7 @@ class Engine:
         self.report.techniques[name] = TechniqueReport(status=f"taken back: {reason}")
 
     def _withdraw(self, technique: Technique) -> None:
-        self._patches[technique.name].undo()
+        self._edits.on_model[technique.name].undo()
         technique.close()
         self.decisions.pop(technique.name, None)
         for techniques in (self._techniques, self._open):
@@ -256,8 +252,8 @@ class Engine:
     def stand_aside(self, reason: str) -> None:
         """Takes every edit back for the rest of the run, and remembers it for a resumed one."""
         for technique in reversed(self._techniques):
-            for patch in [*self._patches[technique.name], *self._on_optimizers[technique.name]]:
-                self._refuse(technique, patch.site, reason)
+            for patch in [*self._edits.on_model[technique.name], *self._edits.on_optimizers[technique.name]]:
+                self._edits.refuse(technique, patch.site, reason)
                 if technique.remembers:
                     refusal = Verdict(keep=False, reason=reason)
                     self.decisions.setdefault(technique.name, {})[patch.site] = refusal
@@ -286,10 +282,7 @@ class Engine:
 
     def degrade(self, message: str) -> None:
         """Says that something asked for is not done: a warning, or an error when the plan is strict."""
-        if self._strict:
-            raise AccelError(f"{message} (strict=True)")
-        self.report.note(message)
-        warnings.warn(message, AccelWarning, stacklevel=2)
+        self._edits.degrade(message)
 
     def technique(self, kind: type[T]) -> T | None:
         """The technique of this class, if there is one in this run."""
@@ -307,50 +300,22 @@ class Engine:
         return False
 
     def _claim(self, technique: Technique) -> None:
-        patches = self._patches[technique.name] = PatchSet()
+        patches = self._edits.on_model[technique.name] = PatchSet()
         for claim in technique.patches(self.model, self.host):
-            self._enter(technique, claim, patches)
+            self._edits.enter(technique, claim, patches)
         record = self.report.of(technique.name)
         record.is_on = technique.acts_without_sites or len(patches) > 0
         if not technique.edits_optimizers:
-            self._miss_sites(technique)
+            self._edits.miss(technique)
         nothing = "waiting for optimizers" if technique.edits_optimizers else "no site in this model"
         record.status = technique.notes.status or ("waiting for the first step" if len(patches) else nothing)
         self._hear(technique)
 
-    def _miss_sites(self, technique: Technique) -> None:
-        if technique.explicit and not self._has_sites(technique) and not technique.acts_without_sites:
-            reason = "; ".join(self.report.refused(technique.name).values()) or "this model has nothing for it"
-            self.degrade(f"{technique.name} was asked for and found no site: {reason}")
-
-    def _has_sites(self, technique: Technique) -> bool:
-        return bool(self._patches[technique.name] or self._on_optimizers[technique.name])
-
-    def _enter(self, technique: Technique, claim: Patch | Refusal, patches: PatchSet) -> None:
-        if isinstance(claim, Refusal):
-            self.report.record_refused(technique.name, claim.site, claim.reason)
-        else:
-            patches.add(claim)
-
     def _apply_early(self, technique: Technique) -> None:
-        for patch in list(self._patches[technique.name]):
-            self._apply(technique, patch, patch.change)
-        if technique.trial_step is None and len(self._patches[technique.name]):
+        for patch in list(self._edits.on_model[technique.name]):
+            self._edits.apply(technique, patch, patch.change)
+        if technique.trial_step is None and len(self._edits.on_model[technique.name]):
             self._settle(technique)
-
-    def _apply(self, technique: Technique, patch: Patch, remark: str) -> None:
-        try:
-            patch.apply()
-        except Exception as error:
-            self._refuse(technique, patch.site, f"could not be applied: {type(error).__name__}: {error}")
-        else:
-            self.report.record_applied(technique.name, patch.site, remark)
-
-    def _refuse(self, technique: Technique, site: str, reason: str) -> None:
-        for patches in (self._patches[technique.name], self._on_optimizers[technique.name]):
-            if site in patches:
-                patches.drop(site)
-        self.report.record_refused(technique.name, site, reason)
 
     @contextmanager
     def _step_within(self, contexts: Iterable[AbstractContextManager[Any]], stage: str) -> Iterator[None]:
@@ -365,7 +330,7 @@ class Engine:
             technique
             for technique in self._techniques
             if technique.trial_step == self._trial_step
-            and len(self._patches[technique.name])
+            and len(self._edits.on_model[technique.name])
             and technique.name not in self.decisions
         ]
         found: Decisions = {}
@@ -378,7 +343,7 @@ class Engine:
                     stack.enter_context(eager_where_compiled(self.model))
                 # The first technique's trial outermost: memory format times blocks that checkpointing tries as well.
                 for technique in reversed(on_trial):
-                    found[technique.name] = stack.enter_context(technique.trial(self._patches[technique.name]))
+                    found[technique.name] = stack.enter_context(technique.trial(self._edits.on_model[technique.name]))
                 yield
             self._conclude(on_trial, found)
         # A trial may find that there is nothing to do, and say so.
@@ -402,7 +367,7 @@ class Engine:
         if on_trial:
             release_free_memory()
             tried = [technique.name for technique in self._techniques if technique.trial_step is not None]
-            self._stay_together({name: {p.site for p in self._patches[name] if p.is_applied} for name in tried})
+            self._stay_together({name: {p.site for p in self._edits.on_model[name] if p.is_applied} for name in tried})
         self._trial_step = 1 if self._trial_step == 0 else None
 
     def _stay_together(self, sites: Mapping[str, set[str]]) -> None:
@@ -414,13 +379,13 @@ class Engine:
 
     def _carry_out(self, technique: Technique, verdicts: Verdicts) -> None:
         technique.decided(verdicts)
-        for patch in list(self._patches[technique.name]):
+        for patch in list(self._edits.on_model[technique.name]):
             verdict = verdicts.get(patch.site) or Verdict(keep=False, reason="has no verdict: not seen in its trial")
             if verdict.keep:
                 remark = f"{patch.change}{': ' if verdict.reason else ''}{verdict.reason}"
-                self._apply(technique, patch, remark)
+                self._edits.apply(technique, patch, remark)
             else:
-                self._refuse(technique, patch.site, verdict.reason)
+                self._edits.refuse(technique, patch.site, verdict.reason)
         self._settle(technique)
 
     def _hear(self, technique: Technique) -> None:
@@ -429,7 +394,7 @@ class Engine:
             return
         refused, revised, warned = technique.notes.take()
         for site, reason in refused.items():
-            self._refuse(technique, site, reason)
+            self._edits.refuse(technique, site, reason)
         for site, verdict in revised.items():
             tell = self.report.record_applied if verdict.keep else self.report.record_refused
             tell(technique.name, site, verdict.reason)
@@ -445,9 +410,9 @@ class Engine:
 
     def _find_at_work(self) -> None:
         awake = [t for t in self._techniques if t.name not in self._resting]
-        self._at_work = [t for t in awake if t.acts_without_sites or t.watches_on or self._has_sites(t)]
+        self._at_work = [t for t in awake if t.acts_without_sites or t.watches_on or self._edits.has(t)]
         self._has_edits = any(
-            t.alters_steps and (t.acts_without_sites or t.watches_on or self._patches[t.name]) for t in awake
+            t.alters_steps and (t.acts_without_sites or t.watches_on or self._edits.on_model[t.name]) for t in awake
         )
 
     def _settle(self, technique: Technique) -> None:

@@ -20,6 +20,7 @@ LAYERS = (
     ("data",),
     ("techniques",),
     ("arguments.py", "settings.py"),
+    ("edits.py",),
     ("engine.py",),
     ("tuning",),
     ("assembly.py", "planning.py"),

@@ -77,7 +77,7 @@ class Loop:
 
     def patch(self) -> Any:
         """The edit of its optimizer."""
-        (patch,) = self.handle.engine._on_optimizers["optimizer"]
+        (patch,) = self.handle.engine._edits.on_optimizers["optimizer"]
         return patch
 
     def refused(self) -> dict[str, str]:

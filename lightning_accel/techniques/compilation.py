@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -14,13 +14,13 @@ from typing_extensions import override
 
 from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.compiled import Kind, is_compiled
-from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.compile_setup import CompileSetup
 from lightning_accel.techniques.compiled_blocks import CompilePatch, Prepare, alike, tried
+from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 
@@ -133,30 +133,19 @@ class Compilation(Technique):
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
-        return self._trial(patches) if self._verify else super().trial(patches)
+        if not self._verify:
+            return super().trial(patches)
+        return tried_at_first_calls(
+            [patch for patch in patches if isinstance(patch, CompilePatch)],
+            lambda patch: patch.block,
+            self._judge,
+            unseen="not called with gradients on the second step, so not tried",
+        )
 
-    @contextmanager
-    def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
-        verdicts: Verdicts = {
-            patch.site: Verdict(keep=False, reason="not called with gradients on the second step, so not tried")
-            for patch in patches
-        }
-        probes = PatchSet(self._probe(patch, verdicts) for patch in patches)
-        probes.apply()
-        try:
-            yield verdicts
-        finally:
-            probes.undo()
-
-    def _probe(self, patch: Patch, verdicts: Verdicts) -> Patch:
-        assert isinstance(patch, CompilePatch)
-
-        def meet(args: Any, kwargs: dict[str, Any]) -> None:
-            if patch.may_share:
-                patch.kind = self._kinds.setdefault(alike(patch.block, args, kwargs), patch.kind)
-            verdicts[patch.site] = tried(patch, args, kwargs)
-
-        return at_first_call(patch.site, patch.block, meet)
+    def _judge(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
+        if patch.may_share:
+            patch.kind = self._kinds.setdefault(alike(patch.block, args, kwargs), patch.kind)
+        return tried(patch, args, kwargs)
 
     @override
     def settled(self) -> None:

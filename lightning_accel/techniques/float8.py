@@ -19,7 +19,6 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.compiled import is_inside_compiled
-from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.passes import Passes
@@ -28,6 +27,7 @@ from lightning_accel.core.torchao import load, why_missing
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import NOT_SLOWER, Contender, Trial, one_line
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 
@@ -190,26 +190,15 @@ class Float8(Technique):
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
-        return self._trial(patches) if self._verify else super().trial(patches)
-
-    @contextmanager
-    def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
-        unseen = Verdict(keep=False, reason="not called in training on the first step, so not tried")
-        verdicts: Verdicts = {patch.site: unseen for patch in patches}
-        probes = PatchSet(self._probe(patch, verdicts) for patch in patches)
-        probes.apply()
-        try:
-            yield verdicts
-        finally:
-            probes.undo()
-
-    def _probe(self, patch: Patch, verdicts: Verdicts) -> Patch:
-        assert isinstance(patch, Float8Patch)
-
-        def meet(args: Any, kwargs: dict[str, Any]) -> None:
-            verdicts[patch.site] = self._try(patch, args, kwargs)
-
-        return at_first_call(patch.site, patch.layer, meet, when=lambda: patch.layer.training)
+        if not self._verify:
+            return super().trial(patches)
+        return tried_at_first_calls(
+            [patch for patch in patches if isinstance(patch, Float8Patch)],
+            lambda patch: patch.layer,
+            self._try,
+            unseen="not called in training on the first step, so not tried",
+            when=lambda patch: patch.layer.training,
+        )
 
     def _try(self, patch: Float8Patch, args: Any, kwargs: dict[str, Any]) -> Verdict:
         [tensor] = tensors_in((args, kwargs))

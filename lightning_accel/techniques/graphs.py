@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -13,12 +13,12 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.compiled import is_inside_compiled
-from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.graphed_block import (
     Capture,
     Forward,
@@ -138,28 +138,15 @@ class Graphs(Technique):
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
-        return self._trial(patches) if self._verify else super().trial(patches)
-
-    @contextmanager
-    def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
-        verdicts: Verdicts = {
-            patch.site: Verdict(keep=False, reason="not called with gradients on the second step, so not tried")
-            for patch in patches
-        }
-        probes = PatchSet(self._probe(patch, verdicts) for patch in patches)
-        probes.apply()
-        try:
-            yield verdicts
-        finally:
-            probes.undo()
-
-    def _probe(self, patch: Patch, verdicts: Verdicts) -> Patch:
-        assert isinstance(patch, GraphPatch)
-
-        def meet(args: Any, kwargs: dict[str, Any]) -> None:
-            verdicts[patch.site] = _tried(patch.block, patch.graphed, args, kwargs)
-
-        return at_first_call(patch.site, patch.block, meet, when=torch.is_grad_enabled)
+        if not self._verify:
+            return super().trial(patches)
+        return tried_at_first_calls(
+            [patch for patch in patches if isinstance(patch, GraphPatch)],
+            lambda patch: patch.block,
+            lambda patch, args, kwargs: _tried(patch.block, patch.graphed, args, kwargs),
+            unseen="not called with gradients on the second step, so not tried",
+            when=lambda patch: torch.is_grad_enabled(),
+        )
 
     @override
     def arms(self) -> Iterator[Arm]:

@@ -23,6 +23,7 @@ from lightning_accel.core.trial import Trial
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.arms import OFF, Arm, Setup
 from lightning_accel.techniques.notes import Verdict
+from support.live_runs import OTHERS_OFF
 
 pytestmark = [
     pytest.mark.numbers,
@@ -32,13 +33,6 @@ pytestmark = [
 ]
 
 CPU = Host(kind="cpu", device_name="a CPU", compiler="g++")
-SETTINGS: dict[str, Any] = {
-    "precision": "32-true",
-    "memory_format": "off",
-    "inplace_activations": False,
-    "flash_attention": "off",
-    "tune": "off",  # the test does the asking
-}
 
 
 class Block(nn.Module):
@@ -85,7 +79,7 @@ def blocks(*factors: float) -> nn.Sequential:
 
 def started(model: nn.Module, **plan: Any) -> tuple[Handle, Arm, Setup]:
     """A run after the trials of the parts, with its arm."""
-    handle = accelerate(model, Plan(**{**SETTINGS, "compile": "auto", **plan}), host=CPU)
+    handle = accelerate(model, Plan(**OTHERS_OFF | {"compile": "auto"} | plan), host=CPU)
     for _ in range(3):
         train(handle)
     (arm,) = handle.engine.arms()
@@ -214,7 +208,7 @@ def test_what_an_earlier_run_has_tried_is_compiled_without_another_trial(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trial, "numbers", lambda *_: pytest.fail("tried again"))
-    handle = accelerate(blocks(2.0, 2.0, 2.0), Plan(**SETTINGS, compile="auto"), host=CPU)
+    handle = accelerate(blocks(2.0, 2.0, 2.0), Plan(**OTHERS_OFF | {"compile": "auto"}), host=CPU)
     verdicts = {site: Verdict(keep=site != "2", reason="" if site != "2" else "other numbers") for site in "123"}
     handle.engine.carry_out({"compile": verdicts})
     train(handle)
@@ -259,7 +253,7 @@ def test_a_block_that_is_compiled_anew_again_and_again_is_given_back(compiler: C
         handle, arm, setup = started(model)
         set_up(handle, arm, setup)
     else:
-        handle = accelerate(model, Plan(**SETTINGS, compile="on"), host=CPU)
+        handle = accelerate(model, Plan(**OTHERS_OFF | {"compile": "on"}), host=CPU)
         for _ in range(3):
             train(handle)
     assert handle.report.applied("compile") == ["1", "2"]
@@ -306,11 +300,11 @@ def test_nothing_of_a_compiled_block_remains_after_undo(compiler: Compiler) -> N
 def test_a_deterministic_run_does_not_decide_by_the_clock(determinism_restored: None) -> None:
     torch.use_deterministic_algorithms(True)
     with pytest.warns(UserWarning, match="set compile='on' to compile"):
-        accelerate(blocks(2.0, 2.0), Plan(**SETTINGS, compile="auto"), host=CPU).undo()
+        accelerate(blocks(2.0, 2.0), Plan(**OTHERS_OFF | {"compile": "auto"}), host=CPU).undo()
 
 
 def test_live_trials_of_a_loop_ask_for_it_and_note_what_it_took(compiler: Compiler) -> None:
-    plan = Plan(**{**SETTINGS, "compile": "auto", "tune": "auto"})
+    plan = Plan(**OTHERS_OFF | {"compile": "auto", "tune": "auto"})
     handle = accelerate(blocks(2.0, 2.0), plan, steps=10_000_000, host=CPU)  # which can afford it
     for _ in range(20):
         train(handle)
@@ -322,7 +316,7 @@ def test_live_trials_of_a_loop_ask_for_it_and_note_what_it_took(compiler: Compil
 
 
 def test_a_short_loop_is_told_that_it_cannot_afford_it(compiler: Compiler) -> None:
-    plan = Plan(**{**SETTINGS, "compile": "auto", "tune": "auto"})
+    plan = Plan(**OTHERS_OFF | {"compile": "auto", "tune": "auto"})
     handle = accelerate(blocks(2.0, 2.0), plan, steps=100, host=CPU)
     for _ in range(20):
         train(handle)

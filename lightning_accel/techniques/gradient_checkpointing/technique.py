@@ -14,13 +14,13 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.blocks import find_blocks, units
 from lightning_accel.core.compiled import is_inside_compiled
-from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
 from lightning_accel.core.trial import ORACLE_SAMPLES, Contender, Trial
 from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan, budget_moved
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
@@ -178,22 +178,18 @@ class GradientCheckpointing(Technique):
 
     @contextmanager
     def _tried_when_called(self) -> Iterator[Verdicts]:
-        verdicts: Verdicts = {}
-        probes = PatchSet(self._probe(patch, verdicts) for patch in self._untried.values())
-        probes.apply()
-        try:
-            yield verdicts
-        finally:
-            probes.undo()
-        self._untried = {site: patch for site, patch in self._untried.items() if site not in verdicts}
-
-    def _probe(self, patch: MethodPatch, verdicts: Verdicts) -> MethodPatch:
-        def meet(args: Any, kwargs: dict[str, Any]) -> None:
-            verdicts[patch.site] = self._judge(patch, args, kwargs)
-            if not verdicts[patch.site].keep:
+        def judge(patch: MethodPatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
+            verdict = self._judge(patch, args, kwargs)
+            if not verdict.keep:
                 patch.undo()
+            return verdict
 
-        return at_first_call(patch.site, self._blocks[patch.site], meet, when=torch.is_grad_enabled)
+        patches = self._untried.values()
+        with tried_at_first_calls(
+            patches, lambda patch: self._blocks[patch.site], judge, when=lambda patch: torch.is_grad_enabled()
+        ) as verdicts:
+            yield verdicts
+        self._untried = {site: patch for site, patch in self._untried.items() if site not in verdicts}
 
 
 def _draws(block: nn.Module) -> bool:

@@ -124,7 +124,7 @@ class DeferredLogits(Tensor):
     family: Family
     place: Place
     _origin: tuple[DeferredLogits, Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None
-    _values: Tensor | None
+    _computed: Tensor | None
 
     @classmethod
     def of_call(cls, family: Family) -> Self:
@@ -137,28 +137,28 @@ class DeferredLogits(Tensor):
     def _made(cls, family: Family, place: Place, origin: Any) -> Self:
         # Part of the graph: what does not ask __torch_function__ (an autograd.Function) still finds the way back.
         made: Self = _Edge.apply(place.rows, family.weight, family.bias, cls, family, place)  # type: ignore[no-untyped-call]
-        made.family, made.place, made._origin, made._values = family, place, origin, None
+        made.family, made.place, made._origin, made._computed = family, place, origin, None
         family.joined_by(made)
         return made
 
     def compute(self) -> Tensor:
         """What it would have been."""
-        if self._values is None:
+        if self._computed is None:
             family = self.family
             with family.as_at_the_call():
                 if self._origin is None:
-                    self._values = F.linear(family.rows, family.weight, family.bias)
+                    self._computed = F.linear(family.rows, family.weight, family.bias)
                 else:
                     parent, function, args, kwargs = self._origin
-                    self._values = function(parent.compute(), *args, **kwargs)
-        return self._values
+                    self._computed = function(parent.compute(), *args, **kwargs)
+        return self._computed
 
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         who = resolve_name(func) or getattr(func, "__name__", str(func))
         first = args[0] if args else None
         if isinstance(first, DeferredLogits) and not first.family.is_plain:
@@ -183,7 +183,10 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @override
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as if it were no classmethod
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """What came past ``__torch_function__``, below autograd: values alone are wanted."""
         name = func.overloadpacket.__name__
         if name.endswith("_") and not name.endswith("__"):
@@ -197,10 +200,9 @@ class DeferredLogits(Tensor):
             family = tensor.family
             family.check()
             family.on_read(f"{name}, past torch's functions")
-            parts = (
-                None if part is None else part.detach() for part in (tensor.place.rows, family.weight, family.bias)
-            )
-            return family.logits(*parts, tensor.place.class_dim, tensor.place.like.dtype)  # type: ignore[arg-type]
+            bias = None if family.bias is None else family.bias.detach()
+            rows, weight, place = tensor.place.rows.detach(), family.weight.detach(), tensor.place
+            return family.logits(rows, weight, bias, place.class_dim, place.like.dtype)
 
         args, kwargs = map_tensors(values, (args, kwargs or {}))
         return func(*args, **kwargs)

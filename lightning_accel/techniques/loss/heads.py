@@ -130,7 +130,8 @@ class Head:
         # Without gradients in training: inside an autograd.Function perhaps, which makes it a part of its graph.
         if is_checkpointing() or (self.stage == "train" and not torch.is_grad_enabled()):
             return None
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed() or is_trial():
+        is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        if is_recorded or is_transformed() or is_trial():
             return None
         return dtype
 

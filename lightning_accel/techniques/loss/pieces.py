@@ -131,7 +131,8 @@ class _LinearCrossEntropy(Function):
     @override
     def backward(ctx: Any, *gradients: Any) -> Any:
         upstream: Tensor = gradients[0]
-        rows, weight, bias, target, class_weight = ctx.saved_tensors if _is_needed(ctx) else (None,) * 5
+        saved: Any = ctx.saved_tensors if _is_needed(ctx) else (None,) * 5
+        rows, weight, bias, target, class_weight = saved
         problem = Problem(rows, weight, bias, target, class_weight, ctx.form, ctx.rows_at_once)
         if torch.is_grad_enabled():  # by create_graph=True
             return (*_differentiable(problem, ctx.wanted, upstream), None, None)

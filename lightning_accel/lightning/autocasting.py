@@ -8,6 +8,7 @@ Lightning's helpers (:class:`~lightning.pytorch.callbacks.ThroughputMonitor`) re
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,14 +22,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accel.core.report import Report
+from lightning_accel.core.trial import one_line
 from lightning_accel.lightning.private import after_closure
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.mixed_precision import CountingGradScaler, check_optimizer, without_mha_fast_path
 
 ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
 
+_NAMES_DTYPE = re.compile(r"dtype|scalar type|[Hh]alf|[Bb]?[Ff]loat(16|32)")
+
 
 class AutocastingPrecision(Precision):
     """Autocast and a gradient scaler, in force according to :attr:`precision`.
+
+    Args:
+        precision: What is in force at first.
+        is_chosen: Whether it is chosen for the run, not by the user: float32 then remains the way out.
 
     Attributes:
         precision: What is in force.
@@ -38,7 +48,8 @@ class AutocastingPrecision(Precision):
 
     _plain_class: ClassVar[type[AutocastingPrecision] | None] = None  # on the class that `_autocasting` makes
 
-    def __init__(self, precision: ResolvedPrecision) -> None:
+    def __init__(self, precision: ResolvedPrecision, *, is_chosen: bool) -> None:
+        self._is_chosen = is_chosen
         self.scaler: CountingGradScaler | None = None
         self.device = "cpu"
         self._unscaled: weakref.ref[Tensor] | None = None  # the latest loss that was scaled
@@ -55,8 +66,53 @@ class AutocastingPrecision(Precision):
         elif self.scaler is None or self.scaler.device != self.device:
             self.scaler = CountingGradScaler(self.device)
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether steps run in a precision that the user did not ask for by name."""
+        return self._is_chosen and self.precision != "32-true" and not self._runs_in_float32
+
+    def arms(self) -> list[Arm]:
+        """What live trials may choose from. float16 needs its scaler, and with it a step of another kind: no arm."""
+        if self._is_chosen and self.precision == "bf16-mixed":
+            return [Arm("precision", ("bf16-mixed",), self._have)]
+        return []
+
+    def _have(self, choice: str) -> None:
+        self._runs_in_float32 = choice == OFF
+
     @contextmanager
-    def _scaled(self, step: AbstractContextManager[None], scaler: CountingGradScaler) -> Iterator[None]:
+    def in_float32(self, report: Report, error: Exception) -> Iterator[None]:
+        """Repeats a step in float32, if another precision was not the user's, and stays there if that was the cause.
+
+        Args:
+            report: Told where it stays there.
+            error: What the step raised.
+        """
+        if not self._is_chosen or self.precision == "32-true":
+            yield
+            return
+        before, self._runs_in_float32 = self._runs_in_float32, True
+        try:
+            yield
+        finally:
+            self._runs_in_float32 = before
+        if _NAMES_DTYPE.search(str(error)):
+            self._set_precision("32-true")
+            record = report.of("precision")
+            record.is_on, record.status = False, f"32-true: {one_line(error)}"
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What the backward pass starts from."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def let_go_of(self, loss: Tensor) -> None:
+        """Frees the graph of a scaled loss that is not gone backward from after all."""
+        for one in (loss, None if self._unscaled is None else self._unscaled()):
+            if one is not None and one.grad_fn is not None:
+                one.detach_()
+
+    @contextmanager
+    def _scaled_step(self, step: AbstractContextManager[None], scaler: CountingGradScaler) -> Iterator[None]:
         with step:
             yield
         # With manual optimization every optimizer of this step has had its turn.

@@ -1,0 +1,221 @@
+"""A run in progress: its parts, made when it starts and put away when it ends."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_accel.assembly import surroundings_for
+from lightning_accel.callbacks.speed_memory import add_speed_memory_logger
+from lightning_accel.core.host import Host
+from lightning_accel.core.layout import restore_layouts
+from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.core.ranks import gather
+from lightning_accel.engine import Decisions, Engine
+from lightning_accel.lightning.autocasting import AutocastingPrecision
+from lightning_accel.lightning.feeding import Feeding, followed_by
+from lightning_accel.lightning.kept import Kept
+from lightning_accel.lightning.live_trials import LiveTuning, have
+from lightning_accel.lightning.loaders import Loaders
+from lightning_accel.lightning.out_of_memory import MemoryAnswers
+from lightning_accel.lightning.safety_net import SafetyNet
+from lightning_accel.settings import Plan
+from lightning_accel.techniques.base import Technique
+from lightning_accel.techniques.memory_format import MemoryFormat
+from lightning_accel.techniques.mixed_precision import DTYPES
+from lightning_accel.techniques.registry import declarations
+
+
+class Run:
+    """A plan at work on a module that a Trainer has.
+
+    Args:
+        module: To fit, or to evaluate.
+        host: Where.
+        plan: The settings.
+        precision: The run's.
+        kept: What earlier runs have left.
+
+    Attributes:
+        engine: At work on the module.
+        is_fitting: Whether it is fitted.
+        memory: What there is against a lack of memory.
+        net: Below its steps, where they may need one.
+        live: The live trials, where there are some.
+    """
+
+    def __init__(
+        self, module: LightningModule, host: Host, plan: Plan, precision: AutocastingPrecision, kept: Kept
+    ) -> None:
+        self._module, self._plan, self._precision, self._kept = module, plan, precision, kept
+        trainer = module.trainer
+        self.is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._around = surroundings_for(plan, module, host, device=trainer.strategy.root_device)
+        self.engine = self._make_engine(host)
+        is_answering = plan.out_of_memory == "answer"
+        self.memory = MemoryAnswers(module, self.engine, self._around, is_on=is_answering, interrupt=self.interrupt)
+        self.net: SafetyNet | None = None
+        self.live: LiveTuning | None = None
+        self._feeding: Feeding | None = None
+        self._loaders: Loaders | None = None
+        self._hooks = PatchSet()
+
+    def _make_engine(self, host: Host) -> Engine:
+        trainer, kept = self._module.trainer, self._kept
+        is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+        # Training keeps the ranks in step. Evaluating, each has as many batches as it has, and none at all perhaps:
+        # only where shards are gathered does one depend on another, and may wait for what rank 0 decides.
+        steps_with_others = trainer.world_size > 1 and (self.is_fitting or is_sharded)
+        engine = Engine(
+            self._module,
+            host,
+            self._around.techniques,
+            names=list(declarations()),
+            strict=self._plan.strict,
+            agree=trainer.strategy.broadcast if steps_with_others else None,
+            gather=gather if steps_with_others else None,
+            is_sharded=is_sharded,
+            # What was tried without gradients does not hold with them: fitting decides for evaluating, not the reverse.
+            decisions=kept.decisions if self.is_fitting else kept.decisions_without_gradients | kept.decisions,
+        )
+        if self.is_fitting:
+            kept.decisions = engine.decisions
+        else:
+            kept.decisions_without_gradients = engine.decisions
+        return engine
+
+    def start(self) -> None:
+        """Puts its parts to work. Whatever it raises: :meth:`close` undoes what was done."""
+        trainer, plan, engine = self._module.trainer, self._plan, self.engine
+        strategy, techniques = trainer.strategy, self._around.techniques
+        self.memory.have(self._kept.put_on if self.is_fitting else [])
+        is_answering = plan.out_of_memory == "answer"
+        # FSDP's ranks gather parameters within a step, which none can repeat alone.
+        can_repeat = not isinstance(strategy, ModelParallelStrategy)
+        if can_repeat and (self._is_in_force() or (is_answering and self.is_fitting)):
+            without_precision = functools.partial(self._precision.in_float32, engine.report)
+            self.net = SafetyNet(
+                self._module,
+                engine,
+                self._is_in_force,
+                without_precision,
+                self.memory,
+                self._yields,
+                self._gives_up,
+            )
+            self._hook(self.net.patches(strategy))
+        if self._is_in_force():
+            self._hook(self._passages(strategy))
+        if self.is_fitting and any(type(one).loader is not Technique.loader for one in techniques):
+            self._loaders = Loaders(trainer, engine, is_piped=getattr(strategy, "wants_pipeline", False))
+            self._hook(self._loaders.patches())
+        if is_answering:
+            self._hook(self.memory.patches(strategy))
+        if plan.preprocess or getattr(strategy, "wants_pipeline", False):
+            dtype = DTYPES.get(self._precision.precision, torch.float32)
+            transforms, wants_channels_last = plan.of("preprocess").transforms, self._around.wants_channels_last
+            self._feeding = Feeding(trainer, engine, transforms, dtype, wants_channels_last)
+            self._hook(self._feeding.patches())
+        own_arms = self._precision.arms()
+        if self.is_fitting:
+            has_something = self._is_in_force() or engine.is_at_work
+            if plan.tune == "auto" and plan.verify and has_something:
+                self.live = LiveTuning(trainer, engine, own_arms, self._kept.tuning, repr(plan))
+                self._hook(self.live.turns.patches())
+            if plan.log:
+                add_speed_memory_logger(trainer, self._module)
+            rank_zero_info(engine.report.summary())
+        elif self._kept.tuning is not None and plan.tune == "auto":
+            have(engine, [*own_arms, *engine.arms()], self._kept.tuning.choices)
+
+    def close(self) -> None:
+        """Leaves the module and the Trainer as they were, and writes down what the next run is to know."""
+        self.keep()
+        self.memory.close()
+        self._hooks.undo()
+        if self._feeding is not None:
+            self._feeding.close()
+        if self._loaders is not None:
+            self._loaders.close()
+        self.engine.undo()
+
+    def keep(self) -> None:
+        """Writes down what was found out so far."""
+        if self.is_fitting:
+            self._kept.put_on = self.memory.written
+        if self.live is not None:
+            self._kept.tuning = self.live.settled
+
+    def resume(self, decisions: Decisions) -> None:
+        """Goes on from a checkpoint that was read into what is kept."""
+        self.engine.decisions.update(decisions)
+        self.memory.have(self._kept.put_on if self.is_fitting else [])
+        self.engine.carry_out(decisions)
+        if self.live is not None and self._kept.tuning is not None:
+            self.live.resumed = self._kept.tuning
+
+    def interrupt(self) -> None:
+        """Told that what comes next is no step of training."""
+        if self.live is not None:
+            self.live.turns.interrupt()
+
+    def backward(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
+        """The backward pass of a step, above the net where there is one.
+
+        Args:
+            run: Goes backward from a loss.
+            loss: The step's.
+        """
+        if self.net is None or not self.net.is_spread:
+            run(loss)
+            return
+        precision = self._precision
+
+        def run_repeated(outputs: Any) -> None:
+            run(precision.scaled(outputs["loss"] if isinstance(outputs, Mapping) else outputs))
+
+        self.net.backward(lambda: run(loss), run_repeated, lambda: precision.let_go_of(loss))
+
+    def restore_layouts(self, checkpoint: dict[str, Any]) -> None:
+        """Brings the tensors of a checkpoint into the layouts that the user's own have."""
+        memory_format = self.engine.technique(MemoryFormat)
+        if memory_format is not None:
+            restore_layouts(checkpoint, self._module, self._module.trainer.optimizers, memory_format.strides())
+
+    def _is_in_force(self) -> bool:
+        """Whether a step runs otherwise than the user wrote it: edited, or in a precision that we chose."""
+        return self.engine.has_edits or self._precision.is_ours
+
+    def _yields(self, error: Exception) -> bool:
+        return self.live is not None and self.live.yields(error)
+
+    def _gives_up(self) -> None:
+        if self.live is not None:
+            self.live.give_up()
+
+    def _hook(self, patches: Iterable[Patch]) -> None:
+        for patch in patches:
+            self._hooks.add(patch)
+        self._hooks.apply()
+
+    def _passages(self, strategy: Strategy) -> Iterator[Patch]:
+        """The edits that have a strategy's batches, predictions and weights go through the engine."""
+        for name, change in (
+            ("batch_to_device", self.engine.batch),
+            ("predict_step", self.engine.predictions),
+            # Not left to `on_save_checkpoint`, which is not called for a checkpoint of weights only.
+            ("lightning_module_state_dict", self._with_own_layouts),
+        ):
+            yield MethodPatch(name, "in the run's layouts", strategy, name, functools.partial(followed_by, change))
+
+    def _with_own_layouts(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self.restore_layouts(checkpoint := {"state_dict": state_dict})
+        return checkpoint["state_dict"]

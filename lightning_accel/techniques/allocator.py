@@ -161,7 +161,7 @@ class AllocatorTechnique(Technique):
         # On the average: the end of the heap goes back to the system in some steps and not in others.
         self._faults = (counts[-1] - counts[0]) // (len(counts) - 1)
         assert self._patch is not None
-        words = f"a step asks the system for {self._faults:,} pages"
+        words = self._in_words()
         if self._faults < LEAST_FAULTS:
             self.notes.refuse("", f"{words}: nothing to gain")
             self._patch = None
@@ -169,13 +169,15 @@ class AllocatorTechnique(Technique):
         self.notes.revise("", Verdict(keep=False, reason=f"{words}: for live trials to decide"))
         others = [name for name in (JEMALLOC, TCMALLOC) if installed_library(name)]
         if others:
-            self.notes.details = f"{' and '.join(others)} would be faster or smaller perhaps: {_RUN}"
+            self.notes.details = f"{' or '.join(others)} could save most of that: {_RUN}"
+
+    def _in_words(self) -> str:
+        return f"a step asks the system for {self._faults:,} pages, about {self._faults * page_fault_ms():.1f} ms"
 
     def _choose(self, choice: str) -> None:
         assert self._patch is not None
         if choice != OFF and not self._patch.is_applied:
-            words = f"{self._patch.change}: a step asks the system for {self._faults:,} pages"
-            self.notes.revise("", Verdict(keep=True, reason=words))
+            self.notes.revise("", Verdict(keep=True, reason=f"{self._patch.change}: {self._in_words()}"))
         self._patch.choose(choice)
 
     def _say_what_segments_cost(self) -> None:

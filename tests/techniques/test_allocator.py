@@ -114,7 +114,7 @@ def test_a_plain_step_asks_the_system_for_pages_that_the_one_before_gave_back(lo
 
 
 def test_the_heap_is_left_alone_until_live_trials_put_the_arm_on(loops: dict[str, dict[str, str]]) -> None:
-    assert loops["accelerated"]["waiting"].endswith("pages: for live trials to decide")
+    assert loops["accelerated"]["waiting"].endswith("ms: for live trials to decide")
 
 
 def test_once_it_is_on_a_step_asks_for_hardly_any(loops: dict[str, dict[str, str]]) -> None:
@@ -132,7 +132,9 @@ def test_the_arm_takes_turns_with_the_heap_as_it_was(loops: dict[str, dict[str, 
 
 
 def test_the_report_says_how_many_pages_a_step_had_asked_for(loops: dict[str, dict[str, str]]) -> None:
-    assert re.fullmatch(r"in force .*a step asks the system for [\d,]+ pages", loops["accelerated"]["report"])
+    assert re.fullmatch(
+        r"in force .*a step asks the system for [\d,]+ pages, about [\d.]+ ms", loops["accelerated"]["report"]
+    )
 
 
 def test_after_the_run_what_is_free_goes_back_to_the_system(loops: dict[str, dict[str, str]]) -> None:

@@ -22,11 +22,14 @@ PAGE = Path(__file__).parent.parent / "docs" / "hosts.md"
 
 COLUMNS = {
     'precision="auto"': "precision",
+    'matmul_precision="auto"': "products",
     'flash_attention="auto"': "attention",
     'inplace_activations="auto"': "in place",
     'memory_format="auto"': "memory format",
+    'cudnn_benchmark="auto"': "cuDNN",
     'loss="auto"': "loss",
     'optimizer="auto"': "optimizer",
+    'allocator="auto"': "allocator",
     'gradient_checkpointing="full"': "checkpointing",
     'memory_budget="12GiB"': "memory budget",
     'activation_offloading="disk"': "offloading",

@@ -35,7 +35,7 @@ class Family:
         dtype: Of the logits.
         fuse: Gives the loss, or says in words why it is to be computed from the logits.
         on_read: Told that the logits had to be computed, and who reads them.
-        is_fused: Whether a loss was computed without the logits.
+        is_fused: Whether a loss was computed without the logits: of a training step the one that it is trained on.
         is_plain: Whether the logits are there.
     """
 
@@ -160,13 +160,15 @@ class DeferredLogits(Tensor):
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         who = resolve_name(func) or getattr(func, "__name__", str(func))
-        first = args[0] if args else None
+        first, rest, named = args[0] if args else kwargs.get("input"), args[1:], dict(kwargs)
+        if not args:
+            named.pop("input", None)
         if isinstance(first, DeferredLogits) and not first.family.is_plain:
             found = None
             if func is F.cross_entropy:
-                found = first._cross_entropy(*args[1:], **kwargs)
+                found = first._cross_entropy(*rest, **named)
             elif torch.is_grad_enabled() == first.family.with_gradients:
-                found = first._moved(func, args[1:], kwargs)
+                found = first._moved(func, rest, named)
             if isinstance(found, Tensor):
                 return found
             who = found or who
@@ -251,7 +253,8 @@ class DeferredLogits(Tensor):
         found = family.fuse(Problem(rows, family.weight, family.bias, target.reshape(-1), weight, form))
         if isinstance(found, str):
             return found
-        family.is_fused = True
+        # One without gradients, for a log, is no obstacle to the one that is trained on.
+        family.is_fused = found.requires_grad or not family.with_gradients
         return found.reshape(target.shape) if reduction == "none" else found
 
 
@@ -270,7 +273,7 @@ class _Edge(Function):
         place: Place,
     ) -> Tensor:
         # Not by save_for_backward: hooks on saved tensors are for what is really used.
-        ctx.given = rows, weight, bias
+        ctx.given, ctx.check = (rows, weight, bias), family.check
         ctx.logits = functools.partial(family.logits, class_dim=place.class_dim, dtype=place.like.dtype)
         return wrapper_tensor(cls, place.like, rows.device)
 
@@ -279,6 +282,7 @@ class _Edge(Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("Logits that were left out have no second derivative. Set loss='off'.")
+        ctx.check()
         wanted = ctx.needs_input_grad[:3]
         with torch.enable_grad():
             leaves = [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,6 +58,7 @@ class Head:
         self._always, self._verify, self._smallest, self._refuse = always, verify, smallest, refuse
         self._families: list[weakref.ref[Family]] = []
         self._reader = ""  # in the step under way
+        self._num_waiting = 0  # losses of this step whose gradients are kept for a backward pass
         self._reads: Counter[str] = Counter()  # by stage: steps running
         self._plain_in: set[str] = set()
         self._tried: set[Any] = set()
@@ -64,6 +67,9 @@ class Head:
         """The layer's forward."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # First of all, or a compiler would look at what follows.
+            if torch.compiler.is_compiling():
+                return original(module, *args, **kwargs)
             if self.stage is None or module is not self.module or len(args) != 1 or kwargs:
                 return original(module, *args, **kwargs)
             dtype = self._dtype_of_logits(args[0])
@@ -74,6 +80,7 @@ class Head:
     def begin(self, stage: str) -> None:
         """A step begins."""
         self.stage, self._reader = None if stage in self._plain_in else stage, ""
+        self._num_waiting = 0
 
     def end(self, *, is_whole: bool) -> None:
         """It is over. Logits that somebody still holds are computed now, while weights are what they were."""
@@ -102,6 +109,9 @@ class Head:
 
     def _defer(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         module = self.module
+        if not (torch.is_grad_enabled() and module.weight.requires_grad):
+            # The layer would save nothing of its input, which may then be written to: a copy, small beside logits.
+            rows = rows.clone()
         family = Family(rows, module.weight, module.bias, dtype, self._fuse, self._read)
         self._families.append(weakref.ref(family))
         return DeferredLogits.of_call(family)
@@ -130,24 +140,33 @@ class Head:
         # Without gradients in training: inside an autograd.Function perhaps, which makes it a part of its graph.
         if is_checkpointing() or (self.stage == "train" and not torch.is_grad_enabled()):
             return None
-        is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        if is_recorded or is_transformed() or is_trial():
+        is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        if is_traced or is_transformed() or is_trial():
             return None
         return dtype
 
     def _fuse(self, problem: Problem) -> Tensor | str:
         form = problem.form
         needs_gradients = torch.is_grad_enabled() and (problem.rows.requires_grad or problem.weight.requires_grad)
-        if form.reduction == "none" and needs_gradients and not self._always:
-            return "a loss of every token by itself, whose gradients would be computed twice (loss='on' has them so)"
+        # A gradient as large as the weight waits for each loss: of few rows the logits are less than that.
+        is_small = self._num_waiting > 0 and len(problem.rows) < problem.rows.shape[1]
+        computes_twice = form.reduction == "none" or is_small
+        if needs_gradients and computes_twice and not self._always:
+            which = "one of several losses of few rows" if is_small else "a loss of every token by itself"
+            return f"{which}, whose products would be computed twice (loss='on' has them so)"
         if self._verify and (why := self._failure(problem, needs_gradients)):
             self._give_up(self.stage or "train", why)
             return why
         self.num_fused += 1
-        loss = linear_cross_entropy(problem)
+        loss = linear_cross_entropy(replace(problem, computes_twice=computes_twice))
         if loss.grad_fn is not None:
-            loss.grad_fn.register_prehook(lambda _: self.before_weights_change())
+            self._num_waiting += not computes_twice
+            loss.grad_fn.register_prehook(functools.partial(self._goes_backward, is_waiting=not computes_twice))
         return loss
+
+    def _goes_backward(self, _: Any, *, is_waiting: bool) -> None:
+        self._num_waiting = max(0, self._num_waiting - is_waiting)
+        self.before_weights_change()
 
     def _failure(self, problem: Problem, with_gradients: bool) -> str:
         """What is wrong with the numbers of the first loss of its form; empty: nothing."""

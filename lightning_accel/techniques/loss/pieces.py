@@ -67,6 +67,8 @@ class Problem:
         class_weight: As ``weight`` of the cross-entropy, (V,); it gets no gradient.
         form: How it is computed.
         rows_at_once: How many; None: a sixteenth, and more where these are too few to be fast.
+        computes_twice: Whether the backward pass computes the logits again; else gradients as large as the layer wait
+            for it, and are there as often as there are losses. ``reduction="none"`` always does.
     """
 
     rows: Tensor
@@ -76,13 +78,14 @@ class Problem:
     class_weight: Tensor | None
     form: Form
     rows_at_once: int | None = None
+    computes_twice: bool = False
 
 
 def linear_cross_entropy(problem: Problem) -> Tensor:
     """``F.cross_entropy(F.linear(rows, weight, bias), target, …)`` without the logits: a scalar, or (N,) unreduced.
 
     Gradients flow to rows, weight and bias, through a second backward pass and through one of higher order, too;
-    these compute anew, the last one with all logits. So does ``reduction="none"`` in its backward pass.
+    these compute anew, the last one with all logits.
     """
     p = problem
     return _LinearCrossEntropy.apply(p.rows, p.weight, p.bias, p, torch.is_grad_enabled())  # type: ignore[no-any-return,no-untyped-call]
@@ -117,7 +120,9 @@ class _LinearCrossEntropy(Function):
         if form.reduction == "none":
             losses, _ = _in_pieces(problem, (False, False, False))
             return losses.to(form.loss_dtype)
-        losses, ctx.gradients = _in_pieces(problem, ctx.wanted)
+        wanted = (False, False, False) if problem.computes_twice else ctx.wanted
+        losses, gradients = _in_pieces(problem, wanted)
+        ctx.gradients = None if problem.computes_twice else gradients
         total, ctx.share = losses.sum(), losses.new_full((), 1 / _boost(form))
         if form.reduction == "mean":
             counts = _counts(problem)
@@ -181,6 +186,11 @@ def _counts(problem: Problem) -> Tensor:
 
 
 def _in_pieces(problem: Problem, wanted: Sequence[bool], upstream: Tensor | None = None) -> tuple[Tensor, Gradients]:
+    with torch.autocast(problem.rows.device.type, enabled=False):  # which dtype each part has is settled here
+        return _computed(problem, wanted, upstream)
+
+
+def _computed(problem: Problem, wanted: Sequence[bool], upstream: Tensor | None) -> tuple[Tensor, Gradients]:
     """The losses, (N,), and the gradients of their sum, or of their product with ``upstream``, (N,), times the boost.
 
     With p the probabilities, y the targets, e the smoothing and w the weights of the V classes, the loss of a row is
@@ -273,5 +283,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     for start in range(0, len(total), at_once):
         part = slice(start, start + at_once)
         some = left[:, part].t()
-        # The sum within a product is in float32 everywhere; that it comes out so, only CUDA has.
-        total[part] += torch.mm(some, right, out_dtype=total.dtype) if left.is_cuda else torch.mm(some, right)
+        # The sum within a product of halves is in float32 everywhere; that it comes out so, only CUDA has.
+        comes_out_wide = left.is_cuda and torch.version.hip is None and total.dtype == torch.float32
+        total[part] += torch.mm(some, right, out_dtype=total.dtype) if comes_out_wide else torch.mm(some, right)

@@ -82,10 +82,11 @@ def _indexed(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
 def _cast(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
     dtype = _CASTS.get(func)
     if dtype is None:
-        given = [*args, *kwargs.values()]
-        if len(given) != 1 or not kwargs.keys() <= {"dtype", "device"}:
+        given = [*args, *(value for name, value in kwargs.items() if name != "non_blocking")]
+        if len(given) != 1 or not kwargs.keys() <= {"dtype", "device", "non_blocking"}:
             return None
-        if given[0] in (place.rows.device, str(place.rows.device)):
+        is_device = func is Tensor.to and isinstance(given[0], str | torch.device)
+        if is_device and _is_on(place.rows.device, torch.device(given[0])):
             return place
         if not isinstance(given[0], torch.dtype):
             return None
@@ -96,6 +97,19 @@ def _cast(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
     if torch.promote_types(dtype, place.like.dtype) != dtype or dtype not in (torch.float32, torch.float64):
         return None
     return Place(place.rows, place.class_dim, place.like.to(dtype))
+
+
+def _moved(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+    wanted = torch.device("cpu" if func is Tensor.cpu else "cuda")
+    return None if args or kwargs or not _is_on(place.rows.device, wanted) else place
+
+
+def _is_on(device: torch.device, wanted: torch.device) -> bool:
+    return wanted.type == device.type and torch.empty(0, device=wanted).device == device
+
+
+def _cloned(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+    return None if args or kwargs else Place(place.rows, place.class_dim, place.like)
 
 
 def _contiguous(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
@@ -111,9 +125,12 @@ def getters(*names: str) -> list[Any]:
 _CASTS: dict[Any, torch.dtype] = {Tensor.float: torch.float32, Tensor.double: torch.float64}
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), _reshaped),
+    **dict.fromkeys((Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze), _reshaped),
     **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, *getters("mT")), _permuted),
     **dict.fromkeys((Tensor.movedim, torch.movedim, Tensor.swapaxes, torch.swapaxes), _permuted),
-    **dict.fromkeys((*_CASTS, Tensor.to), _cast),
+    **dict.fromkeys((*_CASTS, Tensor.to, Tensor.type), _cast),
+    **dict.fromkeys((Tensor.clone, torch.clone), _cloned),
+    **dict.fromkeys((Tensor.cpu, Tensor.cuda), _moved),
     Tensor.__getitem__: _indexed,
     Tensor.contiguous: _contiguous,
 }

@@ -23,6 +23,7 @@ from support.loss_models import (
     any_size,
     batches,
     loss_of_all,
+    of_handle,
     side_by_side,
     start,
     train,
@@ -62,6 +63,14 @@ FUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         logits.view(-1, V), y.view(-1), weight=torch.linspace(0.1, 2, V, dtype=logits.dtype)
     ),
     "summed": lambda logits, y: F.cross_entropy(logits.view(-1, V), y.view(-1), reduction="sum") / y.numel(),
+    "by keywords": lambda logits, y: F.cross_entropy(
+        input=torch.reshape(input=logits, shape=(-1, V)), target=y.view(-1)
+    ),
+    "cloned": lambda logits, y: F.cross_entropy(logits.clone().view(-1, V), y.view(-1)),
+    "moved to where they are": lambda logits, y: F.cross_entropy(
+        logits.cpu().to("cpu", non_blocking=True).view(-1, V), y.view(-1)
+    ),
+    "with a dimension more": lambda logits, y: F.cross_entropy(logits.unsqueeze(0).squeeze(0).view(-1, V), y.view(-1)),
     "nothing but ignored": lambda logits, y: F.cross_entropy(
         logits.view(-1, V), torch.full_like(y, -100).view(-1), reduction="sum"
     ),
@@ -193,9 +202,9 @@ def test_asking_for_shape_and_the_like_computes_nothing() -> None:
 
 @pytest.mark.parametrize(
     "read",
-    [repr, copy.deepcopy, pickle.dumps, lambda x: np.asarray(x.detach()), lambda x: x.tolist(), lambda x: x.cpu(),
-     lambda x: torch.isnan(x).any(), lambda x: x.data, lambda x: bool((x > 0).all()), torch.clone],
-    ids=["print", "copy", "pickle", "numpy", "list", "cpu", "isnan", "data", "bool", "clone"],
+    [repr, copy.deepcopy, pickle.dumps, lambda x: np.asarray(x.detach()), lambda x: x.tolist(),
+     lambda x: torch.isnan(x).any(), lambda x: x.data, lambda x: bool((x > 0).all())],
+    ids=["print", "copy", "pickle", "numpy", "list", "isnan", "data", "bool"],
 )  # fmt: skip
 def test_whatever_else_is_done_with_them_is_done_with_the_values(read: Callable[[Tensor], Any]) -> None:
     model = LanguageModel()
@@ -275,6 +284,36 @@ def test_a_full_backward_hook_on_the_head_gets_the_gradient_of_the_logits() -> N
     assert "its logits are read" in run.refused["head"]
     for got, want in zip(seen[4:], seen[:4], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_input_may_be_changed_in_place_after_the_head_was_called(mode: Any) -> None:
+    model, tokens = LanguageModel(), batches(1)[0]
+
+    def loss() -> Tensor:
+        features = model.body(model.embedding(tokens))
+        logits = model.head(features)
+        features.zero_()
+        return F.cross_entropy(logits.view(-1, V), following(tokens).view(-1))
+
+    with mode():
+        expected = loss()
+    handle = start(model)
+    with handle.step("validate"), mode():
+        found = loss()
+    assert of_handle(handle).heads["head"].num_fused == 1
+    handle.undo()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_a_loss_for_the_log_does_not_stand_in_the_way_of_the_one_that_is_trained_on() -> None:
+    def step(model: nn.Module, tokens: Tensor) -> Tensor:
+        logits = model(tokens).view(-1, V)
+        with torch.no_grad():
+            F.cross_entropy(logits, following(tokens).view(-1), reduction="sum")
+        return F.cross_entropy(logits, following(tokens).view(-1))
+
+    assert side_by_side(LanguageModel(), step).num_fused == 6
 
 
 def test_with_the_input_changed_in_place_before_they_are_read_it_raises_rather_than_be_wrong() -> None:

@@ -121,6 +121,17 @@ def test_two_losses_on_two_calls_of_one_head_both_do_without_logits() -> None:
     assert side_by_side(LanguageModel(), step).num_fused == 6
 
 
+def test_of_several_losses_of_few_rows_the_first_alone_keeps_a_gradient_as_large_as_the_weight() -> None:
+    def step(model: nn.Module, tokens: Tensor) -> Tensor:
+        return sum(loss_of_all(model, part) for part in tokens[:3, :6].split(2, 1))  # type: ignore[return-value]
+
+    asked = side_by_side(LanguageModel(), step, setting="on")
+    assert asked.num_fused == 9
+    by_itself = side_by_side(LanguageModel(), step)
+    assert by_itself.num_fused == 2  # of two steps, after which the head goes back
+    assert "one of several losses of few rows" in by_itself.refused["head"]
+
+
 def test_a_gradient_penalty_through_the_loss_has_its_second_derivatives() -> None:
     def step(model: nn.Module, tokens: Tensor) -> Tensor:
         loss = loss_of_all(model, tokens)
@@ -162,6 +173,48 @@ def test_a_computation_with_other_numbers_is_refused_at_its_first_loss(monkeypat
     run = side_by_side(LanguageModel(), loss_of_all)
     assert run.num_fused == 0
     assert "other numbers than the original" in run.refused["head"]
+
+
+def test_it_is_tried_on_rows_that_count_where_the_first_ones_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "linear_cross_entropy", lambda problem: 1.01 * linear_cross_entropy(problem))
+
+    def step(model: nn.Module, tokens: Tensor) -> Tensor:
+        target = tokens.roll(-1, 1).flatten()
+        target[: rehearsal.ROWS] = -100
+        return F.cross_entropy(model(tokens).view(-1, VOCABULARY), target)
+
+    assert "other numbers than the original" in side_by_side(LanguageModel(), step).refused["head"]
+
+
+def test_smoothing_with_class_weights_is_as_exact_under_autocast_as_without() -> None:
+    def step(model: nn.Module, tokens: Tensor) -> Tensor:
+        weight = torch.linspace(0.1, 3, VOCABULARY)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens).view(-1, VOCABULARY)
+            return F.cross_entropy(logits, tokens.roll(-1, 1).view(-1), weight, label_smoothing=0.9)
+
+    plain, ours = LanguageModel().float(), LanguageModel().float()
+    ours.load_state_dict(plain.state_dict())
+    (expected,), found = train(plain, step, setting=None, steps=1).losses, train(ours, step, steps=1)
+    assert found.num_fused == 1
+    torch.testing.assert_close(found.losses[0], expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_step_that_is_compiled_as_a_whole_is_compiled_without_us(compiled_first: bool) -> None:
+    model, tokens = LanguageModel(), batches(1)[0]
+
+    def compiled() -> Any:
+        return torch.compile(lambda tokens: loss_of_all(model, tokens), backend="eager", fullgraph=True)
+
+    step = compiled() if compiled_first else None
+    handle = start(model)
+    step = step or compiled()
+    with handle.step():
+        found = step(tokens)
+    handle.undo()
+    torch.testing.assert_close(found, loss_of_all(model, tokens), rtol=1e-12, atol=0)
+    torch._dynamo.reset()
 
 
 def test_the_trial_leaves_random_streams_and_gradients_as_they_are() -> None:

@@ -184,6 +184,7 @@ def test_a_covariance_says_more_of_new_patients_than_variances_do(
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.slow
 def test_augmentation_gives_the_same_accuracy_on_the_device_and_off_it() -> None:
     import augment
 

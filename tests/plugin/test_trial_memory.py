@@ -24,6 +24,7 @@ def measured(mode: str, folder: Path) -> dict[str, Any]:
     return json.loads(next(line for line in printed if line.startswith("{")))
 
 
+@pytest.mark.slow
 def test_after_the_trials_a_step_finds_the_memory_of_a_plain_run(tmp_path: Path) -> None:
     """What is in use is a plain run's to 5%. A torn heap was a third more; what the heap keeps free now is 5 to 8%.
 

@@ -31,6 +31,7 @@ def _files() -> set[str]:
     return set(os.listdir()) - {remembered.folder().name}
 
 
+@pytest.mark.slow
 def test_the_best_batch_is_found_and_everything_is_as_it_was() -> None:
     model, data, given = Scheduled(), Samples(), trainer(logger=CSVLogger("logs"))
     streams = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
@@ -56,6 +57,7 @@ def test_the_best_batch_is_found_and_everything_is_as_it_was() -> None:
         tune(model, data, given, time=0.01)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_best_so_far_and_the_next_search_goes_on() -> None:
     outcome = searched(Sleeper(), loader(), Quiet(wins=1))
     assert outcome.best == Setup(batch_size=16)
@@ -66,6 +68,7 @@ def test_ctrl_c_keeps_the_best_so_far_and_the_next_search_goes_on() -> None:
     assert searched(Sleeper(), loader(), Quiet(wins=2)).best == Setup(batch_size=32)
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_train_says_why() -> None:
     with pytest.raises(ValueError, match=r"The run does not train: RuntimeError: mat1 and mat2 .* nothing was written"):
         searched(Broken(), loader())
@@ -90,6 +93,7 @@ def test_a_slow_loader_gets_workers() -> None:
     assert outcome.whole.is_won
 
 
+@pytest.mark.slow
 def test_without_a_batch_size_to_set_the_search_says_so() -> None:
     class Own(DataLoader[Any]):
         pass

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from typing_extensions import override
+
 
 class AccelWarning(UserWarning):
     """Something that was asked for could not be done; the run goes on without it (``strict=True`` raises instead)."""
@@ -15,6 +17,24 @@ class AccelWarning(UserWarning):
 
 class AccelError(RuntimeError):
     """What would be an :class:`AccelWarning`, with ``strict=True``."""
+
+
+class EditError(RuntimeError):
+    """What an edit raises that cannot do what it is asked for, where the user's own code can.
+
+    A run that can repeat the step does so without the technique, and keeps the others.
+
+    Attributes:
+        technique: Whose edit it is.
+    """
+
+    def __init__(self, technique: str, message: str) -> None:
+        super().__init__(message)
+        self.technique = technique
+
+    @override
+    def __reduce__(self) -> Any:
+        return type(self), (self.technique, *self.args)
 
 
 @dataclass

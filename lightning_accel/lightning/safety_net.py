@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_accel.core.checks import SettingError
 from lightning_accel.core.out_of_memory import free_what_failed, is_out_of_memory, without_frames
 from lightning_accel.core.patch import MethodPatch, Patch
-from lightning_accel.core.report import AccelError
+from lightning_accel.core.report import AccelError, EditError
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.attempt import Attempt, SmallState, Step
@@ -239,9 +239,11 @@ class SafetyNet:
             raise error from None
         args, kwargs = self._engine.predictions(attempt.given)  # the batch, too, as the user's loader gave it
         self._has_yielded = self._yields(error)
-        if self._has_yielded:
-            return attempt.step(*args, **kwargs)
         remark = f"a step raised {one_line(error)}"
+        if not self._has_yielded and isinstance(error, EditError):
+            self._engine.withdraw(error.technique, remark)
+        if self._has_yielded or isinstance(error, EditError):
+            return attempt.step(*args, **kwargs)
         self._gives_up()
         self._engine.stand_aside(remark)
         model = self._module.trainer.strategy.model
@@ -256,6 +258,9 @@ class SafetyNet:
     def _tell(self, error: Exception) -> None:
         if self._has_yielded:
             self._engine.report.note(f"a step with an arm on trial raised {one_line(error)}, and ran without it")
+            return
+        if isinstance(error, EditError):
+            self._engine.report.note(f"a step raised {one_line(error)}, and ran without {error.technique}")
             return
         remark = f"a step raised {one_line(error)}, and ran when it was repeated without the edits of this plugin"
         self._engine.degrade(f"{remark}: all of them are taken back")

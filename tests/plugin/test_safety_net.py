@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -132,6 +134,39 @@ def test_after_a_failed_trial_step_everything_is_as_in_a_plain_run() -> None:
     assert trainer.callback_metrics["seen"] == plain_trainer.callback_metrics["seen"]
     for name, value in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
+
+
+class AsksForTheGradientOfLogits(LightningModule):
+    """Which the loss in pieces does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.head = nn.Linear(8, 96)
+
+    def training_step(self, batch: Any) -> Tensor:
+        logits = self.head(self.body(batch[0]))
+        loss = F.cross_entropy(logits, torch.arange(len(logits)))
+        (gradient,) = torch.autograd.grad(loss, [logits], retain_graph=True)
+        return loss + gradient.square().sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_one_technique_cannot_do_is_done_without_it_and_the_others_stay(
+    monkeypatch: pytest.MonkeyPatch, make_trainer: Callable[..., Trainer]
+) -> None:
+    monkeypatch.setattr("lightning_accel.techniques.loss.technique.FEWEST_CLASSES", 96)
+    monkeypatch.setattr("lightning_accel.techniques.loss.technique.SMALLEST_BYTES", 0)
+    model, data = AsksForTheGradientOfLogits(), DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=8)
+    twin = copy.deepcopy(model)
+    plugin = AccelPlugin(precision="32-true", optimizer="off")
+    make_trainer(plugins=[plugin], max_epochs=2).fit(model, data)
+    make_trainer(max_epochs=2).fit(twin, data)
+    assert "taken back: a step raised EditError" in plugin.report.of("loss").status
+    assert plugin.report.applied("inplace_activations") == ["body.1"]
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())
 
 
 class Raises(Net):

@@ -16,6 +16,7 @@ from torch.autograd.function import Function
 from torch.overrides import resolve_name
 from typing_extensions import Self, override
 
+from lightning_accel.core.report import EditError
 from lightning_accel.core.torch_private import saved_tensors_hooks, version_of, wrapper_tensor
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.techniques.loss.pieces import Form, Problem
@@ -77,12 +78,13 @@ class Family:
         """Makes sure that the logits would be the ones of the call.
 
         Raises:
-            RuntimeError: A weight, or the head's input, was changed since.
+            EditError: A weight, or the head's input, was changed since.
         """
         if self._count_versions() != self._versions:
-            raise RuntimeError(
+            raise EditError(
+                "loss",
                 "The weight or the input of a linear head was changed in place after the head was called, and before"
-                " its logits were read; they were left out until then. Read them before the change, or set loss='off'."
+                " its logits were read; they were left out until then. Read them before the change, or set loss='off'.",
             )
 
     @contextmanager
@@ -176,9 +178,10 @@ class DeferredLogits(Tensor):
             if isinstance(one, DeferredLogits):
                 if one.family.is_fused and func in _OF_GRADIENTS:
                     one.family.read_by(who)
-                    raise RuntimeError(
+                    raise EditError(
+                        "loss",
                         f"{who} was called with logits whose loss was computed without them: they have no gradient."
-                        " Call it before the loss, or set loss='off'."
+                        " Call it before the loss, or set loss='off'.",
                     )
                 one.family.read_by(who)
         args, kwargs = map_tensors(lambda t: t.compute() if isinstance(t, DeferredLogits) else t, (args, kwargs))
@@ -192,8 +195,9 @@ class DeferredLogits(Tensor):
         """What came past ``__torch_function__``, below autograd: values alone are wanted."""
         name = func.overloadpacket.__name__
         if name.endswith("_") and not name.endswith("__"):
-            raise RuntimeError(
-                f"{name} would change logits in place that were left out so far. Read them before, or set loss='off'."
+            raise EditError(
+                "loss",
+                f"{name} would change logits in place that were left out so far. Read them before, or set loss='off'.",
             )
 
         def values(tensor: Tensor) -> Tensor:
@@ -281,7 +285,7 @@ class _Edge(Function):
     @override
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError("Logits that were left out have no second derivative. Set loss='off'.")
+            raise EditError("loss", "Logits that were left out have no second derivative. Set loss='off'.")
         ctx.check()
         wanted = ctx.needs_input_grad[:3]
         with torch.enable_grad():

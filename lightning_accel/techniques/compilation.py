@@ -12,6 +12,7 @@ import torch.compiler.config
 from torch import nn
 from typing_extensions import override
 
+from lightning_accel.core import kernel_cache
 from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.compiled import Kind, is_compiled
 from lightning_accel.core.host import Host
@@ -76,6 +77,7 @@ class Compilation(Technique):
         self._kinds: dict[Hashable, Kind] = {}
         self._first_graphs: dict[int, int] = {}  # of a kind, by its id, once its blocks were tried
         self._settings = ExitStack()  # torch's own, as they were before
+        self._why_not_kept = ""
 
     @classmethod
     @override
@@ -130,6 +132,8 @@ class Compilation(Technique):
         # it one allowance of compiled versions. Past it torch runs a block eagerly and only logs it.
         limit = max(torch.compiler.config.recompile_limit, 8 + 4 * len(blocks))
         self._settings.enter_context(torch.compiler.config.patch(recompile_limit=limit))  # type: ignore[attr-defined]
+        if self._patches:
+            self._why_not_kept = self._settings.enter_context(kernel_cache.kept())
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
@@ -153,7 +157,8 @@ class Compilation(Technique):
             self._first_graphs.setdefault(id(patch.kind), patch.kind.graphs)
 
     def _count(self, kind: Kind) -> None:
-        """Gives blocks back that are compiled anew again and again."""
+        """Says what was compiled, and gives blocks back that are compiled anew again and again."""
+        self._tell()
         first = self._first_graphs.get(id(kind))
         if first is None:
             return
@@ -166,6 +171,22 @@ class Compilation(Technique):
                         f"given back: {anew} graphs were compiled anew, in {kind.seconds:.1f} s with the first: what it"
                         " is called with keeps changing (shapes, layouts, Python numbers). Pad batches to a few sizes",
                     )
+
+    def _tell(self) -> None:
+        kinds = {id(patch.kind): patch.kind for patch in self._patches}
+        graphs = sum(kind.graphs for kind in kinds.values())
+        # Where nothing is tried, the first graph of a kind is what there is to begin with.
+        anew = sum(
+            max(0, kinds[one].graphs - (first or 1)) for one, first in self._first_graphs.items() if one in kinds
+        )
+        seconds = sum(kind.seconds for kind in kinds.values())
+        lines = [
+            f"{graphs} {'graph' if graphs == 1 else 'graphs'} compiled, {anew} of them anew, in {seconds:.1f} s without"
+            " their backward passes"
+        ]
+        if self._why_not_kept:
+            lines.append(f"a later run may have to compile again: {self._why_not_kept}")
+        self.notes.details = "\n".join(lines)
 
     @override
     def close(self) -> None:

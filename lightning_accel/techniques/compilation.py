@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,7 +22,9 @@ from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.compile_setup import CompileSetup
 from lightning_accel.techniques.compiled_blocks import CompilePatch, Prepare, alike, tried
+from lightning_accel.techniques.compiled_graphs import GRAPHS, SETTLE, ReplayedPatch
 from lightning_accel.techniques.first_calls import tried_at_first_calls
+from lightning_accel.techniques.graphed_block import Capture, capture_on_cuda
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 
@@ -36,8 +39,8 @@ class CompilePlan:
 
     Attributes:
         mode: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where live trials find
-            whole steps to be faster, and the run is long enough to win back what compiling takes; or a mode of
-            :func:`torch.compile`.
+            whole steps to be faster, and the run is long enough to win back what compiling takes, and on NVIDIA GPUs
+            has CUDA graphs of the compiled blocks where that is faster still; or a mode of :func:`torch.compile`.
     """
 
     mode: CompileSetting = "on"
@@ -73,6 +76,7 @@ class Compilation(Technique):
         self._prepare = prepare
         self._mode = "default" if setting in ("on", "auto") else str(setting)
         self._verify = verify
+        self._make_patch: Callable[..., CompilePatch] = CompilePatch
         self._patches: list[CompilePatch] = []
         self._kinds: dict[Hashable, Kind] = {}
         self._first_graphs: dict[int, int] = {}  # of a kind, by its id, once its blocks were tried
@@ -125,7 +129,9 @@ class Compilation(Technique):
                 yield Refusal(site, "already compiled")
             else:
                 kind = Kind(self._count)
-                patch = CompilePatch(site, block, self._mode, self._prepare, eager_random=host.kind == "cpu", kind=kind)
+                patch = self._make_patch(
+                    site, block, self._mode, self._prepare, eager_random=host.kind == "cpu", kind=kind
+                )
                 self._patches.append(patch)
                 yield patch
         # After a graph break the compiler begins anew in the block's own code, which blocks of a class share, and with
@@ -199,13 +205,28 @@ class Compilation(Technique):
 class CompilationOnTrial(Compilation):
     """Compiles where live trials find that the run's own steps are faster for it, and the run can afford to try.
 
-    No step compiles before they ask: then the blocks are compiled and tried in one that is not counted.
+    No step compiles before they ask: then the blocks are compiled and tried in one that is not counted. On a GPU of
+    NVIDIA's, they are asked twice: whether to compile, and whether CUDA graphs are to replay what was compiled.
+
+    Args:
+        setting: ``"auto"``.
+        verify: As the base class has it.
+        prepare: As the base class has it.
+        capture: What captures.
     """
 
     trial_step: ClassVar[None] = None
 
-    def __init__(self, setting: CompileSetting, *, verify: bool = True, prepare: Prepare = lambda graph: None) -> None:
+    def __init__(
+        self,
+        setting: CompileSetting,
+        *,
+        verify: bool = True,
+        prepare: Prepare = lambda graph: None,
+        capture: Capture = capture_on_cuda,
+    ) -> None:
         super().__init__(setting, verify=verify, prepare=prepare)
+        self._capture = capture
         self._setup = CompileSetup(self.notes, self._count)
 
     @override
@@ -216,6 +237,8 @@ class CompilationOnTrial(Compilation):
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
+        if host.kind == "cuda":
+            self._make_patch = partial(ReplayedPatch, capture=self._capture, notes=self.notes)
         for claim in super().patches(model, host):
             if isinstance(claim, CompilePatch):
                 claim.is_wanted = False
@@ -237,7 +260,15 @@ class CompilationOnTrial(Compilation):
     def arms(self) -> Iterator[Arm]:
         self._setup.agree = self.agree
         if self._setup.possible:
-            yield Arm(self.name, ("on",), self._have, setup=self._setup)
+            may_replay = any(isinstance(patch, ReplayedPatch) for patch in self._patches)
+            yield Arm(
+                self.name,
+                ("on", GRAPHS) if may_replay else ("on",),
+                self._have,
+                settle_of={GRAPHS: SETTLE},
+                has=lambda choice: choice != GRAPHS or self._setup.has_graphs,
+                setup=self._setup,
+            )
 
     def _have(self, choice: str) -> None:
         for patch in self._patches:

@@ -119,7 +119,8 @@ class Arguments:
                 and so on are tried on the run's own steps, and the fastest stays. ``lightning-accel tune`` finds it
                 before a run.
             compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where live trials find
-                whole steps to be faster, and the run is long enough to win back what compiling takes; or a mode of
+                whole steps to be faster, and the run is long enough to win back what compiling takes, and on NVIDIA
+                GPUs has CUDA graphs of the compiled blocks where that is faster still; or a mode of
                 :func:`torch.compile`.
             allocator: ``"auto"`` has the heap of glibc keep what is freed, where steps on the CPU ask the system
                 for pages again and again; ``"off"`` leaves it alone. Other allocators: ``lightning-accel run``.

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ import pytest
 # pytest-xdist's workers take the processors between them: a second thread of one would only wait for another's.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What one test compiles, another finds. Tests of where kernels are kept remove the variable.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "lightning-accel-tests"))
 
 # Lightning says which devices it uses at every Trainer: nothing that a test could be judged by.
 for _name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):

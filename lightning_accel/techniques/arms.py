@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 OFF = "off"
@@ -42,6 +42,8 @@ class Arm:
             technique would have by itself.
         choose: Puts a choice, or ``"off"``, in force from the next step on. Called between steps only.
         settle: Steps after a switch that pay for it (layouts, caches); they are not counted.
+        settle_of: The same after a switch to or from a choice that takes more of them.
+        has: Whether a choice can be had, as far as is known; asked before it is compared.
         saves_memory: Whether it is there to save memory, so that it stays unless the run is slower with it.
         gain_ms: What it could gain in a step, by the trial of its parts; None where nothing was timed.
         starts_off: Whether it is off until live trials put it on: not had in a run that is too short for them.
@@ -52,6 +54,8 @@ class Arm:
     choices: tuple[str, ...]
     choose: Callable[[str], None]
     settle: int = 0
+    settle_of: Mapping[str, int] = field(default_factory=dict)
+    has: Callable[[str], bool] = lambda choice: True
     saves_memory: bool = False
     gain_ms: float | None = None
     starts_off: bool = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,6 +13,7 @@ import torch.compiler.config
 from torch import nn
 from typing_extensions import override
 
+from lightning_accel.core import kernel_cache
 from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.compiled import Kind, is_compiled
 from lightning_accel.core.host import Host
@@ -20,7 +22,9 @@ from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.compile_setup import CompileSetup
 from lightning_accel.techniques.compiled_blocks import CompilePatch, Prepare, alike, tried
+from lightning_accel.techniques.compiled_graphs import GRAPHS, SETTLE, ReplayedPatch
 from lightning_accel.techniques.first_calls import tried_at_first_calls
+from lightning_accel.techniques.graphed_block import Capture, capture_on_cuda
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 
@@ -35,8 +39,8 @@ class CompilePlan:
 
     Attributes:
         mode: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where live trials find
-            whole steps to be faster, and the run is long enough to win back what compiling takes; or a mode of
-            :func:`torch.compile`.
+            whole steps to be faster, and the run is long enough to win back what compiling takes, and on NVIDIA GPUs
+            has CUDA graphs of the compiled blocks where that is faster still; or a mode of :func:`torch.compile`.
     """
 
     mode: CompileSetting = "on"
@@ -72,10 +76,12 @@ class Compilation(Technique):
         self._prepare = prepare
         self._mode = "default" if setting in ("on", "auto") else str(setting)
         self._verify = verify
+        self._make_patch: Callable[..., CompilePatch] = CompilePatch
         self._patches: list[CompilePatch] = []
         self._kinds: dict[Hashable, Kind] = {}
         self._first_graphs: dict[int, int] = {}  # of a kind, by its id, once its blocks were tried
         self._settings = ExitStack()  # torch's own, as they were before
+        self._why_not_kept = ""
 
     @classmethod
     @override
@@ -123,13 +129,17 @@ class Compilation(Technique):
                 yield Refusal(site, "already compiled")
             else:
                 kind = Kind(self._count)
-                patch = CompilePatch(site, block, self._mode, self._prepare, eager_random=host.kind == "cpu", kind=kind)
+                patch = self._make_patch(
+                    site, block, self._mode, self._prepare, eager_random=host.kind == "cpu", kind=kind
+                )
                 self._patches.append(patch)
                 yield patch
         # After a graph break the compiler begins anew in the block's own code, which blocks of a class share, and with
         # it one allowance of compiled versions. Past it torch runs a block eagerly and only logs it.
         limit = max(torch.compiler.config.recompile_limit, 8 + 4 * len(blocks))
         self._settings.enter_context(torch.compiler.config.patch(recompile_limit=limit))  # type: ignore[attr-defined]
+        if self._patches:
+            self._why_not_kept = self._settings.enter_context(kernel_cache.kept())
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
@@ -153,7 +163,8 @@ class Compilation(Technique):
             self._first_graphs.setdefault(id(patch.kind), patch.kind.graphs)
 
     def _count(self, kind: Kind) -> None:
-        """Gives blocks back that are compiled anew again and again."""
+        """Says what was compiled, and gives blocks back that are compiled anew again and again."""
+        self._tell()
         first = self._first_graphs.get(id(kind))
         if first is None:
             return
@@ -167,6 +178,22 @@ class Compilation(Technique):
                         " is called with keeps changing (shapes, layouts, Python numbers). Pad batches to a few sizes",
                     )
 
+    def _tell(self) -> None:
+        kinds = {id(patch.kind): patch.kind for patch in self._patches}
+        graphs = sum(kind.graphs for kind in kinds.values())
+        # Where nothing is tried, the first graph of a kind is what there is to begin with.
+        anew = sum(
+            max(0, kinds[one].graphs - (first or 1)) for one, first in self._first_graphs.items() if one in kinds
+        )
+        seconds = sum(kind.seconds for kind in kinds.values())
+        lines = [
+            f"{graphs} {'graph' if graphs == 1 else 'graphs'} compiled, {anew} of them anew, in {seconds:.1f} s without"
+            " their backward passes"
+        ]
+        if self._why_not_kept:
+            lines.append(f"a later run may have to compile again: {self._why_not_kept}")
+        self.notes.details = "\n".join(lines)
+
     @override
     def close(self) -> None:
         for patch in self._patches:
@@ -178,13 +205,28 @@ class Compilation(Technique):
 class CompilationOnTrial(Compilation):
     """Compiles where live trials find that the run's own steps are faster for it, and the run can afford to try.
 
-    No step compiles before they ask: then the blocks are compiled and tried in one that is not counted.
+    No step compiles before they ask: then the blocks are compiled and tried in one that is not counted. On a GPU of
+    NVIDIA's, they are asked twice: whether to compile, and whether CUDA graphs are to replay what was compiled.
+
+    Args:
+        setting: ``"auto"``.
+        verify: As the base class has it.
+        prepare: As the base class has it.
+        capture: What captures.
     """
 
     trial_step: ClassVar[None] = None
 
-    def __init__(self, setting: CompileSetting, *, verify: bool = True, prepare: Prepare = lambda graph: None) -> None:
+    def __init__(
+        self,
+        setting: CompileSetting,
+        *,
+        verify: bool = True,
+        prepare: Prepare = lambda graph: None,
+        capture: Capture = capture_on_cuda,
+    ) -> None:
         super().__init__(setting, verify=verify, prepare=prepare)
+        self._capture = capture
         self._setup = CompileSetup(self.notes, self._count)
 
     @override
@@ -195,6 +237,8 @@ class CompilationOnTrial(Compilation):
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
+        if host.kind == "cuda":
+            self._make_patch = partial(ReplayedPatch, capture=self._capture, notes=self.notes)
         for claim in super().patches(model, host):
             if isinstance(claim, CompilePatch):
                 claim.is_wanted = False
@@ -216,7 +260,15 @@ class CompilationOnTrial(Compilation):
     def arms(self) -> Iterator[Arm]:
         self._setup.agree = self.agree
         if self._setup.possible:
-            yield Arm(self.name, ("on",), self._have, setup=self._setup)
+            may_replay = any(isinstance(patch, ReplayedPatch) for patch in self._patches)
+            yield Arm(
+                self.name,
+                ("on", GRAPHS) if may_replay else ("on",),
+                self._have,
+                settle_of={GRAPHS: SETTLE},
+                has=lambda choice: choice != GRAPHS or self._setup.has_graphs,
+                setup=self._setup,
+            )
 
     def _have(self, choice: str) -> None:
         for patch in self._patches:

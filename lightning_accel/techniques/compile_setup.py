@@ -17,6 +17,7 @@ from lightning_accel.core.compiled import Kind, is_gathered_by_hooks
 from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.techniques.compiled_blocks import CompilePatch, alike, tried
+from lightning_accel.techniques.compiled_graphs import ReplayedPatch
 from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
 
 FIRST_S = 10.0
@@ -38,6 +39,7 @@ class CompileSetup:
         known: What an earlier run's trial has found, or this one's.
         agree: As techniques have it.
         is_under_way: Whether blocks are being compiled for the first time.
+        has_graphs: Whether there may be, or are, compiled blocks that CUDA graphs replay.
     """
 
     def __init__(self, notes: Notes, told: Callable[[Kind], None]) -> None:
@@ -45,6 +47,7 @@ class CompileSetup:
         self.known: Verdicts = {}
         self.agree: Callable[[Any], Any] | None = None
         self.is_under_way = False
+        self.has_graphs = True
         self._notes, self._told = notes, told
         self._probes = PatchSet()
         self._found: Verdicts = {}
@@ -79,6 +82,10 @@ class CompileSetup:
         self.is_under_way = False
         # Rank 0's hold: what it keeps, and another rank could not compile, runs eagerly there.
         decided = self._found if self.agree is None else self.agree(self._found)
+        replayed = [patch for patch in self.possible if isinstance(patch, ReplayedPatch)]
+        if replayed:
+            has_graphs = not all(patch.why_not for patch in replayed)
+            self.has_graphs = has_graphs if self.agree is None else self.agree(has_graphs)
         for patch in self.possible:
             found, of_rank_0 = self._found[patch.site], decided[patch.site]
             self._conclude(patch, found if of_rank_0.keep else of_rank_0)
@@ -103,7 +110,8 @@ class CompileSetup:
         self.known[patch.site] = verdict
         if verdict.keep:
             patch.apply()
-            self._notes.revise(patch.site, Verdict(keep=True, reason=verdict.reason or patch.change))
+            in_force = patch.remark if isinstance(patch, ReplayedPatch) else patch.change
+            self._notes.revise(patch.site, Verdict(keep=True, reason=verdict.reason or in_force))
         else:
             self._notes.refuse(patch.site, verdict.reason)
 
@@ -130,5 +138,7 @@ class CompileSetup:
         patch.kind = self._kinds[key]
         start = time.perf_counter()
         verdict = tried(patch, args, kwargs, for_numbers=patch.site not in self.known)
+        if verdict.keep and isinstance(patch, ReplayedPatch):
+            patch.try_replay(args, kwargs)
         self._longest_s = max(self._longest_s, time.perf_counter() - start)
         return verdict

@@ -109,8 +109,8 @@ class Graphs(Technique):
     def check(cls, settings: GraphsPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
         if all_settings["compile"].mode != "off":
             raise ValueError(
-                f"graphs={settings.mode!r} with compile={all_settings['compile'].mode!r}: a compiler makes CUDA graphs"
-                " of its own. Give compile='reduce-overhead' and graphs='off', or compile='off'."
+                f"graphs={settings.mode!r} with compile={all_settings['compile'].mode!r}: a compiler has CUDA graphs"
+                " of its own. Give compile='auto' or 'reduce-overhead' and graphs='off', or compile='off'."
             )
 
     @override

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from lightning_accel.techniques.arms import Arm
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import Choices, Comparison, Result
 from lightning_accel.tuning.pairs import PairTest
 from lightning_accel.tuning.settled import Tuning
@@ -143,8 +143,9 @@ class Questions:
                 yield None
         yield from self._audit(proven)
         unasked, before = self._setups.unasked(), dict(self.tuning.choices)
-        for arm in unasked:
-            yield from self._ask_arm(arm, arm.choices[0], ALPHA / 4 / len(unasked))
+        asked = [(arm, choice) for arm in unasked for choice in arm.choices]
+        for arm, choice in asked:
+            yield from self._ask_arm(arm, choice, ALPHA / 4 / len(asked))
         if self.tuning.choices != before:
             yield from self._audit(before if self.tuning.is_proven else None)
 
@@ -157,6 +158,8 @@ class Questions:
         original = without if is_first else held
         while arm.setup is not None and len(self._latest) < LEAST_LATEST:
             yield None
+        if arm.name in self._setups.lost or not arm.has(choice):
+            return
         if original == with_it or not self._is_worth_asking(arm, original, with_it):
             return
         if is_first and arm.saves_memory and arm.name in held:
@@ -276,7 +279,9 @@ class Questions:
 
     def _settle(self, original: Choices, candidate: Choices) -> int:
         differing = [arm for one, arm in self._arms.items() if original.get(one) != candidate.get(one)]
-        return max((arm.settle for arm in differing), default=0)
+        sides = (original, candidate)
+        steps = [arm.settle_of.get(side.get(arm.name, OFF), arm.settle) for arm in differing for side in sides]
+        return max(steps, default=0)
 
     def _least_turns(self, original: Choices, candidate: Choices) -> float:
         return _MIN_PAIRS * self._turns_a_pair(original, candidate)

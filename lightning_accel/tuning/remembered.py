@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_accel.core import kernel_cache
 from lightning_accel.core.cache import folder as folder
 from lightning_accel.core.cache import write_whole as write_whole
 from lightning_accel.core.tree import tensors_in
@@ -124,7 +125,12 @@ def entries() -> Iterator[Entry | DamagedError]:
 
 
 def clear() -> int:
-    """Removes all that is remembered, of searches before a run, too; returns how many files that were."""
+    """Removes all that is remembered, of searches before a run, too, and compiled kernels.
+
+    Returns:
+        How many files that were, kernels left out.
+    """
+    kernel_cache.clear()
     paths = list(folder().rglob("*.json"))
     for path in paths:
         path.unlink(missing_ok=True)

@@ -94,9 +94,12 @@ class Setups:
         return total
 
     def note_gain(self, result: Result, gain_s: float) -> None:
-        """Notes what a turn with the arm of that name gains, in seconds."""
-        if result.name in self._arms and result.is_won:
-            self._tuning.gain_s[result.name] = gain_s
+        """Notes what a turn with the arm of that name gains, in seconds; another choice of it adds to the first."""
+        name, _, choice = result.name.partition("=")
+        if name in self._arms and result.is_won:
+            first = self._tuning.results.get(name)
+            held = self._tuning.gain_s.get(name, 0.0) if choice and first is not None and first.is_won else 0.0
+            self._tuning.gain_s[name] = held + gain_s
 
     def _of_all_ranks(self, seconds: float) -> list[float]:
         return [seconds] if self._gather is None else self._gather(seconds)

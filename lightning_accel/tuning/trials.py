@@ -188,7 +188,7 @@ class LiveTrials(Questions):
         seconds = self._setups.end()
         if self._latest:  # else it is an earlier run's plan that was set up, and this run is not charged for trials
             self._allowance -= seconds / statistics.median(self._latest)
-        if self._comparison is not None and self._comparison.name in self._setups.lost:
+        if self._comparison is not None and self._comparison.name.partition("=")[0] in self._setups.lost:
             self._comparison.failed("refused in its trial")
             self._conclude()
         self._hold(self.tuning.choices)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_accel.__main__ import main
+from lightning_accel.core import kernel_cache
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import Interval
@@ -46,3 +47,14 @@ def test_all_of_it_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["cache", "--clear"])
     assert capsys.readouterr().out == f"removed from {remembered.folder()}: 1\n"
     assert list(remembered.entries()) == []
+
+
+def test_compiled_kernels_are_listed_by_their_size_and_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    kernel_cache.folder().mkdir(parents=True)
+    (kernel_cache.folder() / "kernel.json").write_bytes(bytes(2048))
+    main(["cache"])
+    assert capsys.readouterr().out == f"compiled kernels (compile): 2.0 KiB in {kernel_cache.folder()}\n"
+    main(["cache", "--clear"])
+    assert "removed from" in (text := capsys.readouterr().out)
+    assert text.endswith(": 0, and 2.0 KiB of compiled kernels\n")
+    assert not kernel_cache.folder().exists()

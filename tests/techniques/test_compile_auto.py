@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.assembly import Handle, accelerate
-from lightning_accel.core import torch_private
+from lightning_accel.core import kernel_cache, torch_private
 from lightning_accel.core.host import Host
 from lightning_accel.core.trial import Trial
 from lightning_accel.settings import Plan
@@ -269,6 +269,31 @@ def test_a_block_that_is_compiled_anew_again_and_again_is_given_back(compiler: C
     handle.undo()
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_the_report_counts_graphs_and_those_compiled_anew(compiler: Compiler, verify: bool) -> None:
+    model = blocks(2.0, 2.0)
+    handle = accelerate(model, Plan(**OTHERS_OFF | {"compile": "on", "verify": verify}), host=CPU)
+    for size in (3, 3, 3, 5):
+        train(handle, size)
+    graphs = compiler.graphs
+    anew = graphs - (1 if verify else 2)  # which blocks are alike is not known without their trials
+    assert anew > 0
+    details = handle.report.of("compile").details
+    assert details.startswith(f"{graphs} graphs compiled, {anew} of them anew, in ")
+    assert details in str(handle.report)
+    handle.undo()
+
+
+def test_where_kernels_cannot_be_kept_the_report_says_so(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_cache.folder().parent.mkdir()
+    kernel_cache.folder().touch()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    handle, arm, setup = started(blocks(2.0, 2.0))
+    set_up(handle, arm, setup)
+    assert "a later run may have to compile again: " in handle.report.of("compile").details
+    handle.undo()
+
+
 def test_a_block_that_is_also_evaluated_and_sees_a_shorter_batch_stays(compiler: Compiler) -> None:
     model = blocks(2.0, 2.0)
     handle, arm, setup = started(model)
@@ -345,13 +370,15 @@ print("made", counters["inductor"]["fxgraph_cache_miss"], "found", counters["ind
 
 
 @pytest.mark.slow
-def test_a_second_run_finds_all_kernels_of_the_first(tmp_path: Path) -> None:
+def test_a_second_run_finds_all_kernels_of_the_first_also_after_a_reboot(tmp_path: Path) -> None:
     """Also where attention is edited in the captured graph: TorchInductor keeps what it makes by the graph it gets."""
     if Host.detect("cpu").compiler is None:
         pytest.skip("no C++ compiler here")
     found = []
-    for _ in range(2):
-        variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kernels"), "OMP_NUM_THREADS": "1"}
+    for boot in ("first", "second"):
+        (tmp_path / boot).mkdir()
+        variables = {**os.environ, "TMPDIR": str(tmp_path / boot), "OMP_NUM_THREADS": "1"}
+        del variables["TORCHINDUCTOR_CACHE_DIR"]
         run = subprocess.run([sys.executable, "-c", RUN], env=variables, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
         words = run.stdout.split()

@@ -119,6 +119,65 @@ def test_alone_and_slower_the_run_is_the_users_own() -> None:
     assert tuning.line() == "as the user wrote it: nothing was faster for sure"
 
 
+# -- several choices of it ---
+
+
+class TwoChoices(CompiledRun):
+    """The compiled run can also be had with graphs, whose switches take two turns; ``has``: whether it really can."""
+
+    def __init__(self, compiler: Compiler, *, graphs: float, has: bool = True, compiled: float = 1.5) -> None:
+        super().__init__(compiler, 2000)
+        self.speedups["compile"] = {"on": compiled, "graphs": graphs}
+        choices = ("on", "graphs")
+        self.arms[0] = replace(
+            self.arms[0], choices=choices, settle_of={"graphs": 2}, has=lambda choice: choice == "on" or has
+        )
+
+
+def test_a_second_choice_is_compared_with_the_first_and_set_up_with_it() -> None:
+    run = TwoChoices(Compiler(1.0, 1.0), graphs=2.2)
+    assert run.run().choices == {"compile": "graphs"}
+    assert [line.split(",")[0] for line in run.compiler.log] == ["begun", "ended"]
+
+
+def test_what_it_gains_adds_to_what_the_first_has_gained() -> None:
+    tuning = TwoChoices(Compiler(1.0, 1.0), graphs=2.2).run()
+    assert tuning.gain_s["compile"] == pytest.approx(0.1 - 0.1 / 2.2, rel=0.15)
+
+
+def test_it_can_win_where_the_first_has_not() -> None:
+    tuning = TwoChoices(Compiler(1.0, 1.0), graphs=2.2, compiled=0.97).run()
+    assert tuning.choices == {"compile": "graphs"}
+    assert tuning.gain_s["compile"] == pytest.approx(0.1 - 0.1 / 2.2, rel=0.15)
+
+
+def test_a_choice_that_the_setup_found_impossible_is_not_asked_for() -> None:
+    run = TwoChoices(Compiler(1.0, 1.0), graphs=2.2, has=False)
+    assert run.run().choices == {"compile": "on"}
+    assert ("compile", "graphs") not in run.switches
+
+
+def test_where_nothing_came_of_the_setup_no_choice_is_asked_for_again() -> None:
+    run = TwoChoices(Compiler(1.0, None), graphs=2.2)
+    tuning = run.run()
+    assert tuning.choices == {}
+    assert "compile=graphs" not in tuning.results
+
+
+def test_turns_after_a_switch_to_a_dear_choice_are_not_counted() -> None:
+    """They are so slow that the choice would lose by them."""
+    run = TwoChoices(Compiler(1.0, 1.0), graphs=2.2)
+    since = [0]
+
+    def slow_after_switch(turn: int) -> float:
+        is_new = bool(run.switches) and run.switches[-1] == ("compile", "graphs") and since[0] != len(run.switches)
+        since[0] = len(run.switches)
+        return 5.0 if is_new else 1.0
+
+    run.slowdown = slow_after_switch
+    assert run.run().results["compile=graphs"].interval.ratio == pytest.approx(2.2 / 1.5, rel=0.1)
+
+
 # -- a second run --------------------------------------------------------------------------------------------------
 
 

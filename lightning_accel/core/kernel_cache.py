@@ -1,0 +1,102 @@
+"""Where torch.compile keeps what it builds: while runs of ours compile, in a folder that outlives a reboot.
+
+Torch's own folder is one for temporary files. Another can be named in mid-process: torch reads the variable at every
+look-up, and hands it to its compile workers with each task. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_accel.core import cache
+from lightning_accel.core.processor import from_cpuinfo
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_TRITON = "TRITON_CACHE_DIR"  # torch sets it, at the first kernel, to a folder within the other
+
+_runs = 0  # that have their kernels kept
+_before: dict[str, str | None] = {}  # the variables, while there are any
+
+
+def folder() -> Path:
+    """Where kernels are kept."""
+    return cache.folder().absolute() / "kernels"
+
+
+def size_bytes() -> int:
+    """How much is kept."""
+    return sum(path.stat().st_size for path in folder().rglob("*") if path.is_file())
+
+
+def clear() -> None:
+    """Removes all kernels; those in use stay in the memory of their processes."""
+    shutil.rmtree(folder(), ignore_errors=True)
+
+
+@contextmanager
+def kept() -> Iterator[str]:
+    """Has torch keep in :func:`folder` what this process compiles, unless the user has named a folder by the variable.
+
+    Yields:
+        Why it stays in torch's own folder; empty where it does not, or is the user's to decide.
+    """
+    global _runs
+    if not _runs:
+        if not _is_torchs_own(os.environ.get(VARIABLE)):
+            yield ""
+            return
+        # C++ is built for this very processor, which torch tells apart by its vectors only; and a home folder may be
+        # that of many machines.
+        within = folder() / _processor()
+        try:
+            within.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=within).close()
+        except OSError as error:
+            yield f"{within} cannot be written to: {error.strerror}"
+            return
+        _redirect(within)
+    _runs += 1
+    try:
+        yield ""
+    finally:
+        _runs -= 1
+        if not _runs:
+            _restore()
+
+
+def _redirect(within: Path) -> None:
+    triton = os.environ.get(_TRITON)
+    _before.update({VARIABLE: os.environ.get(VARIABLE)})
+    os.environ[VARIABLE] = str(within)
+    if _is_torchs_own(triton):
+        _before[_TRITON] = triton
+        if triton is not None:
+            os.environ[_TRITON] = str(within / "triton" / Path(triton).name)
+
+
+def _restore() -> None:
+    for name, value in _before.items():
+        if not Path(os.environ.get(name, "")).is_relative_to(folder()):
+            continue  # the user's by now
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    _before.clear()
+
+
+def _is_torchs_own(value: str | None) -> bool:
+    """Whether nobody has named a folder: importing the compiler sets the variable to its own, by the user's name."""
+    return value is None or os.path.abspath(value).startswith(os.path.join(tempfile.gettempdir(), "torchinductor_"))
+
+
+def _processor() -> str:
+    able_to = from_cpuinfo("flags") or from_cpuinfo("Features") or platform.processor()
+    return hashlib.sha256(f"{platform.machine()} {able_to}".encode()).hexdigest()[:12]

@@ -1,0 +1,101 @@
+"""One compiled block whose kernels are replayed from a CUDA graph: a choice of its own beside the compiled block.
+
+Not by the compiler's own graphs, ``mode="reduce-overhead"``. Gradients in their memory are overwritten by the next
+step, so that accumulating them raises (https://github.com/pytorch/pytorch/issues/169545, open). Where no backward pass
+is to come, as in a validation, each compiled block begins a new generation of graphs, which invalidates what the block
+before has returned (https://github.com/pytorch/pytorch/issues/160281, open). And blocks could not share what is
+compiled, as a graph holds the parameters of one. Here blocks of a kind share it, and
+:class:`~lightning_accel.techniques.graphed_block.GraphedBlock` captures that, with all that it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_accel.core.compiled import eager_call
+from lightning_accel.core.torch_private import compiled_call, set_compiled_call
+from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.techniques.arms import OFF
+from lightning_accel.techniques.compiled_blocks import CompilePatch
+from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError
+from lightning_accel.techniques.notes import Notes, Verdict
+
+GRAPHS = "graphs"
+"""The choice of the arm."""
+
+SETTLE = 2
+"""Steps after a switch: the memory of graphs is given back when they are off, so that they are captured anew."""
+
+_NOT_TRIED = "not captured yet"
+
+
+class ReplayedPatch(CompilePatch):
+    """As its base class; where :data:`GRAPHS` is chosen, calls replay what was captured of the compiled block.
+
+    Attributes:
+        why_not: Why they do not; empty: they do.
+    """
+
+    def __init__(self, site: str, block: nn.Module, *args: Any, capture: Capture, notes: Notes, **more: Any) -> None:
+        super().__init__(site, block, *args, **more)
+        self.why_not = _NOT_TRIED
+        self._graphed, self._notes = GraphedBlock(block, capture), notes
+        self._is_chosen = False
+
+    @override
+    def _apply(self) -> None:
+        super()._apply()
+        compiled = compiled_call(self.block)
+        if self._is_chosen and not self.why_not and compiled is not None:
+            self._graphed.pause(False)
+            set_compiled_call(self.block, self._replaying(compiled))
+
+    @override
+    def _undo(self) -> None:
+        super()._undo()
+        self._graphed.pause(True)
+
+    @override
+    def have(self, choice: str) -> None:
+        is_chosen = choice == GRAPHS
+        if is_chosen != self._is_chosen:
+            self._is_chosen = is_chosen
+            if self.is_applied and self.is_wanted and choice != OFF:
+                self._undo()
+                self._apply()
+        super().have(choice)
+
+    def try_replay(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Captures the compiled block on copies of the inputs of its call, and compares numbers with the eager one."""
+        self.why_not = _NOT_TRIED
+        self.apply()
+        try:
+            self._graphed.capture(args, kwargs)
+            trial = Trial(self.block, args, kwargs, samples=None, dropout="on")
+            replay = Contender(lambda *args, **kwargs: self._graphed.replay(args, kwargs))
+            self.why_not = trial.numbers(Contender(eager_call(self.block)), replay).failure
+        except NotCapturedError as error:
+            self.why_not = str(error)
+        finally:
+            self.undo()
+
+    @property
+    def remark(self) -> str:
+        """What is in force, for the report."""
+        return self.change + (f"; without a CUDA graph: {self.why_not}" if self.why_not else "")
+
+    def _replaying(self, compiled: Forward) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return self._graphed.call(compiled, args, kwargs)
+            except NotCapturedError as error:
+                self._graphed.pause(True)
+                self.why_not = str(error)
+                self._notes.revise(self.site, Verdict(keep=True, reason=self.remark))
+            return compiled(*args, **kwargs)
+
+        return call

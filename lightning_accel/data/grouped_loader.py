@@ -123,7 +123,7 @@ def why_not_grouped(loader: Any, *, is_one_of_many: bool = False) -> str:
         return f"its {type(loader.dataset).__name__} has no batches of samples that a sampler chooses"
     if type(batches) is not BatchSampler:
         return f"its {type(batches).__name__} says which samples come together"
-    sampler = batches.sampler
+    sampler: Any = batches.sampler
     if type(sampler) is DistributedSampler and sampler.shuffle:
         return ""
     if type(sampler) not in _SHUFFLING:

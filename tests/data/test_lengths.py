@@ -19,7 +19,7 @@ from lightning_accel.data.loader_state import random_state
 class Texts:
     """Texts of 1, 2, 3, … tokens."""
 
-    def __init__(self, count: int = 20) -> None:
+    def __init__(self, count: int = 40) -> None:
         self.count = count
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class InColumns(Texts):
 
 
 def test_samples_are_counted_where_nothing_says_their_lengths() -> None:
-    assert lengths_of(Texts()).tolist() == list(range(1, 21))
+    assert lengths_of(Texts()).tolist() == list(range(1, 41))
 
 
 @pytest.mark.parametrize("lengths", [[5, 2, 9], (5, 2, 9), np.array([5, 2, 9]), torch.tensor([5, 2, 9])])
@@ -79,7 +79,7 @@ class Cropped(Texts):
 
 class CroppedLate(Texts):
     def __getitem__(self, index: int) -> Any:
-        return {"input_ids": [0] * (index if index < 18 else int(torch.randint(1, 9, ())))}
+        return {"input_ids": [0] * (index if index < 35 else int(torch.randint(1, 9, ())))}
 
 
 class Counting(Texts):
@@ -143,9 +143,21 @@ def test_what_is_not_counted_has_its_reason_and_its_mend_and_no_stream_is_drawn_
 def test_counting_ends_where_later_samples_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     class SlowLater(Texts):
         def __getitem__(self, index: int) -> Any:
-            time.sleep(0.05 if index >= 16 else 0)
+            time.sleep(0.01 if index >= 50 else 0)
             return super().__getitem__(index)
 
+    monkeypatch.setattr(module, "_SURE_S", 0.05)
     monkeypatch.setattr(module, "_MOST_S", 0.1)
-    with pytest.raises(UncountedError, match="of its 60 samples took"):
-        lengths_of(SlowLater(60))
+    with pytest.raises(UncountedError, match="to read its 90 samples would take about"):
+        lengths_of(SlowLater(90))
+
+
+def test_a_dataset_that_gives_several_samples_at_a_time_is_asked_so() -> None:
+    class AtATime(Texts):
+        def __getitem__(self, index: int) -> Any:
+            raise AssertionError("that takes longer")
+
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [super(AtATime, self).__getitem__(index) for index in indices]
+
+    assert lengths_of(AtATime()).tolist() == list(range(1, 41))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
     from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
     from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan, MemoryBudgetPlan
+    from lightning_accel.techniques.padding import PaddingPlan
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ _HOMES = {
     "MemoryBudgetPlan": "techniques.gradient_checkpointing.settings",
     "MemorySchedule": "memory.schedule",
     "OffloadingPlan": "techniques.activation_offloading",
+    "PaddingPlan": "techniques.padding",
     "Plan": "settings",
     "Report": "core.report",
     "accelerate": "assembly",
@@ -74,6 +76,7 @@ __all__ = [
     "MemoryBudgetPlan",
     "MemorySchedule",
     "OffloadingPlan",
+    "PaddingPlan",
     "Plan",
     "Report",
     "accelerate",

@@ -7,6 +7,7 @@ from lightning_accel.data.transform import Transform
 from lightning_accel.techniques.activation_offloading import OffloadingPlan
 from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
 from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan, MemoryBudgetPlan
+from lightning_accel.techniques.padding import PaddingPlan
 
 class RunSettings:
     out_of_memory: str
@@ -19,7 +20,6 @@ class Arguments:
         self,
         *,
         preprocess: Sequence[Transform | dict[str, Any]] | None = (),
-        loader: Literal["auto", "off"] | bool = "off",
         precision: Literal["auto", "32-true", "16-mixed", "bf16-mixed"] = "auto",
         flash_attention: Literal[
             "auto", "off", "sdpa", "cudnn", "flash", "efficient", "fa3", "fa4", "flash-attn", "flex"
@@ -35,7 +35,8 @@ class Arguments:
         cudnn_benchmark: Literal["auto", "on", "off"] | bool = "auto",
         optimizer_8bit: Literal["off", "on"] | bool = "off",
         optimizer: Literal["auto", "off", "foreach", "fused"] | bool = "auto",
-        padding: Literal["off", "auto"] | int | bool = "off",
+        padding: Literal["off", "auto"] | int | PaddingPlan | dict[str, Any] | bool = "off",
+        loader: Literal["auto", "off"] | bool = "off",
         sparse_activations: Literal["auto", "off"] | bool = "off",
         activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool = "auto",
         gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool = "off",
@@ -58,9 +59,6 @@ class Arguments:
             preprocess: Transforms of :mod:`lightning_accel.data` that batches go through on the device, each
                 prepared while the one before it is trained on (in YAML mappings of ``class_path`` and
                 ``init_args``).
-            loader: ``"auto"`` measures in the first epoch of a Trainer's run how long it waits for data, and tries
-                more workers from epoch to epoch while that is faster: in the same order, and only for data that
-                draw no random numbers and do not change as they are read. ``"off"``.
             precision: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler
                 on older CUDA cards, else float32.
             flash_attention: ``"auto"`` computes attention, however it was written, with a fused kernel wherever a
@@ -97,7 +95,10 @@ class Arguments:
                 largest that the device's kernels like and that makes a batch at most an eighth longer; ``"off"``.
                 Batches are mappings as transformers have them: ``input_ids``, an ``attention_mask`` that keeps the
                 padding out, and ``labels`` of which the loss ignores -100. Dropout draws other numbers for other
-                shapes.
+                shapes. Or a :class:`PaddingPlan`, in YAML a mapping of ``multiple``, ``group_by_length``.
+            loader: ``"auto"`` measures in the first epoch of a Trainer's run how long it waits for data, and tries
+                more workers from epoch to epoch while that is faster: in the same order, and only for data that
+                draw no random numbers and do not change as they are read. ``"off"``.
             sparse_activations: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where
                 that is worth its time; ``"off"``.
             activation_offloading: ``"host"`` moves what is saved for the backward pass to pinned memory of the host
@@ -139,7 +140,6 @@ class Arguments:
 
 class Values:
     preprocess: Sequence[Transform | dict[str, Any]] | None
-    loader: Literal["auto", "off"] | bool
     precision: Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
     flash_attention: (
         Literal["auto", "off", "sdpa", "cudnn", "flash", "efficient", "fa3", "fa4", "flash-attn", "flex"]
@@ -155,7 +155,8 @@ class Values:
     cudnn_benchmark: Literal["auto", "on", "off"] | bool
     optimizer_8bit: Literal["off", "on"] | bool
     optimizer: Literal["auto", "off", "foreach", "fused"] | bool
-    padding: Literal["off", "auto"] | int | bool
+    padding: Literal["off", "auto"] | int | PaddingPlan | dict[str, Any] | bool
+    loader: Literal["auto", "off"] | bool
     sparse_activations: Literal["auto", "off"] | bool
     activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool
     gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool

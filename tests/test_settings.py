@@ -144,6 +144,8 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("padding", 1, "'auto', or a number above 1"),
     ("padding", True, "a number above 1"),
     ("padding", "8", "a number above 1"),
+    ("padding", {"multiple": 8, "group_by_length": "yes"}, "True, False"),
+    ("padding", {"multiple": "off", "group_by_length": True}, "Give a multiple"),
     ("tune", "on", "'auto', 'off'"),
     ("out_of_memory", "split", "'answer', 'off'"),
     ("log", "false", "True, False"),

@@ -57,8 +57,17 @@ class StandIn:
         delattr(self._inner.loader, name)
 
     @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is the user's loader: what stands for it is of this run."""
+        return _itself, (self.loader,)
+
+    @override
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self._inner.loader)})
+
+
+def _itself(loader: Any) -> Any:
+    return loader
 
 
 def stood_for(loader: Any) -> Any:

@@ -19,7 +19,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
-from typing_extensions import override
 
 from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.core.host import usable_cores
@@ -73,15 +72,6 @@ class TunedLoader(StandIn):
     def close(self) -> None:
         """Ends all workers. From then on iterating is the loader's own."""
         self._inner.close()
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is the user's loader: what was measured is of this run."""
-        return _itself, (self.loader,)
-
-
-def _itself(loader: Any) -> Any:
-    return loader
 
 
 def why_left(loader: Any) -> str:

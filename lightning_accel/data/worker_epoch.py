@@ -76,26 +76,44 @@ class LoadingProcesses:
         return iter(self._rebuilt(order, Workers(), torch.Generator()))
 
     def _rebuilt(self, order: Iterable[Any], workers: Workers, generator: torch.Generator | None) -> DataLoader[Any]:
-        """The loader with other workers, for batches in this order; what it draws itself is from ``generator``."""
-        loader = self._loader
-        more: dict[str, Any] = {"batch_size": None, "sampler": order}
-        if loader.batch_sampler is not None:
-            more = {"batch_sampler": order}
-        if workers.count:
-            more |= {"prefetch_factor": workers.prefetch, "persistent_workers": workers.is_kept}
-            more |= {"worker_init_fn": loader.worker_init_fn, "timeout": _PATIENCE_S}
-            if loader.num_workers:
-                more |= {"timeout": loader.timeout, "in_order": loader.in_order}
-                more |= {"multiprocessing_context": loader.multiprocessing_context}
-        with _not_counting_cores():
-            return DataLoader(
-                loader.dataset,
-                num_workers=workers.count,
-                collate_fn=loader.collate_fn,
-                pin_memory=loader.pin_memory or self._pins,
-                generator=generator,
-                **more,
-            )
+        return rebuilt(self._loader, order, workers, generator, pins=self._pins)
+
+
+def rebuilt(
+    loader: DataLoader[Any],
+    order: Iterable[Any],
+    workers: Workers,
+    generator: torch.Generator | None,
+    *,
+    pins: bool = False,
+) -> DataLoader[Any]:
+    """A loader like ``loader``.
+
+    Args:
+        loader: What it is like.
+        order: The indices of its batches; where ``loader`` has no batches, of its samples.
+        workers: Which load it.
+        generator: Of what it draws itself.
+        pins: Whether batches are to be in pinned memory, also where ``loader`` does not say so.
+    """
+    more: dict[str, Any] = {"batch_size": None, "sampler": order}
+    if loader.batch_sampler is not None:
+        more = {"batch_sampler": order}
+    if workers.count:
+        more |= {"prefetch_factor": workers.prefetch, "persistent_workers": workers.is_kept}
+        more |= {"worker_init_fn": loader.worker_init_fn, "timeout": _PATIENCE_S}
+        if loader.num_workers:
+            more |= {"timeout": loader.timeout, "in_order": loader.in_order}
+            more |= {"multiprocessing_context": loader.multiprocessing_context}
+    with _not_counting_cores():
+        return DataLoader(
+            loader.dataset,
+            num_workers=workers.count,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory or pins,
+            generator=generator,
+            **more,
+        )
 
 
 def _iterated(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -41,17 +41,16 @@ class Loaders:
         if not trainer.training:
             return loader
         terms = LoaderTerms(
-            why_not=self._why_not(), objection=self._objection, processes=trainer.num_devices, pins=not self._is_piped
+            why_not=self._why_not(),
+            has_one_epoch=trainer.max_epochs == 1 or bool(trainer.fast_dev_run),  # type: ignore[attr-defined]
+            objection=self._objection,
+            processes=trainer.num_devices,
+            pins=not self._is_piped,
         )
         return self._engine.loader(loader, terms)
 
     def _why_not(self) -> str:
         trainer: Any = self._trainer
-        if trainer.max_epochs == 1 or trainer.fast_dev_run:
-            return (
-                "it is changed between two epochs, and this run has one; `lightning-accel tune` finds its workers"
-                " before a run"
-            )
         if trainer.reload_dataloaders_every_n_epochs:
             return f"it is made anew every {trainer.reload_dataloaders_every_n_epochs} epochs"
         return "the training step takes its batches from it itself" if takes_loader(trainer) else ""

@@ -97,12 +97,14 @@ class LoaderTerms:
 
     Attributes:
         why_not: Why it may not be; empty: it may.
-        objection: The same, asked once the first epoch is over, when more is known.
+        has_one_epoch: Whether the run is over after one, so that nothing can be learned from one for the next.
+        objection: The same, asked when it is iterated, and more is known.
         processes: How many of the run share this machine's cores.
         pins: Whether nobody else brings its batches into pinned memory.
     """
 
     why_not: str = ""
+    has_one_epoch: bool = False
     objection: Callable[[], str] = str
     processes: int = 1
     pins: bool = False

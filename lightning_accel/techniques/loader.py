@@ -15,6 +15,9 @@ from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
 
 _SITE = "train_dataloader"
+_ONE_EPOCH = (
+    "it is changed between two epochs, and this run has one; `lightning-accel tune` finds its workers before a run"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ class Loader(Technique):
 
     @override
     def loader(self, loader: Any, terms: LoaderTerms) -> Any:
-        if why := terms.why_not or why_left(loader):
+        if why := (_ONE_EPOCH if terms.has_one_epoch else terms.why_not) or why_left(loader):
             self._tell(f"left: {why}", False)
             return loader
         self.notes.status = "waiting for data is measured in the first epoch"

@@ -1,8 +1,14 @@
-"""Batches of text, padded to lengths that kernels like and that recur, where the padding is masked."""
+"""Batches of text, padded to lengths that kernels like and that recur, where the padding is masked.
+
+It declares "rounding". What is added is masked, and has a weight of exactly 0: in exact arithmetic losses and
+gradients are those without it. In floating point they are not so to the bit, since for another length kernels choose
+other tiles, and add the same numbers, and the zeros, in another order.
+"""
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -11,7 +17,9 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from lightning_accel.core.host import Host
-from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.core.vocabulary import why_unlucky
+from lightning_accel.data.grouped_loader import GroupedLoader, why_not_grouped
+from lightning_accel.techniques.base import Forecast, LoaderTerms, Refusal, Surroundings, Technique
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
 
@@ -23,8 +31,7 @@ _FILLED = {_MASK: 0, "token_type_ids": 0, "position_ids": 0, _LABELS: IGNORED}
 _MOST = {"cuda": 64, "rocm": 64}  # NVIDIA, Matrix multiplication background: 128 bytes, whatever the card
 _MOST_ELSEWHERE = 16
 _WASTE = 8  # "auto" makes a batch longer by at most an eighth
-_LIKED = 64  # of a vocabulary
-_LEAST_VOCABULARY = 1000
+_LOADER = "train_dataloader"
 
 
 @dataclass(frozen=True)
@@ -36,14 +43,24 @@ class PaddingPlan:
             that the device's kernels like and that makes a batch at most an eighth longer; ``"off"``. Batches are
             mappings as transformers have them: ``input_ids``, an ``attention_mask`` that keeps the padding out, and
             ``labels`` of which the loss ignores -100. Dropout draws other numbers for other shapes.
+        group_by_length: Whether batches of a Trainer's training are also made of samples of like length, so that there
+            is less to pad. **It changes the training**: which samples come together. Each is used as often as before.
 
     Raises:
         ValueError: It is none of these.
     """
 
     multiple: Literal["off", "auto"] | int = "off"
+    group_by_length: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.group_by_length, bool):
+            raise ValueError(f"padding.group_by_length={self.group_by_length!r} is not possible. Allowed: True, False.")
+        if self.group_by_length and self.multiple == "off":
+            raise ValueError(
+                "padding: group_by_length=True with multiple='off' groups nothing. Give a multiple, too:"
+                " {'multiple': 'auto', 'group_by_length': True}, say."
+            )
         if isinstance(self.multiple, str) and self.multiple in ("off", "auto"):
             return
         if isinstance(self.multiple, str | bool) or not (isinstance(self.multiple, int) and self.multiple > 1):
@@ -103,19 +120,25 @@ def why_not_padded(batch: Any) -> str:
     settings=PaddingPlan,
     default="off",
     after="preprocess",
-    before="compile",
+    before=("compile", "loader"),
     exactness="rounding",
     shown=(64,),
 )
 class Padding(Technique):
-    """Pads training batches of text, and says which vocabularies have a size that kernels do not like."""
+    """Pads training batches of text, and says which vocabularies have a size that kernels do not like.
+
+    Packing, several texts in one row, is not done: the model's attention would have to know where each begins, and
+    labels and positions would be others, which nothing outside of the model can see to.
+    """
 
     acts_without_sites: ClassVar[bool] = True
     trial_step: ClassVar[None] = None
     remembers = False
 
-    def __init__(self, multiple: Literal["auto"] | int, surroundings: Surroundings) -> None:
-        self._multiple = multiple
+    def __init__(self, multiple: Literal["auto"] | int, surroundings: Surroundings, *, groups: bool = False) -> None:
+        self._multiple, self._groups = multiple, groups
+        self._grouping = "; no loader of a Trainer to group by length" if groups else ""
+        self._grouped: weakref.WeakSet[GroupedLoader] = weakref.WeakSet()
         self._most = _MOST.get(surroundings.host.kind, _MOST_ELSEWHERE)
         self._pad_id = _pad_id(surroundings.model)
         self._tables = _tables(surroundings.model)
@@ -126,21 +149,30 @@ class Padding(Technique):
     @override
     def planned(cls, settings: PaddingPlan, surroundings: Surroundings) -> Self:
         assert settings.multiple != "off"
-        return cls(settings.multiple, surroundings)
+        return cls(settings.multiple, surroundings, groups=settings.group_by_length)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Refusal]:
-        self.notes.status = self._words
-        if host.kind not in _MOST:
-            return
+        self._say()
         for name, module in model.named_modules():
-            size = _vocabulary(module)
-            if size >= _LEAST_VOCABULARY and size % _LIKED:
-                yield Refusal(
-                    name,
-                    f"a vocabulary of {size:,}: products with {padded_length(size, _LIKED):,} rows, a multiple of"
-                    f" {_LIKED}, are faster on this device. Its size is yours to change, before training",
-                )
+            if why := why_unlucky(_vocabulary(module), host):
+                yield Refusal(name, why)
+
+    @override
+    def loader(self, loader: Any, terms: LoaderTerms) -> Any:
+        if not self._groups:
+            return loader
+        if why := terms.why_not or why_not_grouped(loader, is_one_of_many=self.agree is not None):
+            self._tell(f"not grouped by length: {why}", False)
+            return loader
+        grouped = GroupedLoader(loader, self._tell, objection=terms.objection, agree=self.agree)
+        self._grouped.add(grouped)
+        return grouped
+
+    @override
+    def close(self) -> None:
+        for grouped in self._grouped:
+            grouped.close()
 
     @override
     def batch(self, batch: Any, stage: str) -> Any:
@@ -155,12 +187,23 @@ class Padding(Technique):
         longer = self._lengths.get(length)
         if longer is None:
             longer = self._lengths[length] = self._longer(length)
-            self.notes.status = f"{self._words}: {len(self._lengths)} lengths → {len(set(self._lengths.values()))}"
+            self._say()
         return batch if longer == length else padded(batch, longer, self._pad_id)
 
     @override
     def forecast(self, host: Host) -> Forecast:
         return Forecast(True, "yes", self._words)
+
+    def _tell(self, line: str, is_grouped: bool) -> None:
+        self._grouping = f"; {line}"
+        self._say()
+        self.notes.revise(_LOADER, Verdict(keep=is_grouped, reason=line))
+        if not is_grouped:
+            self.notes.warn(f"padding: batches are {line}")
+
+    def _say(self) -> None:
+        met = f": {len(self._lengths)} lengths → {len(set(self._lengths.values()))}" if self._lengths else ""
+        self.notes.status = f"{self._words}{met}{self._grouping}"
 
     @property
     def _words(self) -> str:

@@ -207,3 +207,19 @@ def test_vocabularies_are_advised_on_a_gpu_and_stay() -> None:
     handle = handle_for(net, "auto", CPU)
     assert handle.report.refused("padding") == {}
     handle.undo()
+
+
+def test_heads_of_unlucky_sizes_are_in_the_report_though_nobody_asked_for_padding() -> None:
+    net = nn.Sequential(nn.Embedding(50257, 8), nn.Linear(8, 50257), nn.Linear(8, 50304))
+    handle = handle_for(net, "off", GPU)
+    assert handle.report.of("loss").details.startswith("1 has a vocabulary of 50,257: products with 50,304 rows")
+    assert "50,304:" not in handle.report.of("loss").details
+    assert net[1].weight.shape == (50257, 8)
+    handle.undo()
+
+
+def test_grouping_by_length_is_for_loaders_of_a_trainer() -> None:
+    handle = handle_for(nn.Linear(2, 2), {"multiple": 8, "group_by_length": True})
+    assert handle.report.of("padding").status.endswith("; no loader of a Trainer to group by length")
+    assert handle.batch(batch_of(5), "train")["input_ids"].shape[1] == 8
+    handle.undo()

@@ -15,6 +15,7 @@ from lightning_accel.core.blocks import repeated_blocks
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.vocabulary import why_unlucky
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.loss.heads import SMALLEST_BYTES, Head
@@ -87,10 +88,11 @@ class Loss(Technique):
         wide = {site: module for site, module in model.named_modules() if isinstance(module, nn.Linear)}
         wide = {site: module for site, module in wide.items() if module.out_features >= self._fewest}
         blocks = repeated_blocks(model) if wide else ()
-        for site, module in wide.items():
-            # Within a block it is a layer among others, whose output the next one reads.
-            if any(site.startswith(f"{block}.") for block in blocks):
-                continue
+        # Within a block it is a layer among others, whose output the next one reads.
+        heads = {site: head for site, head in wide.items() if not any(site.startswith(f"{block}.") for block in blocks)}
+        advice = {site: why_unlucky(head.out_features, host) for site, head in heads.items()}
+        self.notes.details = "\n".join(f"{site} has {why}" for site, why in advice.items() if why)
+        for site, module in heads.items():
             if (reason := _unfit(model, site, module)) is not None:
                 yield Refusal(site, reason)
                 continue

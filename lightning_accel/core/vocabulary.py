@@ -1,0 +1,18 @@
+"""Sizes of vocabularies that a GPU's matrix products like."""
+
+from __future__ import annotations
+
+from lightning_accel.core.host import Host
+
+_LIKED = 64  # NVIDIA, Matrix multiplication background: 128 bytes, whatever the card
+_LEAST = 1000
+
+
+def why_unlucky(size: int, host: Host) -> str:
+    """What to say of a layer as wide as ``size`` on ``host``, a vocabulary perhaps; empty: nothing."""
+    if host.kind not in ("cuda", "rocm") or size < _LEAST or not size % _LIKED:
+        return ""
+    return (
+        f"a vocabulary of {size:,}: products with {-(-size // _LIKED) * _LIKED:,} rows, a multiple of {_LIKED}, are"
+        " faster on this device. Its size is yours to change, before training"
+    )

@@ -1,8 +1,9 @@
 """A training step that has run out of memory is answered: what needs less is put on, and the step runs again.
 
 What is put on changes no number, and stays for the rest of the run: packing, selective checkpointing, offloading (on a
-GPU), full checkpointing; whichever costs the least time comes first. Where nothing is left, or the step cannot be taken
-back, the run ends with a page in place of the bare error. Searches for a batch size live on that error: they get it.
+GPU), full checkpointing; whichever costs the least time comes first; then, on wish, the batch goes through the step in
+parts. Where nothing is left, or the step cannot be taken back, the run ends with a page in place of the bare error.
+Searches for a batch size live on that error: they get it.
 """
 
 from __future__ import annotations
@@ -243,8 +244,10 @@ class MemoryAnswers:
         trainer = self._module.trainer
         is_training = within in ("forward pass", "backward pass", OPTIMIZER)
         what = f"Training step {trainer.global_step} of epoch {trainer.current_epoch}"
-        where = f" in its {within}" if is_training else ""
         is_split = self._split is not None and self._split.most is not None
+        where = f" in its {within}" if is_training else ""
+        if is_split and within == "forward pass":
+            where = " in one of its parts"
         tried = [f"{named}: {self._came_to(named)}" for named in self.put_on]
         tried += [f"out_of_memory='split': {self._split}"] if is_split else []
         why = self._why or (_OF_OTHERS if self._has_others else "it could not be taken back and run again")

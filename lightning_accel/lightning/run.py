@@ -182,21 +182,17 @@ class Run:
             run: Goes backward from a loss.
             loss: The step's.
         """
-
-        def go(loss: Tensor) -> None:
-            if self._split is not None:
-                self._split.add_earlier_parts()
-            run(loss)
-
+        if self._split is not None:
+            run = self._split.after_earlier_parts(run)
         if self.net is None or not self.net.is_spread:
-            go(loss)
+            run(loss)
             return
         precision = self._precision
 
         def run_repeated(outputs: Any) -> None:
-            go(precision.scaled(outputs["loss"] if isinstance(outputs, Mapping) else outputs))
+            run(precision.scaled(outputs["loss"] if isinstance(outputs, Mapping) else outputs))
 
-        self.net.backward(lambda: go(loss), run_repeated, lambda: precision.let_go_of(loss))
+        self.net.backward(lambda: run(loss), run_repeated, lambda: precision.let_go_of(loss))
 
     def restore_layouts(self, checkpoint: dict[str, Any]) -> None:
         """Brings the tensors of a checkpoint into the layouts that the user's own have."""

@@ -112,11 +112,16 @@ class SplitBatches:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def add_earlier_parts(self) -> None:
-        """Brings the gradients of all parts but the last to where that one's are about to be added."""
-        earlier, self._earlier = self._earlier, []
-        for parameter, gradient in earlier:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    def after_earlier_parts(self, run: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """``run``, which goes backward from the last part, where the gradients of the parts before are by then."""
+
+        def run_last(loss: Tensor) -> None:
+            earlier, self._earlier = self._earlier, []
+            for parameter, gradient in earlier:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            run(loss)
+
+        return run_last
 
     def _splitting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:

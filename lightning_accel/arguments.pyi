@@ -49,7 +49,7 @@ class Arguments:
         | bool = "off",
         allocator: Literal["auto", "off"] | bool = "auto",
         tune: Literal["auto", "off"] = "auto",
-        out_of_memory: Literal["answer", "off"] = "answer",
+        out_of_memory: Literal["answer", "split", "off"] = "answer",
         log: bool = True,
         strict: bool = False,
         verify: bool = True,
@@ -130,7 +130,9 @@ class Arguments:
             out_of_memory: ``"answer"``: where a training step under Lightning runs out of memory, what needs less
                 and changes no number (packing, checkpointing, offloading) is put on, and the step runs again; where
                 that cannot be, the run ends with a page that names who asked, who held what, and what would fit.
-                ``"off"``: it ends with the error as it is.
+                ``"split"``: the same, and where nothing is left to put on, batches go through ``training_step`` in
+                halves, quarters, and so on, within one step; gradients are those of the whole batch where the loss
+                is a mean over samples and no batch norm trains. ``"off"``: it ends with the error as it is.
             log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
             strict: Raise where the default is to warn and go on.
             verify: Try every change on the first batch and keep only those that agree with the original. Switched
@@ -168,7 +170,7 @@ class Values:
     )
     allocator: Literal["auto", "off"] | bool
     tune: Literal["auto", "off"]
-    out_of_memory: Literal["answer", "off"]
+    out_of_memory: Literal["answer", "split", "off"]
     log: bool
     strict: bool
     verify: bool

@@ -46,7 +46,7 @@ class Plan(Arguments, Values):
         vars(self)["tune"] = switch(self.tune, on="auto")
         check_choice("tune", self.tune, ("auto", "off"))
         vars(self)["out_of_memory"] = switch(self.out_of_memory, on="answer")
-        check_choice("out_of_memory", self.out_of_memory, ("answer", "off"))
+        check_choice("out_of_memory", self.out_of_memory, ("answer", "split", "off"))
         for name in ("log", "strict", "verify"):
             check_bool(name, vars(self)[name])
         whole = self.settings()

@@ -21,7 +21,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
     return map_leaves(function, data, Tensor)
 
 
-def map_leaves(function: Callable[[Any], Any], data: Any, kind: type) -> Any:
+def map_leaves(function: Callable[[Any], Any], data: Any, kind: type | tuple[type, ...]) -> Any:
     """``data`` with every object of class ``kind`` replaced by ``function(object)``, as :func:`map_tensors` does."""
     if isinstance(data, kind):
         return function(data)

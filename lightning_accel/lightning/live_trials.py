@@ -19,8 +19,8 @@ from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.engine import Engine
-from lightning_accel.lightning.out_of_memory import Searches
 from lightning_accel.lightning.private import FetchPatch
+from lightning_accel.lightning.searches import Searches
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning import remembered, verdicts
 from lightning_accel.tuning.comparison import Choices

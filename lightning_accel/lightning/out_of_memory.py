@@ -1,8 +1,9 @@
 """A training step that has run out of memory is answered: what needs less is put on, and the step runs again.
 
 What is put on changes no number, and stays for the rest of the run: packing, selective checkpointing, offloading (on a
-GPU), full checkpointing; whichever costs the least time comes first. Where nothing is left, or the step cannot be taken
-back, the run ends with a page in place of the bare error. Searches for a batch size live on that error: they get it.
+GPU), full checkpointing; whichever costs the least time comes first; then, on wish, the batch goes through the step in
+parts. Where nothing is left, or the step cannot be taken back, the run ends with a page in place of the bare error.
+Searches for a batch size live on that error: they get it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -25,35 +25,23 @@ from lightning_accel.core.report import AccelWarning
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
+from lightning_accel.lightning.searches import Searches
+from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.memory.inventory import Inventory, take_inventory, who_asked
-from lightning_accel.memory.page import Remedy, StepMemoryError, error_with, page
+from lightning_accel.memory.page import SAME_WHERE, Remedy, StepMemoryError, error_with, page
 from lightning_accel.memory.pressure import Pressure, Toll
 from lightning_accel.techniques.base import Surroundings
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 OPTIMIZER = "optimizer's step"
+SPLIT = "split"
+"""The batch in parts, among what was put on."""
+
 _NOTHING_LEFT = "nothing is left that would need less memory and change no number"
 _OF_OTHERS = (
     "several processes train together, and what one of them did alone the others would wait for in vain: all of them"
     " have to be started again with other settings"
 )
-
-
-class Searches:
-    """Whether a search runs the loop within the run: it puts all callbacks, and itself, aside meanwhile.
-
-    Args:
-        trainer: At the start of its run, when the callbacks are all there.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._searches = [one for one in _callbacks(trainer) if isinstance(one, LearningRateFinder | BatchSizeFinder)]
-
-    @property
-    def are_running(self) -> bool:
-        """Whether one is at work now."""
-        return bool(self._searches) and any(search not in _callbacks(self._trainer) for search in self._searches)
 
 
 class MemoryAnswers:
@@ -65,9 +53,10 @@ class MemoryAnswers:
         around: What its techniques were made for.
         is_on: Whether anything is put on, and pages are written; else errors are left as they are.
         interrupt: Called where a step's time is not to be counted.
+        split: Halves the batch where nothing else is left; None: that was not asked for.
 
     Attributes:
-        put_on: What was, in its order.
+        put_on: What was, in its order, but for the batch in parts.
     """
 
     def __init__(
@@ -78,6 +67,7 @@ class MemoryAnswers:
         *,
         is_on: bool,
         interrupt: Callable[[], None] = lambda: None,
+        split: SplitBatches | None = None,
     ) -> None:
         self.put_on: list[NamedRelief] = []
         self._module, self._engine, self._around = module, engine, around
@@ -85,6 +75,7 @@ class MemoryAnswers:
         self._has_others = module.trainer.world_size > 1
         self._may_answer = is_on and not self._has_others
         self._interrupt = interrupt
+        self._split = split
         self._searches = Searches(module.trainer)
         self._left: list[NamedRelief] | None = None  # found when first asked for
         self._pressure = Pressure(around.device)
@@ -166,7 +157,14 @@ class MemoryAnswers:
             if self._can_be_had(self._left.pop(0)):
                 return True
         self._why = _NOTHING_LEFT
-        return False
+        if self._split is None:
+            return False
+        why = self._split.halve(self._batch[0])
+        if why:
+            self._why += f", and {why}"
+            return False
+        self._answered.append(SPLIT)
+        return True
 
     def have(self, put_on: Sequence[tuple[str, Any]]) -> None:
         """Puts on what an earlier part of the run has: pairs of a technique and its settings, as :attr:`written`."""
@@ -175,17 +173,30 @@ class MemoryAnswers:
                 self._can_be_had(named)
         self._answered.clear()
         self._left = None
+        most = dict(put_on).get(SPLIT)
+        if most is not None and self._split is not None:
+            self._split.begin(most)
+        elif most is not None:
+            self._engine.report.note(
+                f"the run before had its batches in parts of at most {most} samples, against a lack of memory: this one"
+                " has not, without out_of_memory='split'"
+            )
 
     @property
     def written(self) -> list[tuple[str, Any]]:
         """What was put on, as checkpoints keep it."""
-        return [(named.name, named.settings) for named in self.put_on]
+        most = None if self._split is None else self._split.most
+        return [(one.name, one.settings) for one in self.put_on] + ([] if most is None else [(SPLIT, most)])
 
     def take_off(self, error: Exception) -> bool:
         """Takes back what was put on last, as the step raised something else with it; whether there was anything."""
         if not self._answered:
             return False
-        self._take_off(self.put_on[-1], f"a step raised {one_line(error)}")
+        if self._split is not None and self._answered[-1] == SPLIT:
+            self._answered.pop()
+            self._split.give_up(f"a step raised {one_line(error)}")
+        else:
+            self._take_off(self.put_on[-1], f"a step raised {one_line(error)}")
         return True
 
     def ran(self) -> None:
@@ -194,12 +205,16 @@ class MemoryAnswers:
         if self._answered and self._failed is not None:
             inventory = self._failed[1]
             answers = ", ".join(str(named) for named in self.put_on if named.name in self._answered)
+            changes = "which changes no number and takes more time"
+            if SPLIT in self._answered:
+                answers = f"{answers}{', ' * bool(answers)}{self._split}"
+                changes = f"which takes more time, and gives {SAME_WHERE}"
             self._said = f"out of memory: {answers} put on at step {self._module.trainer.global_step}"
             self._toll.ask(inventory.wanted_bytes)
             line = (
                 f"{self._said}: it needed more than {format_bytes(inventory.wanted_bytes)} of the"
-                f" {format_bytes(inventory.limit_bytes)} there are. The step has run again with that, which changes no"
-                " number and takes more time; it stays on."
+                f" {format_bytes(inventory.limit_bytes)} there are. The step has run again with that, {changes}; it"
+                " stays on."
             )
             self._engine.report.note(line)
             warnings.warn(line, AccelWarning, stacklevel=2)
@@ -229,7 +244,12 @@ class MemoryAnswers:
         trainer = self._module.trainer
         is_training = within in ("forward pass", "backward pass", OPTIMIZER)
         what = f"Training step {trainer.global_step} of epoch {trainer.current_epoch}"
+        is_split = self._split is not None and self._split.most is not None
         where = f" in its {within}" if is_training else ""
+        if is_split and within == "forward pass":
+            where = " in one of its parts"
+        tried = [f"{named}: {self._came_to(named)}" for named in self.put_on]
+        tried += [f"out_of_memory='split': {self._split}"] if is_split else []
         why = self._why or (_OF_OTHERS if self._has_others else "it could not be taken back and run again")
         if within == OPTIMIZER:
             why = "some of the gradients may have been applied"
@@ -241,13 +261,19 @@ class MemoryAnswers:
             f"{what} ran out of memory{where}: {why}.",
             asked,
             inventory,
-            [f"{named}: {self._came_to(named)}" for named in self.put_on],
+            tried,
             [] if within == OPTIMIZER or not is_training else self._remedies(),
             next((len(tensor) for tensor in tensors_in(self._batch) if tensor.dim()), None),
             trainer.accumulate_grad_batches if is_training else None,
+            may_split=self._may_split(within),
         )
         self._failed = None
         return error_with(text, error)
+
+    def _may_split(self, within: str) -> bool:
+        """Whether halves of the batch, which nobody has asked for, might have gone through the step."""
+        can_be_taken_back = within == "forward pass" or self._module.trainer.accumulate_grad_batches == 1
+        return self._may_answer and self._split is None and self._module.automatic_optimization and can_be_taken_back
 
     def _remedies(self) -> list[Remedy]:
         return [Remedy(one.name, one.settings, one.relief.keeps, one.relief.only_anew) for one in self._not_yet()]
@@ -304,8 +330,3 @@ class MemoryAnswers:
             notes[:] = [note for note in notes if not note.startswith(self._said)]
             self._engine.report.note(line)
             rank_zero_info(f"lightning-accel: {line}")
-
-
-def _callbacks(trainer: Trainer) -> list[Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks

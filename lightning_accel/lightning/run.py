@@ -27,6 +27,7 @@ from lightning_accel.lightning.live_trials import LiveTuning, have
 from lightning_accel.lightning.loaders import Loaders
 from lightning_accel.lightning.out_of_memory import MemoryAnswers
 from lightning_accel.lightning.safety_net import SafetyNet
+from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
@@ -60,8 +61,15 @@ class Run:
         self.is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._around = surroundings_for(plan, module, host, device=trainer.strategy.root_device)
         self.engine = self._make_engine(host)
-        is_answering = plan.out_of_memory == "answer"
-        self.memory = MemoryAnswers(module, self.engine, self._around, is_on=is_answering, interrupt=self.interrupt)
+        is_answering = plan.out_of_memory != "off"
+        # FSDP's ranks gather parameters within a step, which none can repeat alone.
+        self._can_repeat = not isinstance(trainer.strategy, ModelParallelStrategy)
+        self._split: SplitBatches | None = None
+        if plan.out_of_memory == "split" and self.is_fitting and self._can_repeat:
+            self._split = SplitBatches(module, self.engine.report, precision.scaled)
+        self.memory = MemoryAnswers(
+            module, self.engine, self._around, is_on=is_answering, interrupt=self.interrupt, split=self._split
+        )
         self.net: SafetyNet | None = None
         self.live: LiveTuning | None = None
         self._feeding: Feeding | None = None
@@ -97,10 +105,10 @@ class Run:
         trainer, plan, engine = self._module.trainer, self._plan, self.engine
         strategy, techniques = trainer.strategy, self._around.techniques
         self.memory.have(self._kept.put_on if self.is_fitting else [])
-        is_answering = plan.out_of_memory == "answer"
-        # FSDP's ranks gather parameters within a step, which none can repeat alone.
-        can_repeat = not isinstance(strategy, ModelParallelStrategy)
-        if can_repeat and (self._is_in_force() or (is_answering and self.is_fitting)):
+        is_answering = plan.out_of_memory != "off"
+        if self._split is not None:
+            self._hook(self._split.patches(strategy))
+        if self._can_repeat and (self._is_in_force() or (is_answering and self.is_fitting)):
             without_precision = functools.partial(self._precision.in_float32, engine.report)
             self.net = SafetyNet(
                 self._module,
@@ -174,6 +182,8 @@ class Run:
             run: Goes backward from a loss.
             loss: The step's.
         """
+        if self._split is not None:
+            run = self._split.after_earlier_parts(run)
         if self.net is None or not self.net.is_spread:
             run(loss)
             return

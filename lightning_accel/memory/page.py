@@ -15,6 +15,9 @@ from lightning_accel.memory.inventory import Inventory
 ROOM = 0.95
 """What may be taken of a limit: allocators leave gaps."""
 
+SAME_WHERE = "the same gradients where the loss is a mean over samples and no batch norm trains"
+"""Of a batch in parts."""
+
 _MOST_PIECES = 64
 
 
@@ -63,6 +66,8 @@ def page(
     remedies: Sequence[Remedy],
     batch_size: int | None,
     accumulate: int | None,
+    *,
+    may_split: bool = False,
 ) -> str:
     """The whole page.
 
@@ -75,6 +80,7 @@ def page(
         remedies: What the settings could still do, beginning with what costs the least time.
         batch_size: Samples in the batch, where that can be told.
         accumulate: How many batches' gradients the run adds up; None where it does not train.
+        may_split: Whether the plugin could split the batch within the step, if it were asked to.
     """
     first_line = str(cause).strip().split("\n")[0] or type(cause).__name__
     unknown = "  not known: autograd's engine does not say for which module it computes"
@@ -82,12 +88,16 @@ def page(
     parts = [first_line, "", headline, "", "Who asked:", asked or unknown, "", held, inventory.table()]
     if tried:
         parts += ["", "What was put on before:", *(f"  {line}" for line in tried)]
-    parts += ["", "What to do, cheapest first:", *_listed(inventory, remedies, batch_size, accumulate)]
+    parts += ["", "What to do, cheapest first:", *_listed(inventory, remedies, batch_size, accumulate, may_split)]
     return "\n".join(parts)
 
 
 def _listed(
-    inventory: Inventory, remedies: Sequence[Remedy], batch_size: int | None, accumulate: int | None
+    inventory: Inventory,
+    remedies: Sequence[Remedy],
+    batch_size: int | None,
+    accumulate: int | None,
+    may_split: bool,
 ) -> list[str]:
     fixed, rest, limit = inventory.fixed_bytes, inventory.rest_bytes, ROOM * inventory.limit_bytes
     lines: list[str] = []
@@ -111,11 +121,11 @@ def _listed(
         about = f"  # about {format_bytes(fixed + (rest + (inventory.asked_bytes or 0)) / pieces)}"
         if accumulate is None:
             lines.append(f"{smaller}{about}")
-        else:
-            lines.append(
-                f"{smaller}, Trainer(accumulate_grad_batches={pieces * accumulate}){about}; the same gradients where"
-                " the loss is a mean over samples and no batch norm trains"
-            )
+            return lines
+        if may_split:
+            lines.append(f"  AccelPlugin(out_of_memory='split'){about}, in parts within the step; {SAME_WHERE}")
+            lines.append("    YAML: out_of_memory: split")
+        lines.append(f"{smaller}, Trainer(accumulate_grad_batches={pieces * accumulate}){about}; {SAME_WHERE}")
     return lines or [
         "  An optimizer with smaller states, states that are sharded (strategy='accel_fsdp'), a smaller model, or a"
         " device with more memory."

@@ -88,6 +88,18 @@ def test_a_resumed_run_has_what_was_put_on_from_its_first_step(said: Callable[[s
     assert resumed["applied"]["gradient_checkpointing"] == 12
 
 
+def test_on_wish_a_batch_that_nothing_else_helps_goes_through_its_step_in_parts(said: Callable[[str], Said]) -> None:
+    split, plain = said("split"), said("no blocks, with more memory")
+    assert split["error"] is None
+    ((name, most),) = split["state"]["out_of_memory"]
+    assert name == "split"
+    assert most < LARGE
+    assert split["weights"] == pytest.approx(plain["weights"], rel=1e-5)
+    (note,) = split["notes"]
+    assert note.startswith(f"out of memory: batches in parts of at most {most} samples put on at step 4: peak ")
+    assert "step " in note
+
+
 # -- the run ends with a page -------------------------------------------------------------------------------------
 
 
@@ -99,6 +111,7 @@ def test_the_page_names_who_asked_and_who_held_what_and_what_would_fit(said: Cal
     held = [line.split("  ")[1] for line in page if line.endswith("iB")]
     assert held[:2] == ["activations, and all else in this process", "the batch"]
     assert {"parameters", "gradients"} <= set(held)
+    assert page[-3].startswith("  AccelPlugin(out_of_memory='split')  # about ")
     assert page[-1].startswith("  DataLoader(batch_size=8192), Trainer(accumulate_grad_batches=2)  # about ")
 
 

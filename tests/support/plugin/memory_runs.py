@@ -33,6 +33,7 @@ from support.strategies.forks import in_ranks
 WIDTH, HIDDEN, BLOCKS = 64, 256, 12
 SMALL, LARGE = 256, 8192  # samples; a block keeps 2 KiB of activations for each, and 256 bytes if it is checkpointed
 SIZES = [SMALL] * 4 + [LARGE] + [SMALL] * 20 + [LARGE]
+WITH_A_LARGER_ONE = [SMALL] * 4 + [LARGE * 2 + 1] + [SMALL] * 20
 _MIB = 1 << 20
 _M_MMAP_THRESHOLD = -3  # mallopt(3)
 
@@ -143,6 +144,13 @@ class Flat(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.05)
+
+
+class Calm(Flat):
+    """Learns slowly enough to learn."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-4)
 
 
 class Evaluated(Flat):
@@ -293,6 +301,8 @@ RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "accumulating": only(AsksInBackward, 360, accumulate_grad_batches=2),
     "off": only(Deep, 200, settings={"out_of_memory": "off"}),
     "no blocks": only(Flat, 200, [SMALL, LARGE * 2]),
+    "no blocks, with more memory": only(Calm, None, WITH_A_LARGER_ONE),
+    "split": only(Calm, 200, WITH_A_LARGER_ONE, settings={"out_of_memory": "split"}),
     "optimizer": only(FlatWithStates, 200, [SMALL] * 2),
     "evaluated": evaluated,
     "searched": searched,

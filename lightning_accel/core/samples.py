@@ -1,0 +1,72 @@
+"""A batch in parts: how many samples are in it, and some of them, of every tensor that it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import is_namedtuple
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_accel.core.tree import changeable_argument, map_leaves, tensors_in
+
+
+def count_samples(batch: Any) -> int:
+    """The length of the first dimension, which all tensors of the batch have in common; numbers have none.
+
+    Raises:
+        ValueError: Why that cannot be told, or why no part could be taken; it completes "the batch cannot be split:".
+    """
+    unknown = changeable_argument(batch, {})
+    if unknown is not None:
+        raise ValueError(f"of the {unknown} in it no part can be taken")
+    tensors = tensors_in(batch)
+    if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
+        raise ValueError("of the nested or sparse tensor in it no part is taken")
+    lengths = sorted({len(tensor) for tensor in tensors if tensor.dim()})
+    if not lengths:
+        raise ValueError("no tensor in it has a dimension of samples")
+    if len(lengths) > 1:
+        raise ValueError(f"the first dimensions of its tensors differ: {', '.join(map(str, lengths))}")
+    return lengths[0]
+
+
+def split_samples(batch: Any, most: int) -> list[tuple[Any, int]]:
+    """The batch in parts of nearly the same size, at most ``most`` samples each; with the size of each.
+
+    Tensors are views. Lists and tuples without tensors that are as long as the batch, captions say, are split, too;
+    everything else is in every part.
+
+    Raises:
+        ValueError: As :func:`count_samples`.
+    """
+    size = count_samples(batch)
+    count = -(-size // most)
+    sizes = [size // count + (index < size % count) for index in range(count)]  # as torch.tensor_split has them
+    parts, begin = [], 0
+    for length in sizes:
+        parts.append((_part(batch, begin, length, size), length))
+        begin += length
+    return parts
+
+
+def _part(batch: Any, begin: int, length: int, size: int) -> Any:
+    def taken(data: Any) -> Any:
+        if isinstance(data, Tensor):
+            return data[begin : begin + length] if data.dim() else data
+        if isinstance(data, PackedSequence):
+            raise ValueError("of the PackedSequence in it no part can be taken")
+        if is_namedtuple(data):
+            return type(data)(*(map_leaves(taken, one, kinds) for one in data))
+        if len(data) == size and data is not batch:
+            if tensors_in(data):
+                raise ValueError(f"a {type(data).__name__} of {size} tensors may have one for each sample")
+            return data[begin : begin + length]
+        return type(data)([map_leaves(taken, one, kinds) for one in data])
+
+    kinds = (Tensor, list, tuple)
+    part = map_leaves(taken, batch, kinds)
+    if any(len(tensor) != length for tensor in tensors_in(part) if tensor.dim()):
+        raise ValueError("a container in it is not known, or cannot be changed, as a frozen dataclass cannot")
+    return part

@@ -1,0 +1,30 @@
+"""Whether one of Lightning's searches, for a batch size or a learning rate, is running the loop within the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+
+
+class Searches:
+    """Whether a search runs the loop within the run: it puts all callbacks, and itself, aside meanwhile.
+
+    Args:
+        trainer: At the start of its run, when the callbacks are all there.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._searches = [one for one in _callbacks(trainer) if isinstance(one, LearningRateFinder | BatchSizeFinder)]
+
+    @property
+    def are_running(self) -> bool:
+        """Whether one is at work now."""
+        return bool(self._searches) and any(search not in _callbacks(self._trainer) for search in self._searches)
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks

@@ -1,0 +1,203 @@
+"""A batch in parts, which go through ``training_step`` and its backward pass one after the other within one step.
+
+Gradients are weighted by the parts' shares of the samples: for a loss that is a mean over samples, and without batch
+statistics, they add up to those of the whole batch. Lightning sees one step: its loss has the value for the whole batch
+and the graph of the last part, and the gradients of the others are there when that one goes backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
+from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.report import Report
+from lightning_accel.core.samples import count_samples, split_samples
+from lightning_accel.core.torch_private import has_gradient_hooks
+from lightning_accel.core.tree import map_tensors
+from lightning_accel.lightning.split_logs import SplitLogs
+
+NAME = "out_of_memory"
+"""Its record in the report."""
+
+
+class SplitBatches:
+    """Splits the training batches of one run, once it is told to.
+
+    Args:
+        module: The run's module.
+        report: Told what is split, and which batches are not.
+        scaled: What a backward pass starts from.
+
+    Attributes:
+        most: How many samples a part has at most; None: batches are not split.
+    """
+
+    def __init__(self, module: LightningModule, report: Report, scaled: Callable[[Tensor], Tensor]) -> None:
+        self.most: int | None = None
+        self._module, self._report, self._scaled = module, report, scaled
+        self._former: int | None = None
+        self._given_up = ""
+        self._earlier: list[tuple[Tensor, Tensor]] = []  # parameters, and the gradients of all parts but the last
+
+    def __str__(self) -> str:
+        return "batches are whole" if self.most is None else f"batches in parts of at most {self.most} samples"
+
+    def patches(self, strategy: Strategy) -> Iterator[Patch]:
+        """The edit that has every training step of ``strategy`` go through its batch in parts."""
+        yield MethodPatch("training_step, split", "in parts", strategy, "training_step", self._splitting)
+
+    # -- how far -------------------------------------------------------------------------------------------------
+
+    def begin(self, most: int) -> None:
+        """Splits from now on, as an earlier part of the run did."""
+        why = self._why_never()
+        if why:
+            self._refuse(why)
+        else:
+            self._have(most)
+
+    def halve(self, batch: Any) -> str:
+        """Has parts be at most half as large as what of ``batch`` was too large; why that cannot be, or nothing."""
+        why = self._why_never()
+        try:
+            size = count_samples(batch)
+            largest = min(size, self.most or size)
+            if largest < 2:
+                raise ValueError("a single sample at a time is the least")
+            half = -(-largest // 2)
+            split_samples(batch, half)
+        except ValueError as error:
+            why = why or f"the batch cannot be split: {error}"
+        if why:
+            self._refuse(why)
+            return why
+        self._former = self.most
+        self._have(half)
+        return ""
+
+    def give_up(self, why: str) -> None:
+        """Takes the latest halving back, and halves no more."""
+        self._given_up = f"in parts of {self.most} samples {why}"
+        self._have(self._former)
+        self._refuse(self._given_up)
+
+    def _why_never(self) -> str:
+        if self._given_up:
+            return self._given_up
+        if not self._module.automatic_optimization:
+            return "with manual optimization it is the module that goes backward, and that can split its batch"
+        if isinstance(self._module.trainer.strategy, ParallelStrategy):
+            return f"batches are not split under {type(self._module.trainer.strategy).__name__}"
+        hooked = [name for name, one in self._module.named_parameters() if has_gradient_hooks(one)]
+        return f"hooks on the gradient of {hooked[0]!r} would be called for every part" if hooked else ""
+
+    def _have(self, most: int | None) -> None:
+        self.most = most
+        record = self._report.of(NAME)
+        record.is_on, record.status = most is not None, str(self)
+
+    def _refuse(self, why: str) -> None:
+        self._report.note(f"out_of_memory='split': {why}")
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def after_earlier_parts(self, run: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """``run``, which goes backward from the last part, where the gradients of the parts before are by then."""
+
+        def run_last(loss: Tensor) -> None:
+            earlier, self._earlier = self._earlier, []
+            for parameter, gradient in earlier:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            run(loss)
+
+        return run_last
+
+    def _splitting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+            self._earlier = []
+            parts: Sequence[tuple[Any, int]] = ()
+            if self.most is not None:
+                try:
+                    parts = split_samples(args[0], self.most)
+                except ValueError as error:
+                    self._refuse(f"a batch went through its step whole: {error}")
+            if len(parts) < 2:
+                return original(strategy, *args, **kwargs)
+            return self._in_parts(functools.partial(original, strategy), parts, args[1:], kwargs)
+
+        return step
+
+    def _in_parts(self, step: Callable[..., Any], parts: Sequence[tuple[Any, int]], others: Any, kwargs: Any) -> Any:
+        trainer = self._module.trainer
+        size = sum(length for _, length in parts)
+        earlier: Tensor | None = None  # what the parts before add to the loss
+        extras: list[dict[str, Any]] = []
+        with self._earlier_gradients_aside(), SplitLogs(trainer) as logs:
+            for index, (part, length) in enumerate(parts, start=1):
+                logs.begin_part(part, length / size)
+                outputs = step(part, *others, **kwargs)
+                loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+                extras += [map_tensors(Tensor.detach, dict(outputs))] if isinstance(outputs, Mapping) else []
+                # None: this part is to be skipped. Anything else is for Lightning to complain about.
+                loss = loss * (length / size) if isinstance(loss, Tensor) else None
+                if loss is not None and index < len(parts):
+                    self._module.backward(self._scaled(loss / trainer.accumulate_grad_batches))
+                    earlier = loss.detach() if earlier is None else earlier + loss.detach()
+        if earlier is not None:  # which needs a graph even if the last part has none
+            loss = earlier.requires_grad_() if loss is None else loss + earlier
+        if loss is None:
+            return outputs
+        return {**_joined(extras, [length for _, length in parts]), "loss": loss} if extras else loss
+
+    @contextmanager
+    def _earlier_gradients_aside(self) -> Iterator[None]:
+        """Keeps apart what the parts add to gradients: Lightning zeroes these after ``training_step``.
+
+        So a part that raises has changed no gradient. Where nobody would see them before, they go now.
+        """
+        module, optimizers = self._module, self._module.trainer.optimizers
+        optimized = {p: None for one in optimizers for group in one.param_groups for p in group["params"]}
+        unread = optimized if all(map(self._zeroes_unseen, optimizers)) else {}
+        parameters = list({p: None for p in module.parameters() if p.requires_grad} | optimized)
+        before = [None if parameter in unread else parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+            self._earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def _zeroes_unseen(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients there are will be dropped at the end of ``training_step``, and nobody looks before."""
+        trainer, hook = self._module.trainer, "on_before_zero_grad"
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        return (
+            trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+            and type(optimizer).zero_grad is Optimizer.zero_grad
+            and not any(is_overridden(name, self._module) for name in (hook, "optimizer_zero_grad"))
+            and not any(is_overridden(hook, one) for one in callbacks if not isinstance(one, SpeedMemoryLogger))
+        )
+
+
+def _joined(outputs: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, Any]:
+    """The outputs of all parts: tensors with a row for each sample put together, of everything else the last."""
+    joined = dict(outputs[-1])
+    for name in joined:
+        values = [one.get(name) for one in outputs]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if len(tensors) == len(sizes) and [len(one) if one.dim() else -1 for one in tensors] == list(sizes):
+            joined[name] = torch.cat(tensors)
+    return joined

@@ -52,7 +52,7 @@ class CudnnBenchmarkPlan:
 
 
 class CudnnBenchmarkPatch(Patch):
-    """Has kernels timed, at once or when :meth:`switch` says so; each of the two switches is undone where it is still ours.
+    """Has kernels timed, at once or when :meth:`switch` says so; each switch is undone where it is still ours.
 
     CuDNN's plans are kept by shape and by ``deterministic``, not by how they were found (torch's ``Conv_v8.cpp``, from
     the convolutions of cuDNN 8 on): a shape that has run with the plan of a rule is not timed any more, and one that

@@ -213,7 +213,7 @@ def test_copies_between_steps_count_their_steps_as_without_us() -> None:
 
 
 def test_what_a_step_leaves_on_the_optimizer_stays_there() -> None:
-    """Its step is given a stand-in: the states that the first one makes are the optimizer's own, as its settings are."""
+    """Torch's step is given a stand-in: the states that the first one makes are the optimizer's own."""
     loop = Loop(network(), AdamW, "fused")
     states, groups = loop.optimizer.state, loop.optimizer.param_groups
     loop.run(range(1))

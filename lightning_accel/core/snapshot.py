@@ -16,9 +16,11 @@ from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.torch_private import buffer_slots
 
+Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
+
 
 class Snapshot:
-    """Buffers, attributes, lists, dicts and sets of a module, and the random streams of Python and NumPy.
+    """Buffers, attributes, lists, dicts and sets of a module, its own random generators, and those of Python and NumPy.
 
     Values are compared, not version counters: batch norm's kernels move their statistics behind the counter's back.
     """
@@ -33,7 +35,11 @@ class Snapshot:
         for site, attributes in self._attributes.items():
             tensors |= {_path(site, name): value for name, (value, _) in attributes.items()}
         self._tensors = {path: (t, t.detach().clone()) for path, t in tensors.items() if can_be_put_back(t)}
-        self._streams = [(name, read, write, read()) for name, (read, write) in random_streams().items()]
+        streams = random_streams()
+        for site, attributes in self._attributes.items():
+            own = {_path(site, name): own_stream(value) for name, (value, _) in attributes.items()}
+            streams |= {path: stream for path, stream in own.items() if stream is not None}
+        self._streams = [(name, read, write, read()) for name, (read, write) in streams.items()]
 
     def restore(self) -> list[str]:
         """Puts everything back, and names what had changed."""
@@ -47,7 +53,7 @@ class Snapshot:
             changed += [_path(site, name) for name in _restore_attributes(part, self._attributes[site])]
             changed += [_path(site, name) for name in _restore_slots(part, self._slots[site])]
         for name, read, write, state in self._streams:
-            if pickle.dumps(read()) != pickle.dumps(state):  # NumPy's holds an array, which == does not compare
+            if not _same_state(read(), state):
                 write(state)
                 changed.append(name)
         return changed
@@ -110,13 +116,34 @@ def _same_items(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
-def random_streams(device: torch.device | None = None) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def _same_state(now: Any, before: Any) -> bool:
+    if isinstance(now, Tensor):
+        return torch.equal(now, before)
+    return pickle.dumps(now) == pickle.dumps(before)  # NumPy's holds an array, which == does not compare
+
+
+def own_stream(value: Any) -> Stream | None:
+    """The functions that get and set the state of a random generator; None: ``value`` is none."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # the system's has no state
+        return value.getstate, value.setstate
+    if (numpy := sys.modules.get("numpy")) is not None:
+        if isinstance(value, numpy.random.RandomState):
+            return value.get_state, value.set_state
+        if isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator
+            return functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
+    return None
+
+
+def random_streams(device: torch.device | None = None) -> dict[str, Stream]:
     """The random streams that a step may draw from, each as the functions that get and set its state.
 
     Args:
         device: Whether torch's are among them, that of the host and that of this device; None: they are not.
     """
-    streams: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {"random": (random.getstate, random.setstate)}
+    streams: dict[str, Stream] = {"random": (random.getstate, random.setstate)}
     if (numpy := sys.modules.get("numpy")) is not None:
         streams["numpy.random"] = (numpy.random.get_state, numpy.random.set_state)
     if device is not None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_accel.core.snapshot import Snapshot, can_be_put_back, random_streams
+from lightning_accel.core.snapshot import Snapshot, can_be_put_back, own_stream, random_streams
 from lightning_accel.core.torch_private import buffer_slots, version_of
 from lightning_accel.core.tree import leaves, tensors_in
 from lightning_accel.lightning.private import logged_results
@@ -40,7 +41,9 @@ class Attempt:
         # What Lightning does not see: optimizers that are stepped, and losses that go backward, by the module itself.
         self._trained = [] if module.automatic_optimization else _training_versions(module)
         self._is_kept = True
+        self._state = state
         self._given_versions: list[tuple[Tensor, int]] = []
+        self._large_versions: list[tuple[Tensor, int]] = []
         streams = random_streams(module.device).values()
         self._restores: list[Restore] = [functools.partial(write, read()) for read, write in streams]
         self._restores += _logged(module)
@@ -49,11 +52,14 @@ class Attempt:
         else:
             self._given_versions = [(t, version_of(t)) for t in tensors_in(given) if not t.is_inference()]
             self._restores.append(state.keep())
+            state.look()
+            self._large_versions = state.versions()
 
     def keep_again(self, state: SmallState | None) -> None:
         """Has the repetition find the module as it is now: rank 0 sent its buffers after the step began."""
         try:
             self._restores.append((state or SmallState(self._module)).keep())
+            self._large_versions = state.versions() if state else []
         except Exception:  # this is called within the user's own step, which has nothing to do with it
             self._is_kept = False
 
@@ -61,7 +67,9 @@ class Attempt:
         reads_its_loader = any(hasattr(leaf, "__next__") for leaf in leaves(self.given))
         has_stepped = self._module.trainer.global_step != self._num_optimizer_steps
         has_trained = bool(self._trained) and self._trained != _training_versions(self._module)
-        has_written = any(version_of(tensor) != version for tensor, version in self._given_versions)
+        versions = [*self._given_versions, *self._large_versions]
+        has_written = any(version_of(tensor) != version for tensor, version in versions)
+        has_written |= self._state is not None and self._state.is_written_unseen
         return self._is_kept and not (reads_its_loader or has_stepped or has_trained or has_written)
 
     def take_back(self) -> None:
@@ -73,7 +81,11 @@ class Attempt:
 class SmallState:
     """What can be kept of a module at every step: what names stand for, and tensors as small as statistics are.
 
-    Where these are is found once: to walk through a model takes its time.
+    Where these are is found once: to walk through a model takes its time. Of what is larger (a codebook, a queue) it is
+    told whether it was written to.
+
+    Attributes:
+        is_written_unseen: Whether some of that is written to by ``.data``, which its count of writes does not show.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,6 +97,17 @@ class SmallState:
         self._lists = [(own, name) for own, name in metrics if isinstance(own.get(name), list)]
         tensors = [(slots, name) for slots in self._buffers for name in slots] + metrics
         self._tensors = [(slots, name) for slots, name in tensors if _is_small(slots.get(name))]
+        attributes = [(own, name) for own in self._attributes for name in own if name not in Snapshot.OWN]
+        known = {(id(slots), name) for slots, name in self._tensors}
+        self._large = [
+            (slots, name)
+            for slots, name in tensors + [(own, name) for own, name in attributes if isinstance(own[name], Tensor)]
+            if (id(slots), name) not in known
+        ]
+        self._streams = [(own, name) for own, name in attributes if own_stream(own[name])]
+        self._sums: list[tuple[Tensor, int, int]] = []
+        self._looks_left = 2 if self._large else 0
+        self.is_written_unseen = False
         # TorchScript has names of its own, which are not to be had, and stand for the same tensors for good.
         self._scripted = [buffer for part in scripted for buffer in part.buffers(recurse=False) if _is_small(buffer)]
 
@@ -95,6 +118,8 @@ class SmallState:
         lists = [(own, name, copy.copy(own[name])) for own, name in self._lists]
         tensors = [slots[name] for slots, name in self._tensors] + self._scripted
         put_back = _kept(tensors)
+        streams = [stream for own, name in self._streams if (stream := own_stream(own.get(name)))]
+        states = [(write, read()) for read, write in streams]
 
         def restore() -> None:
             for own, before in attributes:
@@ -104,8 +129,25 @@ class SmallState:
             for own, name, contents in lists:
                 own[name] = copy.copy(contents)  # there may be another repetition
             put_back()
+            for write, state in states:
+                write(state)
 
         return restore
+
+    def versions(self) -> list[tuple[Tensor, int]]:
+        """What is too large to be kept, and how often it has been written to."""
+        found = (slots.get(name) for slots, name in self._large)
+        return [(t, version_of(t)) for t in found if isinstance(t, Tensor) and not (is_lazy(t) or t.is_inference())]
+
+    def look(self) -> None:
+        """Compares what is too large to be kept before two steps, once: a sum over a table takes its time."""
+        if not self._looks_left:
+            return
+        self._looks_left -= 1
+        unwritten = [(t, total) for t, version, total in self._sums if version_of(t) == version]
+        self.is_written_unseen = any(_sum_of(tensor) != total for tensor, total in unwritten)
+        large = self.versions() if self._looks_left else ()
+        self._sums = [(t, version, _sum_of(t)) for t, version in large if can_be_put_back(t)]
 
 
 def _kept(tensors: list[Tensor]) -> Restore:
@@ -121,6 +163,11 @@ def _kept(tensors: list[Tensor]) -> Restore:
                 tensor.copy_(value.view_as(tensor))
 
     return put_back
+
+
+def _sum_of(tensor: Tensor) -> int:
+    """Of its bytes, as which every dtype can be read."""
+    return int(tensor.detach().reshape(-1).contiguous().view(torch.uint8).sum())
 
 
 def _is_small(value: Any) -> bool:

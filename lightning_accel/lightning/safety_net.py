@@ -175,7 +175,8 @@ class SafetyNet:
         trainer, module = self._module.trainer, self._module
         if not module.automatic_optimization or trainer.world_size > 1:
             return False
-        if trainer.accumulate_grad_batches > 1:
+        # Before the first batch of an accumulation Lightning has set the gradients to None.
+        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
             self._memory.because("the gradients of earlier batches had been added up, and cannot be told from its own")
             return False
         return True

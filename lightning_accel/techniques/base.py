@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Self
@@ -170,6 +171,12 @@ class Technique:
     def notes(self) -> Notes:
         """What this technique has to say."""
         return Notes()
+
+    @property
+    def decides_alone(self) -> bool:
+        """Whether several processes train and do not agree: each would choose by its own clock."""
+        has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return has_ranks and self.agree is None
 
     def unavailable(self, host: Host) -> str | None:
         """Why this cannot work on ``host`` at all, with the mend; None when it can."""

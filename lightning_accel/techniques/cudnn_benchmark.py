@@ -52,7 +52,7 @@ class CudnnBenchmarkPlan:
 
 
 class CudnnBenchmarkPatch(Patch):
-    """Has kernels timed, at once or when :meth:`switch` says so; undone where nobody has set the switches since.
+    """Has kernels timed, at once or when :meth:`switch` says so; each switch is undone where it is still ours.
 
     CuDNN's plans are kept by shape and by ``deterministic``, not by how they were found (torch's ``Conv_v8.cpp``, from
     the convolutions of cuDNN 8 on): a shape that has run with the plan of a rule is not timed any more, and one that
@@ -74,8 +74,10 @@ class CudnnBenchmarkPatch(Patch):
         if is_on:
             self._before = in_force()
             _set(self._ours)
-        elif in_force() == self._ours:
-            _set(self._before)
+        else:
+            # One that the user has set since is theirs.
+            now = zip(in_force(), self._ours, self._before, strict=True)
+            _set(tuple(before if flag == ours else flag for flag, ours, before in now))
         self._is_on = is_on
 
     @override
@@ -92,7 +94,7 @@ def in_force() -> tuple[bool, bool]:
     return torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
 
 
-def _set(flags: tuple[bool, bool]) -> None:
+def _set(flags: tuple[bool, ...]) -> None:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = flags
 
 
@@ -108,6 +110,10 @@ def _set(flags: tuple[bool, bool]) -> None:
 )
 class CudnnBenchmark(Technique):
     """Times kernels for convolutions on batches whose shapes have come before; new shapes run as they would have.
+
+    With ``"auto"`` it is among the deterministic kernels that cuDNN chooses for those batches, and only for those:
+    torch keeps one plan for a shape however it was found, so that a shape that has run is timed as another kind only.
+    ``"on"`` has it choose among all.
 
     Args:
         setting: As in the plan; not ``"off"``.

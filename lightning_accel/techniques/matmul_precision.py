@@ -5,9 +5,10 @@ https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precisio
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -40,7 +41,7 @@ class MatmulPrecisionPlan:
             ``torch.set_float32_matmul_precision``: TF32 for both on NVIDIA's cards from Ampere on, and on CPUs with
             AVX512-BF16 or AMX ``"medium"`` is bfloat16. ``"auto"`` takes what the machine has, where ``precision`` is
             ``"auto"``, too, nobody has set this precision, and the model does not switch autocast off to compute
-            something in float32.
+            something in float32; and has it from a training step to the next step that does not train.
     """
 
     mode: MatmulPrecisionSetting = "auto"
@@ -70,6 +71,8 @@ def why_not_on(host: Host) -> str:
 class MatmulPrecisionPatch(Patch):
     """Sets the precision for this process; undone where nobody has set another one since.
 
+    It can rest in between: what is in force then is the user's own.
+
     By the older of torch's two interfaces, which sets the newer one, too: once only the newer one is set, the older one
     raises when it is read, and Lightning reads it at every Trainer.
     """
@@ -79,26 +82,43 @@ class MatmulPrecisionPatch(Patch):
         self.choice = choice
         self._before = "highest", _UNSET
         self._ours: tuple[str, ...] = ()
+        self._rests = False
 
     def choose(self, choice: str) -> None:
         """Has it in force, or what the user has."""
         (self.undo if choice == OFF else self.apply)()
+
+    def rest(self, rests: bool) -> None:
+        """Has what the user has in force, or ours again; nothing where somebody has set another one since."""
+        if not self.is_applied or rests == self._rests:
+            return
+        if rests and in_force() == self._ours:
+            self._restore()
+            self._rests = True
+        elif not rests:
+            self._rests = False
+            if in_force() == self._before[1]:
+                _set_older(self.choice)
 
     @override
     def _apply(self) -> None:
         self._before = _older(), in_force()
         _set_older(self.choice)
         self._ours = in_force()
+        self._rests = False
 
     @override
     def _undo(self) -> None:
-        if in_force() == self._ours:
-            older, newer = self._before
-            _set_older(older)
-            # "none", which is nobody's choice, is what the older interface cannot set.
-            torch.backends.cuda.matmul.fp32_precision = newer[1]
-            backends: Any = torch.backends
-            backends.mkldnn.matmul.fp32_precision = newer[2]
+        if not self._rests and in_force() == self._ours:
+            self._restore()
+
+    def _restore(self) -> None:
+        older, newer = self._before
+        _set_older(older)
+        # "none", which is nobody's choice, is what the older interface cannot set.
+        torch.backends.cuda.matmul.fp32_precision = newer[1]
+        backends: Any = torch.backends
+        backends.mkldnn.matmul.fp32_precision = newer[2]
 
 
 def in_force() -> tuple[str, str, str]:
@@ -128,6 +148,10 @@ def _without_advice() -> Iterator[None]:
         yield
 
 
+def _with_autocast() -> set[str]:
+    return {kind for kind in _FORMATS if torch.is_autocast_enabled(kind)}
+
+
 # After precision, on which it hangs; before a compiler, whose graphs are guarded by it.
 @register(
     "matmul_precision",
@@ -140,6 +164,9 @@ def _without_advice() -> Iterator[None]:
 )
 class MatmulPrecision(Technique):
     """Has float32 products computed in TF32 or bfloat16 while the run lasts.
+
+    By ``"auto"`` while it trains: from the beginning of a training step to that of a step which does not train, a
+    validation step say. What the user computes after that, metrics at the end of an epoch say, is theirs in float32.
 
     Under autocast most products are in half precision already, and what is left are those outside of it: of the
     optimizer, of the loss. A model that switches autocast off within its forward pass wants float32 there (rotary
@@ -190,17 +217,18 @@ class MatmulPrecision(Technique):
     @contextmanager
     def _watched(self, patches: PatchSet) -> Iterator[Verdicts]:
         verdicts = {patch.site: Verdict(keep=True) for patch in patches}
-        enter: Callable[[torch.autocast], Any] = torch.autocast.__enter__
+        switch, leaves = torch.set_autocast_enabled, torch.autocast.__exit__.__code__
 
-        def entered(self: torch.autocast) -> Any:
-            was_on = torch.is_autocast_enabled(self.device)
-            entered = enter(self)
-            if was_on and not torch.is_autocast_enabled(self.device) and not is_trial():
+        def switched(*args: Any, **kwargs: Any) -> None:
+            on_before = _with_autocast()
+            switch(*args, **kwargs)
+            is_left = sys._getframe(1).f_code is leaves  # a region ends in which it was on
+            if on_before - _with_autocast() and not is_left and not is_trial():
                 why = "the model switches autocast off to compute in float32, which TF32 and bfloat16 are not"
                 verdicts.update({site: Verdict(keep=False, reason=why) for site in verdicts})
-            return entered
 
-        watch = AttributePatch("", "watched", torch.autocast, "__enter__", entered)
+        # By which regions of torch.autocast switch, too.
+        watch = AttributePatch("", "watched", torch, "set_autocast_enabled", switched)
         watch.apply()
         try:
             yield verdicts
@@ -208,8 +236,16 @@ class MatmulPrecision(Technique):
             watch.undo()
 
     @override
+    def step(self, stage: str) -> AbstractContextManager[Any]:
+        if self._setting == "auto" and self._patch is not None:
+            self._patch.rest(stage != "train")
+        return nullcontext()
+
+    @override
     def arms(self) -> Iterator[Arm]:
-        if self._setting == "auto" and self._patch is not None and self._patch.is_applied:
+        # Where each rank decides alone, the same step would round otherwise on each.
+        is_auto = self._setting == "auto" and not self.decides_alone
+        if is_auto and self._patch is not None and self._patch.is_applied:
             # What is compiled is guarded by this precision: each side of it is compiled once.
             settle = int(dynamo_is_loaded())
             yield Arm(self.name, (self._patch.choice,), self._patch.choose, settle=settle)

@@ -5,12 +5,11 @@ https://docs.pytorch.org/docs/stable/optim.html#algorithms
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -18,7 +17,7 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
-from lightning_accel.core.patch import Patch
+from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.stepping import (
     Group,
     Way,
@@ -134,8 +133,9 @@ def _listed(names: Iterable[str]) -> str:
 class StepsTogether(Patch):
     """Has an optimizer of torch's step in another way, by the flags of its groups.
 
-    They are set while it steps, after the closure if there is one, and are otherwise as the user has them: for
-    checkpoints, copies and whoever reads them. A group that cannot be stepped so in some step takes it as the user's.
+    The optimizer itself never has them, whatever a step raises: torch's step is given a stand-in, which shares all with
+    it but the groups' flags. Pre-hooks may replace the arguments of a step, the first of which is the optimizer. A
+    group that cannot be stepped so in some step takes it as the user's.
 
     Args:
         site: The optimizer's name in the report.
@@ -151,7 +151,7 @@ class StepsTogether(Patch):
         self._optimizer, self._kind, self._notes = optimizer, kind, notes
         self._way = ways[0]
         self._hooks: list[RemovableHandle] = []
-        self._switched: list[Group] = []  # whose flags are ours just then
+        self._copied = MethodPatch(site, "copied as without us", optimizer, "__getstate__", self._with_own_steps)
         self._reasons: dict[str, None] = {}  # that were told, in their order
 
     def choose(self, choice: str) -> None:
@@ -173,47 +173,53 @@ class StepsTogether(Patch):
         optimizer = self._optimizer
         self._hooks = [
             optimizer.register_step_pre_hook(self._step_begins),
-            optimizer.register_step_post_hook(lambda *_: self._give_flags_back()),
-            optimizer.register_state_dict_pre_hook(lambda _: self._give_flags_back()),
             optimizer.register_state_dict_post_hook(self._saved, prepend=True),
         ]
+        self._copied.apply()
 
     @override
     def _undo(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._give_flags_back()
-        for group in self._own_groups():
-            for parameter, step in own_steps(group, self._optimizer.state):
-                self._optimizer.state[parameter]["step"] = step
+        self._copied.undo()
+        self._give_steps_back()
+
+    def _with_own_steps(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def getstate(optimizer: Optimizer) -> Any:
+            self._give_steps_back()  # the next step takes them to the device again
+            return original(optimizer)
+
+        return getstate
+
+    def _give_steps_back(self) -> None:
+        """Has the counts of steps where torch keeps them without fused kernels."""
+        for group in self._optimizer.param_groups:
+            if own_choice(group) is None:
+                for parameter, step in own_steps(group, self._optimizer.state):
+                    self._optimizer.state[parameter]["step"] = step
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiler fuses the step itself
             return None
-        self._give_flags_back()  # where the last step raised
         closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
+        stand_in = object.__new__(self._kind)
+        vars(stand_in).update(vars(optimizer))
 
         def before_parameters_are_stepped() -> Any:
             loss = None if closure is None else closure()
-            self._take_flags()  # not sooner: Lightning computes the gradients in the closure
+            # Not sooner: Lightning computes the gradients in the closure.
+            vars(stand_in).update(vars(optimizer), param_groups=[*self._with_flags(optimizer)])
             return loss
 
-        return (optimizer, before_parameters_are_stepped, *args[2:]), kwargs
+        return (stand_in, before_parameters_are_stepped, *args[2:]), kwargs
 
-    def _take_flags(self) -> None:
-        for group in self._optimizer.param_groups:
-            reason = make_ready(self._kind, group, self._optimizer.state, self._way)
-            if reason is None:
-                group[self._way] = True
-                self._switched.append(group)
-            elif reason not in self._reasons and own_choice(group) is None:
+    def _with_flags(self, optimizer: Optimizer) -> Iterator[Group]:
+        for group in optimizer.param_groups:
+            reason = make_ready(self._kind, group, optimizer.state, self._way)
+            if reason is not None and reason not in self._reasons and own_choice(group) is None:
                 self._tell(reason)
-
-    def _give_flags_back(self) -> None:
-        for group in self._switched:
-            group[self._way] = None
-        self._switched.clear()
+            yield {**group, self._way: True} if reason is None else group
 
     def _tell(self, reason: str) -> None:
         self._reasons[reason] = None
@@ -227,9 +233,6 @@ class StepsTogether(Patch):
                 index = dict(zip(group["params"], packed["params"], strict=True))
                 for parameter, step in own_steps(group, optimizer.state):
                     state_dict["state"][index[parameter]] = {**state_dict["state"][index[parameter]], "step": step}
-
-    def _own_groups(self) -> Iterator[Group]:
-        return (group for group in self._optimizer.param_groups if own_choice(group) is None)
 
 
 @register(
@@ -283,8 +286,7 @@ class OptimizerSteps(Technique):
     @override
     def arms(self) -> Iterator[Arm]:
         # Where each rank decides alone, their parameters would drift apart, by rounding.
-        has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if self._setting != "auto" or (has_ranks and self.agree is None):
+        if self._setting != "auto" or self.decides_alone:
             return
         ways = tuple(way for way in get_args(Way) if any(way in patch.ways for patch in self._patches))
         if ways:

@@ -2,8 +2,9 @@
 
 A trial of a part compares numbers on the user's own first batch, and its verdict holds for what was tried. So it is
 used again only where nothing that it hangs on has changed: the source of the program and of the model's classes, the
-model's parameters and settings, the first batch's shapes, the plan, the machine, the versions, the number of threads.
-Anything else, and what cannot be told, is tried again; so is what failed, and what is older than a week.
+command line, the shapes of the model's parameters and what else its modules hold
+(:mod:`~lightning_accel.tuning.described`), the first batch's shapes, the plan, the machine, the versions, the number of
+threads. Anything else, and what cannot be told, is tried again; so is what failed, and what is older than a week.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -25,12 +26,12 @@ from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.tuning.described import described
 from lightning_accel.tuning.remembered import Key, folder, write_whole
 
 FORMAT = 1
 GOOD_FOR = timedelta(days=7)
 
-_PLAIN = (bool, int, float, str, type(None))
 _FAILED = ("failed", "raised", "could not be applied", "not called")
 
 
@@ -54,9 +55,9 @@ class Program:
     Attributes:
         key: As of whole runs: the model's class and parameters, the machine, the versions.
         batch: The shapes and dtypes of the first batch.
-        model: Plain attributes of every module.
+        model: What every module holds beside its parameters.
         source: The files of the program and of the model's classes.
-        settings: The plan, and torch's own switches.
+        settings: The plan, torch's own switches, the command line, the versions of all that is installed.
     """
 
     key: Key
@@ -67,15 +68,18 @@ class Program:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any, host: str, settings: str) -> Program | None:
-        """The program that is about to train ``model`` on ``batch``; None where source or parameters cannot be had."""
+        """The program that is about to train ``model`` on ``batch``; None where it cannot be told from another one."""
+        try:
+            return cls._of(model, batch, host, settings)
+        except Exception:  # of objects of any library's: no run is to end for what is to spare it a trial
+            return None
+
+    @classmethod
+    def _of(cls, model: nn.Module, batch: Any, host: str, settings: str) -> Program | None:
         source = _source(model)
         if source is None or any(map(is_lazy, model.parameters())):
             return None
         tensors = [(tuple(t.shape), str(t.dtype)) for t in tensors_in(batch) if not t.is_nested]
-        plain = [
-            (name, type(module).__qualname__, module.training, sorted(_plain(vars(module))))
-            for name, module in model.named_modules()
-        ]
         switches = (
             torch.get_num_threads(),
             torch.get_float32_matmul_precision(),
@@ -85,9 +89,9 @@ class Program:
         return cls(
             Key.of(model, batch, host, ()),
             repr(tensors),
-            _digest(repr(plain).encode()),
+            described(model),
             source,
-            _digest(repr((settings, switches)).encode()),
+            _digest(repr((settings, switches, sys.argv, _installed())).encode()),
         )
 
     @property
@@ -131,23 +135,17 @@ def _has_failed(verdict: Verdict) -> bool:
     return not verdict.keep and any(word in verdict.reason for word in _FAILED)
 
 
-def _plain(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in attributes.items():
-        if isinstance(value, _PLAIN) or (isinstance(value, tuple | list) and all(isinstance(v, _PLAIN) for v in value)):
-            yield name, repr(value)
-
-
 def _source(model: nn.Module) -> str | None:
     """A digest of every file of the program, libraries left out, and of the files of the model's classes."""
     classes = {kind for module in model.modules() for kind in type(module).__mro__ if kind is not object}
     names = {kind.__module__ for kind in classes if not kind.__module__.startswith("torch.")}
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    files = [_file_of(sys.modules.get(name)) for name in names]
     if None in files:  # written at a prompt, in a notebook
         return None
     own = [
         file
         for module in list(sys.modules.values())
-        if isinstance(file := getattr(module, "__file__", None), str)
+        if (file := _file_of(module)) is not None
         and not _is_a_librarys(file)
         and os.path.isfile(file)  # some of torch's only pretend to have one
     ]
@@ -158,6 +156,24 @@ def _source(model: nn.Module) -> str | None:
         except OSError:
             return None
     return digest.hexdigest()[:16]
+
+
+def _file_of(module: Any) -> str | None:
+    """Where it was loaded from, without running any code of it: some are not loaded before they are looked at."""
+    try:
+        file = object.__getattribute__(module, "__dict__").get("__file__")
+    except AttributeError:  # anything can be put among the modules
+        return None
+    return file if isinstance(file, str) else None
+
+
+def _installed() -> list[str]:
+    """Every distribution there is, with its version, by the folders that say so: to read them would take longer."""
+    found = []
+    for folder_of_modules in {entry or os.curdir for entry in sys.path}:
+        if os.path.isdir(folder_of_modules):
+            found += [name for name in os.listdir(folder_of_modules) if name.endswith((".dist-info", ".egg-info"))]
+    return sorted(found)
 
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1]))

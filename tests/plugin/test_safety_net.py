@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -298,6 +299,101 @@ def test_what_a_repeated_step_counted_is_counted_once(run: Callable[..., Trainer
         counted.append(model.counted(run(model, plugin)))
     assert counted[0][:-1] == [8] * 5
     assert counted[1] == counted[0]
+
+
+class DrawsItsOwn(RaisesEdited):
+    """Adds noise from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torchs = torch.Generator().manual_seed(1)
+        self.pythons = random.Random(1)
+        self.numpys = numpy.random.default_rng(1)
+        self.older = numpy.random.RandomState(1)
+        self.drawn: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        noise = torch.rand((), generator=self.torchs)
+        drawn = [float(noise), self.pythons.random(), float(self.numpys.random()), float(self.older.random_sample())]
+        loss = super().training_step(batch, batch_idx)
+        self.drawn.append(drawn)
+        return loss
+
+
+@pytest.mark.parametrize("raises_at", [0, 5])
+def test_a_repeated_step_draws_the_same_from_the_modules_own_generators(
+    run: Callable[..., Trainer], raises_at: int
+) -> None:
+    class Draws(DrawsItsOwn):
+        def raise_if_edited(self, batch_idx: int) -> None:
+            super().raise_if_edited(batch_idx + 5 - raises_at)
+
+    plain, repeated, plugin = Draws(), Draws(), AccelPlugin(log=False)
+    run(plain)
+    run(repeated, plugin)
+    assert any("ran when it was repeated" in note for note in plugin.report.notes)
+    assert repeated.drawn == plain.drawn
+
+
+LARGE = 3 << 18  # of float32: more than is copied at every step
+
+
+class HoldsATable(RaisesEdited):
+    """A codebook, or a queue of keys."""
+
+    writes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(LARGE))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.writes:
+            self.write()
+        return super().training_step(batch, batch_idx)
+
+    def write(self) -> None:
+        self.table[:8] += 1
+
+
+class WritesUnseen(HoldsATable):
+    writes = True
+
+    def write(self) -> None:
+        self.table.data[:8] += 1
+
+
+class WritesAnAttribute(HoldsATable):
+    writes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = None
+        self.plain = torch.zeros(8)
+
+    def write(self) -> None:
+        self.plain += 1
+
+
+class WritesATable(HoldsATable):
+    writes = True
+
+
+@pytest.mark.parametrize("kind", [WritesATable, WritesUnseen, WritesAnAttribute])
+def test_a_step_that_has_written_what_is_not_kept_is_not_repeated(
+    run: Callable[..., Trainer], kind: type[HoldsATable]
+) -> None:
+    model = kind()
+    with pytest.raises(RuntimeError, match="only an edit raises this"):
+        run(model, AccelPlugin(log=False))
+    written = model.plain if kind is WritesAnAttribute else model.table
+    assert float(written[0]) == 6
+
+
+def test_a_large_table_that_is_only_read_does_not_stand_in_the_way(run: Callable[..., Trainer]) -> None:
+    plugin = AccelPlugin(log=False)
+    run(HoldsATable(), plugin)
+    assert any("ran when it was repeated" in note for note in plugin.report.notes)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "expanded"])

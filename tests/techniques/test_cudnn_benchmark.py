@@ -196,6 +196,16 @@ def test_what_the_user_switches_in_mid_run_stays() -> None:
     assert in_force() == (False, True)
 
 
+def test_each_switch_is_given_back_where_the_user_has_set_the_other() -> None:
+    handle = started()
+    on_trial(handle)
+    seen(handle, *[4] * 5)
+    assert in_force() == ON_WITH_OWN_PLANS
+    torch.backends.cudnn.benchmark = False
+    handle.undo()
+    assert in_force() == OFF
+
+
 def test_an_exception_in_a_step_leaves_nothing_behind_after_undo() -> None:
     handle = started()
     on_trial(handle)

@@ -205,6 +205,25 @@ def test_a_model_that_switches_autocast_off_keeps_its_float32() -> None:
     handle.undo()
 
 
+class Float32BySwitch(nn.Linear):
+    """The same by torch's switch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        was_on = torch.is_autocast_enabled("cpu")
+        torch.set_autocast_enabled("cpu", False)
+        positions = x.float() @ x.float().T
+        torch.set_autocast_enabled("cpu", was_on)
+        return super().forward(x) + positions.sum()
+
+
+def test_nor_does_one_that_does_so_by_the_switch_itself() -> None:
+    handle = started(model=Float32BySwitch(4, 4))
+    step(handle)
+    assert in_force() == UNSET
+    assert "switches autocast off" in handle.report.to_text()
+    handle.undo()
+
+
 @pytest.mark.parametrize("model", [Float32Inside(enabled=True), Float32Inside("cuda")], ids=["on", "another device's"])
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda', but CUDA is not available")
 def test_other_regions_of_autocast_are_none(model: nn.Module) -> None:
@@ -222,18 +241,67 @@ def test_by_name_those_are_not_looked_for() -> None:
 
 
 def test_an_exception_in_the_first_step_leaves_autocast_as_it_was() -> None:
-    handle, before = started(), torch.autocast.__enter__
+    handle, before = started(), torch.set_autocast_enabled
 
     def crash() -> None:
         with handle.step():
-            assert torch.autocast.__enter__ is not before
+            assert torch.set_autocast_enabled is not before
             raise KeyError
 
     with pytest.raises(KeyError):
         crash()
-    assert torch.autocast.__enter__ is before
+    assert torch.set_autocast_enabled is before
     handle.undo()
     assert in_force() == UNSET
+
+
+# -- where it holds --------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_train_is_in_float32_and_so_is_what_follows_it() -> None:
+    """Validation, and metrics at the end of it."""
+    handle = started()
+    step(handle)
+    with torch.no_grad(), handle.step("validate"):
+        assert in_force() == UNSET
+    assert in_force() == UNSET
+    step(handle)
+    assert in_force() == MEDIUM  # and its backward pass has it
+    handle.undo()
+    assert in_force() == UNSET
+
+
+def test_what_the_user_sets_during_validation_stays() -> None:
+    handle = started()
+    step(handle)
+    with handle.step("validate"):
+        torch.set_float32_matmul_precision("high")
+    step(handle)
+    assert in_force() == HIGH
+    handle.undo()
+    assert in_force() == HIGH
+
+
+def test_it_can_be_taken_back_during_validation() -> None:
+    handle = started()
+    step(handle)
+    [arm] = [arm for arm in handle.engine.arms() if arm.name == "matmul_precision"]
+    with handle.step("validate"):
+        pass
+    arm.choose("off")
+    step(handle)
+    assert in_force() == UNSET
+    arm.choose("medium")
+    assert in_force() == MEDIUM
+    handle.undo()
+    assert in_force() == UNSET
+
+
+def test_asked_for_by_name_it_holds_for_the_whole_run() -> None:
+    handle = started(matmul_precision="medium")
+    with handle.step("validate"):
+        assert in_force() == MEDIUM
+    handle.undo()
 
 
 # -- live trials -----------------------------------------------------------------------------------------------------

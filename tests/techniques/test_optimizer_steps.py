@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from functools import partial
 from typing import Any
 
@@ -135,6 +136,7 @@ def test_off_leaves_neither_hooks_nor_flags() -> None:
     counts = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_post_hooks")
     for name in (*counts, "_optimizer_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
         assert len(getattr(loop.optimizer, name)) == len(getattr(plain, name)) == 0
+    assert "__getstate__" not in vars(loop.optimizer)
     assert "_fused_adamw_" not in operations(loop.optimizer)
 
 
@@ -176,6 +178,48 @@ def test_a_step_that_raises_leaves_no_flag_in_a_checkpoint() -> None:
         with pytest.raises((TypeError, RuntimeError)):
             each.optimizer.step()
     assert loop.optimizer.state_dict()["param_groups"] == plain.optimizer.state_dict()["param_groups"]
+
+
+def test_a_step_that_is_interrupted_leaves_no_flag_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(network(), SGD, "fused")
+    loop.gradients(0)
+    seen = []
+
+    def interrupted(*args: Any, fused: bool | None, **kwargs: Any) -> None:
+        seen.append(fused)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[SGD.__module__], "sgd", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loop.optimizer.step()
+    assert seen == [True]
+    twins = (loop.optimizer, copy.deepcopy(loop.optimizer), pickle.loads(pickle.dumps(loop.optimizer)))
+    assert [each.param_groups[0]["fused"] for each in twins] == [None] * 3
+
+
+def test_copies_between_steps_count_their_steps_as_without_us() -> None:
+    """A fused kernel reads the counts in float32, on a GPU on the device, and torch's others wait for it there."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        loop = Loop(network(), AdamW, "fused")
+        loop.run(range(2))
+        assert {state["step"].dtype for state in loop.optimizer.state.values()} == {torch.float32}
+        for twin in (copy.deepcopy(loop.optimizer), pickle.loads(pickle.dumps(loop.optimizer))):
+            assert all(step.dtype is torch.float64 and step == 2 for step in (s["step"] for s in twin.state.values()))
+        loop.gradients(2)
+        assert "_fused_adamw_" in operations(loop.optimizer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_a_step_leaves_on_the_optimizer_stays_there() -> None:
+    """Torch's step is given a stand-in: the states that the first one makes are the optimizer's own."""
+    loop = Loop(network(), AdamW, "fused")
+    states, groups = loop.optimizer.state, loop.optimizer.param_groups
+    loop.run(range(1))
+    assert loop.optimizer.state is states
+    assert loop.optimizer.param_groups is groups
+    assert {id(parameter) for parameter in states} == {id(parameter) for parameter in loop.model.parameters()}
 
 
 def test_a_closure_that_raises_leaves_everything_as_it_was() -> None:

@@ -71,6 +71,15 @@ def test_counts_of_steps_are_on_the_device_and_in_a_checkpoint_on_the_host() -> 
     assert all(state["step"].is_cpu for state in loop.optimizer.state.values())
 
 
+def test_copies_have_their_counts_of_steps_on_the_host_and_the_run_goes_on_fused() -> None:
+    loop = on_gpu(AdamW, "fused")
+    loop.run(range(2))
+    twin = copy.deepcopy(loop.optimizer)
+    assert all(state["step"].is_cpu and state["step"] == 2 for state in twin.state.values())
+    loop.run(range(2, 3))
+    assert all(state["step"].is_cuda and state["step"] == 3 for state in loop.optimizer.state.values())
+
+
 def test_runs_go_on_from_each_others_checkpoints() -> None:
     plain = on_gpu(AdamW, "off")
     plain.run(range(6))

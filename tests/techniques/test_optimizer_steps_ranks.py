@@ -35,6 +35,13 @@ def test_ranks_that_decide_alone_try_nothing_by_the_clock(ranks: list[dict[str, 
     assert ranks[0]["distributed"]["auto"]["arms"] == []
 
 
+def test_nor_do_they_try_the_precision_of_products(ranks: list[dict[str, Found]]) -> None:
+    for rank in ranks:
+        found = rank["products"]["auto"]
+        assert found["changes"] == ["float32 products → bfloat16 (medium)"]  # which all have alike
+        assert "matmul_precision" not in found["arms"]
+
+
 @pytest.mark.parametrize(("name", "way"), [("AdamW", "fused"), ("AdamW", "foreach"), ("SGD", "foreach")])
 def test_shards_are_stepped_together(ranks: list[dict[str, Found]], name: str, way: str) -> None:
     for rank in ranks:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import sys
+import types
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -81,6 +83,60 @@ def test_another_number_of_threads_has_it_tried_again(program: Any) -> None:
         assert verdicts.recall(program()) is None
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("where", ["argv", "installed"])
+def test_another_command_line_or_version_has_it_tried_again(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    verdicts.remember(program(), DECISIONS)
+    if where == "argv":
+        monkeypatch.setattr(sys, "argv", [*sys.argv, "--scale=30"])
+    else:
+        (tmp_path / "some_library-2.0.dist-info").mkdir()
+    assert verdicts.recall(program()) is None
+
+
+class RaisesWhenRead(types.ModuleType):
+    """Of an optional library that is not there."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"no {name}")
+
+
+def test_modules_that_raise_when_they_are_read_do_not_stand_in_the_way(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = program()
+    monkeypatch.setitem(sys.modules, "raises_when_read", RaisesWhenRead("raises_when_read"))
+    monkeypatch.setitem(sys.modules, "no_module", 1)
+    assert program() == expected is not None
+
+
+def test_modules_that_load_when_they_are_read_are_not_loaded(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lazy_one.py").write_text("raise AssertionError('it was loaded')")
+    spec = importlib.util.spec_from_file_location("lazy_one", tmp_path / "lazy_one.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lazy_one", lazy)
+    spec.loader.exec_module(lazy)
+    assert program() is not None
+
+
+def test_what_cannot_be_described_is_tried_every_time(program: Any) -> None:
+    assert program(heads=iter([1])) is None
+
+
+def test_a_model_that_raises_when_it_is_looked_at_is_tried_every_time() -> None:
+    class Raises(nn.Module):
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            raise KeyError("user's own")
+
+    assert Program.of(Raises(), torch.ones(2), "a machine", "") is None
 
 
 def test_a_model_written_at_a_prompt_is_tried_every_time() -> None:

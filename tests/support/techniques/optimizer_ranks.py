@@ -20,8 +20,11 @@ from torch.optim import SGD, Adagrad, AdamW
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from lightning_accel import Plan, accelerate
+from lightning_accel.core.host import Host
 from support.optimizer_loops import alone, network, operations
 from support.strategies.forks import in_ranks
+from support.technique_table import off
 
 
 def whole(model: nn.Module) -> list[Tensor]:
@@ -89,10 +92,24 @@ def half_sharded(rank: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def products(rank: int) -> dict[str, dict[str, Any]]:
+    """On a machine that multiplies in bfloat16, which is simulated where this one does not."""
+    model = network(torch.float32)
+    plan = Plan(**off() | {"precision": "auto", "matmul_precision": "auto", "tune": "off"})
+    handle = accelerate(model, plan, host=Host(kind="cpu", device_name="a CPU with AMX", native_bf16=True))
+    with handle.step():
+        loss = model(torch.ones(4, 5)).float().sum()
+    loss.backward()
+    patches = handle.report.of("matmul_precision").changes
+    found = {"auto": {"arms": [arm.name for arm in handle.engine.arms()], "changes": list(patches.values())}}
+    handle.undo()
+    return found
+
+
 def run(rank: int) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    scenarios = {"distributed": distributed, "sharded": sharded, "half sharded": half_sharded}
+    scenarios = {"distributed": distributed, "sharded": sharded, "half sharded": half_sharded, "products": products}
     torch.save({name: scenario(rank) for name, scenario in scenarios.items()}, Path(sys.argv[1]) / f"{rank}.pt")
     dist.destroy_process_group()
 

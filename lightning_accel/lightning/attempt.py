@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
@@ -76,6 +76,11 @@ class Attempt:
         with torch.no_grad():
             for restore in self._restores:
                 restore()
+
+
+def begins_gradients(trainer: Trainer) -> bool:
+    """Whether the gradients of the batch at hand are added to none: Lightning has none before it."""
+    return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
 class SmallState:

@@ -25,6 +25,7 @@ from lightning_accel.core.report import AccelWarning
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
+from lightning_accel.lightning.attempt import begins_gradients
 from lightning_accel.lightning.searches import Searches
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.memory.inventory import Inventory, take_inventory, who_asked
@@ -272,7 +273,7 @@ class MemoryAnswers:
 
     def _may_split(self, within: str) -> bool:
         """Whether halves of the batch, which nobody has asked for, might have gone through the step."""
-        can_be_taken_back = within == "forward pass" or self._module.trainer.accumulate_grad_batches == 1
+        can_be_taken_back = within == "forward pass" or begins_gradients(self._module.trainer)
         return self._may_answer and self._split is None and self._module.automatic_optimization and can_be_taken_back
 
     def _remedies(self) -> list[Remedy]:
@@ -282,8 +283,8 @@ class MemoryAnswers:
 
     def _came_to(self, named: NamedRelief) -> str:
         record = self._engine.report.of(named.name)
-        left_alone = f"; {len(record.refusals)} left alone: {next(iter(record.refusals.values()))}"
-        return f"{record.outcome()} ({len(record.changes)} sites{left_alone if record.refusals else ''})"
+        left_alone = [f"; {len(record.refusals)} left alone: {why}" for why in record.refusals.values()][:1]
+        return f"{record.outcome()} ({len(record.changes)} sites{''.join(left_alone)})"
 
     def _not_yet(self) -> list[NamedRelief]:
         """What is neither in force, nor less than what is."""

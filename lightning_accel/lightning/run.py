@@ -189,8 +189,9 @@ class Run:
             return
         precision = self._precision
 
-        def run_repeated(outputs: Any) -> None:
-            run(precision.scaled(outputs["loss"] if isinstance(outputs, Mapping) else outputs))
+        def run_repeated(outputs: Any) -> None:  # as Lightning does with what a step returns
+            repeated = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+            run(precision.scaled(repeated / self._module.trainer.accumulate_grad_batches))
 
         self.net.backward(lambda: run(loss), run_repeated, lambda: precision.let_go_of(loss))
 

@@ -25,7 +25,7 @@ from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.report import AccelError, EditError
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
-from lightning_accel.lightning.attempt import Attempt, SmallState, Step
+from lightning_accel.lightning.attempt import Attempt, SmallState, Step, begins_gradients
 from lightning_accel.lightning.out_of_memory import STEPS, MemoryAnswers
 
 # The end of a loader that the step itself reads, and what we tell the user on purpose.
@@ -175,8 +175,7 @@ class SafetyNet:
         trainer, module = self._module.trainer, self._module
         if not module.automatic_optimization or trainer.world_size > 1:
             return False
-        # Before the first batch of an accumulation Lightning has set the gradients to None.
-        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
+        if not begins_gradients(trainer):
             self._memory.because("the gradients of earlier batches had been added up, and cannot be told from its own")
             return False
         return True

@@ -25,6 +25,7 @@ from lightning_accel.core.report import Report
 from lightning_accel.core.samples import count_samples, split_samples
 from lightning_accel.core.torch_private import has_gradient_hooks
 from lightning_accel.core.tree import map_tensors
+from lightning_accel.lightning.attempt import begins_gradients
 from lightning_accel.lightning.split_logs import SplitLogs
 
 NAME = "out_of_memory"
@@ -185,7 +186,7 @@ class SplitBatches:
         trainer, hook = self._module.trainer, "on_before_zero_grad"
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         return (
-            trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+            begins_gradients(trainer)
             and type(optimizer).zero_grad is Optimizer.zero_grad
             and not any(is_overridden(name, self._module) for name in (hook, "optimizer_zero_grad"))
             and not any(is_overridden(hook, one) for one in callbacks if not isinstance(one, SpeedMemoryLogger))

@@ -39,6 +39,7 @@ ANSWERED = {
     "in its forward pass": "plain",
     "in its backward pass": "plain, with a greedy backward pass",
     "in its first step": "plain, first",
+    "first of two that are added up": "plain, accumulating",
     "by hand": "plain",
 }
 
@@ -121,12 +122,17 @@ def test_it_is_what_torch_raises_and_comes_from_what_torch_raised(said: Callable
     assert ended["cause"] == "RuntimeError"
 
 
+def test_the_page_says_what_was_put_on_in_vain(said: Callable[[str], Said]) -> None:
+    page = said("nothing is enough")["error"]
+    assert "\nWhat was put on before:\n  gradient_checkpointing='full': in force (12 sites)\n" in page
+
+
 def test_gradients_of_earlier_batches_are_not_thrown_away(said: Callable[[str], Said]) -> None:
-    page = said("accumulating")["error"]
+    page = said("second of three that are added up")["error"]
     assert "in its backward pass: the gradients of earlier batches had been added up" in page
     assert "AccelPlugin(gradient_checkpointing='selective')  # about" in page
     assert "YAML: gradient_checkpointing: selective" in page
-    assert "Trainer(accumulate_grad_batches=4)" in page
+    assert "Trainer(accumulate_grad_batches=6)" in page
 
 
 def test_blocks_that_a_recomputation_would_change_stay_and_the_page_says_why(said: Callable[[str], Said]) -> None:

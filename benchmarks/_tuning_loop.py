@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -184,14 +184,14 @@ class Settled:
         steps: After so many steps.
         is_settled: Whether nothing is to be decided any more; else the loop was cut off.
         tuning: All that was found.
-        compiled: What the report says of ``compile``: what came of it, or why it was not tried.
+        compiled: By :func:`settled_loop`: what the report says of ``compile``, what came of it or why it was not tried.
     """
 
     choices: Combination
     steps: int
     is_settled: bool
     tuning: Tuning
-    compiled: str
+    compiled: str = ""
 
     def __str__(self) -> str:
         when = "after" if self.is_settled else "not settled, cut off after"
@@ -206,13 +206,9 @@ def run_until_settled(loop: AcceleratedLoop, steps: int, seconds: float = math.i
         taken += 1
         tuning = loop.handle.tuning
         if tuning is not None and (tuning.is_settled or not loop.arms()):
-            return _settled(loop, tuning, taken, is_settled=True)
+            return Settled(chosen(tuning), taken, True, tuning)
         if tuning is not None and (taken >= steps or time.perf_counter() > end):
-            return _settled(loop, tuning, taken, is_settled=False)
-
-
-def _settled(loop: AcceleratedLoop, tuning: Tuning, steps: int, *, is_settled: bool) -> Settled:
-    return Settled(chosen(tuning), steps, is_settled, tuning, loop.handle.report.of("compile").status)
+            return Settled(chosen(tuning), taken, False, tuning)
 
 
 def settled_loop(
@@ -231,6 +227,9 @@ def settled_loop(
     """
     loop = AcceleratedLoop(make(), plan, steps)
     found = run_until_settled(loop, steps, seconds)
+    loop.handle.engine.rest(())
+    loop.handle.engine.listen()  # to what was off, too: why it was not tried, say
+    found = replace(found, compiled=loop.handle.report.of("compile").status)
     loop.close()
     del loop
     gc.collect()

@@ -46,9 +46,9 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=CASES, help="model:compile, of cnn, gpt and off, on, auto")
+    parser.add_argument("--cases", default=CASES, help="model:compile, of cnn, gpt, small and off, on, auto")
     parser.add_argument("--first", type=int, default=250, help="steps of the first run, at most")
-    parser.add_argument("--seconds", type=float, default=90, help="of the first run's training, at most")
+    parser.add_argument("--seconds", type=float, default=120, help="of the first run's training, at most")
     parser.add_argument("--second", type=int, default=FIRST + LAST, help="steps of the second run")
     parser.add_argument("--json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -135,7 +135,7 @@ def trained(
     """The child's side: trains, and says what each step took.
 
     Args:
-        model: ``"cnn"`` or ``"gpt"``.
+        model: ``"cnn"``, ``"gpt"``, or ``"small"``, a tiny GPT to try this with.
         compiles: As the case has it.
         started: When the process was, by the clock of the day.
         steps: To train for.
@@ -180,11 +180,11 @@ def trained(
             trainer.should_stop = taken > FIRST + LAST and (is_over or (until_settled and is_timed))
 
     seed_everything(0, verbose=False)
-    module, data = (
-        (bytes_gpt.BytesGPT(seq_len=256), bytes_gpt.StdlibText(batch_size=4, seq_len=256))
-        if model == "gpt"
-        else (digits.DigitsNet(), digits.Digits(size=40))
-    )
+    if model == "cnn":
+        module, data = digits.DigitsNet(), digits.Digits(size=40)
+    else:
+        size = {"dim": 64, "depth": 2, "num_heads": 2, "seq_len": 64} if model == "small" else {"seq_len": 256}
+        module, data = bytes_gpt.BytesGPT(**size), bytes_gpt.StdlibText(batch_size=4, seq_len=size["seq_len"])
     settings: dict[str, Any] = {"compile": compiles}
     if compiles == "auto":
         settings = {name: one.off for name, one in declarations().items()} | settings

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from support.live_runs import OTHERS_OFF
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ON_GPU = sorted(path.stem for path in BENCHMARKS.glob("gpu*.py"))
 ON_CPU = sorted(path.stem for path in BENCHMARKS.glob("[!_]*.py") if path.stem not in {*ON_GPU, "render"})
-SLOW = {"gpu", "gpu_autotune", "gpu_claims", "gpu_ladder", "gpu_memory", "gpu_tuning"}
+QUICK = {"gpu_offloading", "gpu_pipeline", "gpu_strategies"}
 
 
 @pytest.fixture
@@ -57,15 +58,29 @@ def test_make_gpu_runs_all_of_them() -> None:
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def its_own_process(folder: Path) -> Iterator[None]:
+    """Takes back what scripts set for the process that they are alone in."""
+    with pytest.MonkeyPatch.context() as patch, torch.backends.cudnn.flags(benchmark=False):
+        for name, value in {"LIGHTNING_ACCEL_CACHE": str(folder / "cache"), "MASTER_ADDR": "127.0.0.1"}.items():
+            patch.setenv(name, value)
+        try:
+            yield
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ON_GPU]
+    "script", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ON_GPU]
 )
 @pytest.mark.filterwarnings("default")  # what a script's tiny run is warned of is no error of ours
 def test_a_dry_run_goes_through_and_leaves_its_table(
     benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", [f"{script}.py", "--dry-run", "--out", str(tmp_path)])
-    benchmark(script).main()
+    with its_own_process(tmp_path):
+        benchmark(script).main()
     suffixes = sorted(path.suffix for path in tmp_path.glob("gpu-*"))
     assert suffixes == [".json", ".md"]
 

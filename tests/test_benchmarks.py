@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_accel import Plan
+from lightning_accel.core import torch_private
 from lightning_accel.core.compiled import is_compiled
 from lightning_accel.techniques.arms import Arm
 from support.live_runs import OTHERS_OFF
@@ -22,6 +23,7 @@ from support.live_runs import OTHERS_OFF
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ON_GPU = sorted(path.stem for path in BENCHMARKS.glob("gpu*.py"))
 ON_CPU = sorted(path.stem for path in BENCHMARKS.glob("[!_]*.py") if path.stem not in {*ON_GPU, "render"})
+DRY = [name for name in ON_GPU if name != "gpu_tuning"]  # its own is in tests/tuning/test_measuring.py
 QUICK = {"gpu_offloading", "gpu_pipeline", "gpu_strategies"}
 
 
@@ -30,6 +32,15 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Imports one of the scripts."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In place of TorchInductor, which takes many seconds: graphs as they were captured."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch_private, "compile_with_inductor", lambda graph, inputs, options: graph.forward)
+    yield
+    torch._dynamo.reset()
 
 
 # -- docs/results ------------------------------------------------------------------------------------------------------
@@ -72,8 +83,9 @@ def its_own_process(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ON_GPU]
+    "script", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DRY]
 )
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("default")  # what a script's tiny run is warned of is no error of ours
 def test_a_dry_run_goes_through_and_leaves_its_table(
     benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
@@ -115,7 +127,7 @@ def loop_of_blocks(benchmark: Callable[[str], Any]) -> Any:
     return loops.AcceleratedLoop(task, Plan(**OTHERS_OFF | {"compile": "auto"}, tune="off"))
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
 def test_compilation_put_in_force_compiles_once_and_can_be_taken_back(benchmark: Callable[[str], Any]) -> None:
     loop = loop_of_blocks(benchmark)
     blocks = loop.handle.model.blocks

@@ -1,13 +1,14 @@
-"""Training loops that take turns in one process, and what their times show: for :mod:`tuning` and :mod:`gpu_tuning`."""
+"""Training loops that take turns in one process, and what their times show: for :mod:`tuning`, and those on a GPU."""
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,12 +78,17 @@ class PlainLoop:
 
 
 class AcceleratedLoop(PlainLoop):
-    """The same with :func:`~lightning_accel.accelerate`."""
+    """The same with :func:`~lightning_accel.accelerate`.
+
+    Attributes:
+        setup_s: What :meth:`put` has set up, and the seconds it took; None: nothing came of it.
+    """
 
     def __init__(self, task: Task, plan: Plan, steps: int = 1000) -> None:
         super().__init__(task)
         self.handle = accelerate(task.module, plan, optimizers=self.optimizer, steps=steps)
         self._arms: list[Arm] = []
+        self.setup_s: dict[str, float | None] = {}
 
     @override
     def _train_on(self, batch: Any) -> None:
@@ -101,12 +107,24 @@ class AcceleratedLoop(PlainLoop):
         self._arms = self._arms or self.handle.engine.arms()  # once: one that is off may not offer itself any more
         return self._arms
 
-    def put(self, combination: Combination) -> None:
-        """Has the steps to come run so, until it is called again."""
-        choices = dict(combination)
+    def put(self, combination: Combination, may_take_s: float = math.inf) -> None:
+        """Has the steps to come run so, until it is called again.
+
+        What an arm needs once is done when it is first put in force, in a step of its own, as live trials do it: blocks
+        are compiled, say, in about ``may_take_s`` seconds at most.
+        """
+        choices, begun = dict(combination), []
         for arm in self.arms():
-            arm.choose(choices.get(arm.name, OFF))
+            choice = choices.get(arm.name, OFF)
+            if arm.setup is not None and choice != OFF and arm.name not in self.setup_s:
+                arm.setup.begin(may_take_s)
+                begun.append((arm.name, arm.setup))
+            arm.choose(choice)
         self._rest(choices)
+        if begun:
+            self.step()
+        for name, setup in begun:
+            self.setup_s[name] = setup.end()
 
     def close(self) -> None:
         """Gives the module back as it was."""
@@ -162,14 +180,22 @@ class Settled:
     """What the live trials of a handle have come to.
 
     Attributes:
-        choices: What holds.
+        choices: What holds; the best so far where the loop was cut off.
         steps: After so many steps.
         is_settled: Whether nothing is to be decided any more; else the loop was cut off.
+        tuning: All that was found.
+        compiled: By :func:`settled_loop`: what the report says of ``compile``, what came of it or why it was not tried.
     """
 
     choices: Combination
     steps: int
     is_settled: bool
+    tuning: Tuning
+    compiled: str = ""
+
+    def __str__(self) -> str:
+        when = "after" if self.is_settled else "not settled, cut off after"
+        return f"{in_words(self.choices)}, {when} {self.steps} steps"
 
 
 def run_until_settled(loop: AcceleratedLoop, steps: int, seconds: float = math.inf) -> Settled:
@@ -180,9 +206,36 @@ def run_until_settled(loop: AcceleratedLoop, steps: int, seconds: float = math.i
         taken += 1
         tuning = loop.handle.tuning
         if tuning is not None and (tuning.is_settled or not loop.arms()):
-            return Settled(chosen(tuning), taken, True)
+            return Settled(chosen(tuning), taken, True, tuning)
         if tuning is not None and (taken >= steps or time.perf_counter() > end):
-            return Settled(chosen(tuning), taken, False)
+            return Settled(chosen(tuning), taken, False, tuning)
+
+
+def settled_loop(
+    make: Callable[[], Task], plan: Plan, steps: int, seconds: float = math.inf
+) -> tuple[AcceleratedLoop, Settled]:
+    """What live trials come to in a run of so many steps, in force in a loop that tries nothing any more.
+
+    The trials have a loop of their own, which may be cut off in the midst of a comparison, and is let go. A settled run
+    looks at the plain one again every so often, too: what is timed here does not.
+
+    Args:
+        make: Makes what is trained; called twice.
+        plan: With live trials.
+        steps: That the trials are told of.
+        seconds: After which they are cut off.
+    """
+    loop = AcceleratedLoop(make(), plan, steps)
+    found = run_until_settled(loop, steps, seconds)
+    loop.handle.engine.rest(())
+    loop.handle.engine.listen()  # to what was off, too: why it was not tried, say
+    found = replace(found, compiled=loop.handle.report.of("compile").status)
+    loop.close()
+    del loop
+    gc.collect()
+    loop = AcceleratedLoop(make(), plan.replace(tune="off"))
+    loop.put(found.choices)
+    return loop, found
 
 
 def chosen(tuning: Tuning) -> Combination:

@@ -30,7 +30,7 @@ def main() -> None:
     for vocabulary, width in cases:
         error_float64, _ = errors(draw(vocabulary, width, 1024, device), torch.float64)
         for dtype in dtypes:
-            run = measure(vocabulary, width, tokens, dtype, device, rounds, torchs=dtype == torch.float32)
+            run = measure(vocabulary, width, tokens, dtype, device, rounds)
             rows.append(row(run, error_float64))
             runs.append({**vars(run), "error_float64": error_float64})
             print(*rows[-1], flush=True)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from _gpu import arguments, table, write
+from _gpu import arguments, is_possible, table, write
 from _networks import TransformerBlock
 from torch import nn
 
@@ -35,7 +35,7 @@ def sides(model: nn.Module, device: torch.device) -> tuple[dict[str, Around], Ac
     technique = ActivationOffloading(OffloadingPlan(min_bytes=MIN_BYTES), model, device)
     found: dict[str, Around] = {
         "everything stays": nullcontext,
-        "save_on_cpu(pin_memory=True)": lambda: torch.autograd.graph.save_on_cpu(pin_memory=True),
+        "save_on_cpu(pin_memory=True)": lambda: torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"),
         "activation_offloading='host'": lambda: technique.step("train"),
     }
     try:
@@ -50,13 +50,14 @@ def sides(model: nn.Module, device: torch.device) -> tuple[dict[str, Around], Ac
 
 def main() -> None:
     args = arguments("Measure activation offloading on a GPU.").parse_args()
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing measured")
+    if not is_possible(args):
         return
-    device = torch.device("cuda", torch.cuda.current_device())
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+    width, blocks, batch, length = (64, 2, 2, 32) if args.dry_run else (WIDTH, BLOCKS, BATCH, LENGTH)
     torch.manual_seed(0)
-    model = nn.Sequential(*(TransformerBlock(WIDTH, HEADS) for _ in range(BLOCKS))).to(device, torch.bfloat16)
-    inputs = torch.randn(BATCH, LENGTH, WIDTH, device=device, dtype=torch.bfloat16)
+    model = nn.Sequential(*(TransformerBlock(width, HEADS) for _ in range(blocks))).to(device, torch.bfloat16)
+    inputs = torch.randn(batch, length, width, device=device, dtype=torch.bfloat16)
     around, technique = sides(model, device)
 
     def step(name: str) -> None:

@@ -4,8 +4,9 @@
     python benchmarks/gpu_tuning.py --out docs/results        # the package installed
 
 Weights are random, batches synthetic and on the device. Each model trains in a plain loop, in float32 as most programs
-are written, and in one with live trials, once with bfloat16 as an arm and once without. When that has settled, both
-take turns in bursts of steps between two synchronisations. MFU is the FLOPs of a plain step, by torch's own counter,
+are written, and in one with live trials, once with bfloat16 as an arm and once without. What those settle on, or have
+come to when they are cut off, then takes turns with the plain loop in bursts of steps between two synchronisations, in
+a loop without trials. MFU is the FLOPs of a plain step, by torch's own counter,
 over its time and the bfloat16 rate of a large matrix product on this very device: no data sheet's. A model whose
 package is not installed is left out. Takes under four minutes.
 """
@@ -26,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 from _gpu import arguments, is_possible, table, write
-from _tuning_loop import AcceleratedLoop, PlainLoop, Task, in_words, run_until_settled
+from _tuning_loop import PlainLoop, Task, in_words, settled_loop
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -165,11 +166,10 @@ def measure(name: str, package: str, precision: Precision, peak: float, small: b
     plain = PlainLoop(task(case, package, small))
     with FlopCounterMode(display=False) as counter:
         plain.step()
-    loop = AcceleratedLoop(task(case, package, small), Plan(precision=precision), STEPS)
-    found = run_until_settled(loop, STEPS, 5.0 if small else SECONDS)
+    plan = Plan(precision=precision)
+    loop, found = settled_loop(lambda: task(case, package, small), plan, STEPS, 5.0 if small else SECONDS)
     seconds = bursts(plain, loop, rounds=2 if small else ROUNDS)
-    tuning = loop.handle.tuning
-    assert tuning is not None
+    tuning = found.tuning
     medians = tuple(statistics.median(side) for side in seconds)
     samples = 2 if small else case.batch
     loop.close()

@@ -1,13 +1,20 @@
-"""Does a second run of the same training start at the settled plan? Its first steps by its settled ones.
+"""Does a second run of the same training start at the settled plan, compile included? Its first steps by settled ones.
 
-    python benchmarks/second_run.py [--models cnn,gpt] [--first 1000] [--second 250] [--json docs/results]
+    python benchmarks/second_run.py [--cases cnn:off,cnn:on,gpt:on,gpt:auto] [--json docs/results]
 
-The demo's residual CNN and its GPT under a Trainer, without a compiler and with ``compile="auto"``: a first run, and
-then a second, each in a process of its own, with the same cache folder, which is empty before. A step runs from the
-batch's start to the next one's, so that trials, compilation and imports are in it. The figure is the mean of the first
-50 steps by the median of the last 50, once nothing is tried any more.
+The demo's residual CNN and a GPT of its kind (4 x 256 bytes) under a Trainer: a first run, until its live trials have
+settled, and a second one, each in a process of its own, with the same cache folders, which are empty before. A case is
+a model and the plugin's ``compile``:
 
-Asked for: at most 1.1.
+- ``off`` and ``on``: the defaults, without and with compiled blocks.
+- ``auto``: compilation alone on trial, in a run that is told to be so long that it may try, and ended early.
+
+A step runs from the batch's start to the next one's, so that trials and compilation are in it. The figure is the mean
+of the first 50 steps of a run by the settled step of the *first* run, the median of its last 25: a second run that had
+fallen back to plain would be slow by that, and is an error where its first run was compiled. Beside it the same by the
+run's own last 25. What comes before the first step, imports and setting up, is not in either, and has its own columns.
+
+Asked for: at most 1.1. Takes under 10 minutes on two slow cores.
 """
 
 from __future__ import annotations
@@ -28,57 +35,93 @@ from typing import Any
 from _measure import publish
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-FIRST = 50
+CASES = "cnn:off,cnn:on,gpt:on,gpt:auto"
+FIRST, LAST = 50, 25  # steps
+LONG = 20_000  # that compile="auto" is told of
 COLUMNS = (
-    *("", "compile", "run", "first 50 by settled", "first step ms", "mean of 50 ms", "settled ms"),
-    *("to the first step s", "settled"),
+    *("", "compile", "run", "first 50 by the first run's settled", "by its own", "compiled steps of the 50"),
+    *("settled ms", "in the first 50 s", "imports s", "to the first step s", "steps", "settled"),
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default="cnn,gpt")
-    parser.add_argument("--compile", default="off,auto")
-    parser.add_argument("--first", type=int, default=1000, help="steps of the first run")
-    parser.add_argument("--second", type=int, default=250, help="steps of the second run")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=CASES, help="model:compile, of cnn, gpt, small and off, on, auto")
+    parser.add_argument("--first", type=int, default=250, help="steps of the first run, at most")
+    parser.add_argument("--seconds", type=float, default=120, help="of the first run's training, at most")
+    parser.add_argument("--second", type=int, default=FIRST + LAST, help="steps of the second run")
     parser.add_argument("--json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if min(args.first, args.second) < FIRST + LAST:
+        parser.error(
+            f"--first and --second: {FIRST + LAST} steps at least, of which {FIRST} begin a run, {LAST} end it"
+        )
     if args.worker:
-        model, compiles = args.worker.split(",")
-        print(json.dumps(trained(model, compiles, args.first)))
+        print(json.dumps(trained(**json.loads(args.worker))))
         return
     rows, details = [], {}
-    for model in args.models.split(","):
-        for compiles in args.compile.split(","):
-            with tempfile.TemporaryDirectory() as folder:
-                for run, steps in (("first", args.first), ("second", args.second)):
-                    found = in_a_process(model, compiles, steps, Path(folder))
-                    details[f"{model}, compile={compiles}, {run}"] = found
-                    rows.append([model, compiles, run, *figures(found["step_ms"]), *more(found)])
-                    print("  ".join(map(str, rows[-1])), flush=True)
-    command = f"python benchmarks/second_run.py --models {args.models} --first {args.first} --second {args.second}"
-    publish("second_run", command, COLUMNS, rows, details)
+    for case in args.cases.split(","):
+        model, compiles = case.split(":")
+        with tempfile.TemporaryDirectory() as folder:
+            limits = {"steps": args.first, "seconds": args.seconds, "until_settled": True}
+            first = in_a_process(model, compiles, Path(folder), **limits)
+            second = in_a_process(model, compiles, Path(folder), steps=args.second, seconds=None, until_settled=False)
+        settled_ms = statistics.median(first["step_ms"][-LAST:])
+        for run, found in (("first", first), ("second", second)):
+            details[f"{case}, {run}"] = found
+            rows.append([model, compiles, run, *figures(found, settled_ms)])
+            print("  ".join(map(str, rows[-1])), flush=True)
+        complain(case, compiles, first, second)
+    command = (
+        f"python benchmarks/second_run.py --cases {args.cases} --first {args.first} --seconds {args.seconds:g}"
+        f" --second {args.second}"
+    )
+    publish("second_run", command, COLUMNS, rows, details, by_machine=True)
 
 
-def figures(step_ms: list[float]) -> list[str]:
-    settled = statistics.median(step_ms[-FIRST:])
-    first = statistics.fmean(step_ms[:FIRST])
-    return [f"{first / settled:.2f}", f"{step_ms[0]:.0f}", f"{first:.1f}", f"{settled:.1f}"]
+def figures(found: dict[str, Any], settled_ms: float) -> list[str]:
+    """Of a run, by the settled step of the first one."""
+    step_ms = found["step_ms"]
+    first, own_ms = statistics.fmean(step_ms[:FIRST]), statistics.median(step_ms[-LAST:])
+    return [
+        f"{first / settled_ms:.2f}",
+        f"{first / own_ms:.2f}",
+        str(sum(found["compiled"][:FIRST])),
+        f"{own_ms:.1f}",
+        f"{FIRST * (first - settled_ms) / 1e3:+.1f}",
+        f"{found['imports_s']:.1f}",
+        f"{found['to_first_s']:.1f}",
+        str(len(step_ms)),
+        found["settled"],
+    ]
 
 
-def more(found: dict[str, Any]) -> list[str]:
-    return [f"{found['to_first_s']:.1f}", found["settled"]]
+def complain(case: str, compiles: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+    """A second run that was to be compiled and was not has measured something else.
+
+    Raises:
+        RuntimeError: It is so: with ``"on"``, or where the first run of ``"auto"`` has settled on compiled blocks.
+    """
+    asked = compiles == "on" or (compiles == "auto" and "compile" in first["choices"])
+    for run, found in (("first", first), ("second", second)):
+        if asked and not all(found["compiled"][-LAST:]):
+            raise RuntimeError(
+                f"{case}: compile was asked for and is not in force at the end of the {run} run.\n{found['report']}"
+            )
+    if asked and sum(second["compiled"][:FIRST]) < FIRST / 2:
+        raise RuntimeError(f"{case}: most of the first {FIRST} steps were not compiled.\n{second['report']}")
 
 
-def in_a_process(model: str, compiles: str, steps: int, folder: Path) -> dict[str, Any]:
+def in_a_process(model: str, compiles: str, folder: Path, **limits: Any) -> dict[str, Any]:
     """A run in a fresh process, which finds what others with the same folder have left there."""
     variables = {
         **os.environ,
         "LIGHTNING_ACCEL_CACHE": str(folder / "remembered"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "kernels"),
     }
-    command = [sys.executable, __file__, "--worker", f"{model},{compiles}", "--first", str(steps)]
+    asked = json.dumps({"model": model, "compiles": compiles, "started": time.time(), **limits})
+    command = [sys.executable, __file__, "--worker", asked]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         raise RuntimeError(f"the run of {model} failed:\n{done.stderr[-4000:]}")
@@ -86,8 +129,19 @@ def in_a_process(model: str, compiles: str, steps: int, folder: Path) -> dict[st
     return found
 
 
-def trained(model: str, compiles: str, steps: int) -> dict[str, Any]:
-    """The child's side: trains, and says what each step took."""
+def trained(
+    model: str, compiles: str, started: float, steps: int, seconds: float | None, until_settled: bool
+) -> dict[str, Any]:
+    """The child's side: trains, and says what each step took.
+
+    Args:
+        model: ``"cnn"``, ``"gpt"``, or ``"small"``, a tiny GPT to try this with.
+        compiles: As the case has it.
+        started: When the process was, by the clock of the day.
+        steps: To train for.
+        seconds: After so many it ends, too.
+        until_settled: Whether it also ends once live trials have settled, and some steps more were timed.
+    """
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(EXAMPLES))
     from lightning.pytorch import Callback, Trainer, seed_everything
@@ -95,27 +149,50 @@ def trained(model: str, compiles: str, steps: int) -> dict[str, Any]:
     import bytes_gpt
     import digits
     from lightning_accel import AccelPlugin
+    from lightning_accel.core.compiled import is_compiled
+    from lightning_accel.techniques.registry import declarations
+    from lightning_accel.tuning.remembered import Entry, entries
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    class Starts(Callback):
+    def settled() -> Entry | None:
+        return next((entry for entry in entries() if isinstance(entry, Entry)), None)
+
+    class Watch(Callback):
+        """When each step began, and whether blocks ran compiled in it; ends the run."""
+
         def __init__(self) -> None:
             self.at: list[float] = []
+            self.compiled: list[bool] = []
+            self.settled_at: int | None = None
 
-        def on_train_batch_start(self, *_: Any) -> None:
+        def on_train_batch_start(self, trainer: Trainer, module: Any, *_: Any) -> None:
             self.at.append(time.perf_counter())
+            if self.settled_at is None and settled() is not None:
+                self.settled_at = len(self.at)
+
+        def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+            # What the trials have put in force for this step; the next one's is chosen when it begins.
+            self.compiled.append(any(is_compiled(part) for part in module.modules()))
+            taken = len(self.at)
+            is_over = taken > steps or (seconds is not None and self.at[-1] - self.at[0] > seconds)
+            is_timed = self.settled_at is not None and taken > self.settled_at + LAST
+            trainer.should_stop = taken > FIRST + LAST and (is_over or (until_settled and is_timed))
 
     seed_everything(0, verbose=False)
-    module, data = (
-        (bytes_gpt.BytesGPT(), bytes_gpt.StdlibText(batch_size=4))
-        if model == "gpt"
-        else (digits.DigitsNet(), digits.Digits(size=40))
-    )
-    starts, plugin = Starts(), AccelPlugin(compile=compiles, log=False)  # type: ignore[arg-type]
+    if model == "cnn":
+        module, data = digits.DigitsNet(), digits.Digits(size=40)
+    else:
+        size = {"dim": 64, "depth": 2, "num_heads": 2, "seq_len": 64} if model == "small" else {"seq_len": 256}
+        module, data = bytes_gpt.BytesGPT(**size), bytes_gpt.StdlibText(batch_size=4, seq_len=size["seq_len"])
+    settings: dict[str, Any] = {"compile": compiles}
+    if compiles == "auto":
+        settings = {name: one.off for name, one in declarations().items()} | settings
+    watch, plugin = Watch(), AccelPlugin(**settings, log=False)
     trainer = Trainer(
         plugins=[plugin],
-        callbacks=[starts],
-        max_steps=steps + 1,
+        callbacks=[watch],
+        max_steps=LONG if compiles == "auto" else steps + 1,
         max_epochs=-1,
         logger=False,
         limit_val_batches=0,
@@ -124,13 +201,18 @@ def trained(model: str, compiles: str, steps: int) -> dict[str, Any]:
         enable_model_summary=False,
         devices=1,
     )
-    begun = time.perf_counter()
+    imports_s, begun = time.time() - started, time.perf_counter()
     trainer.fit(module, datamodule=data)
-    report = plugin.report
+    report, entry = plugin.report, settled()
+    step_ms = [1e3 * (after - before) for before, after in zip(watch.at, watch.at[1:], strict=False)]
+    statuses = f"{report.of('tuning').status}; compile: {report.of('compile').status}"
     return {
-        "step_ms": [1e3 * (after - before) for before, after in zip(starts.at, starts.at[1:], strict=False)],
-        "to_first_s": starts.at[0] - begun,
-        "settled": f"{report.of('tuning').status}; compile: {report.of('compile').status}",
+        "step_ms": step_ms,
+        "compiled": watch.compiled[: len(step_ms)],
+        "imports_s": imports_s,
+        "to_first_s": watch.at[0] - begun,
+        "choices": {} if entry is None else entry.tuning.choices,
+        "settled": statuses if entry is not None else f"not settled; {statuses}",
         "report": str(report),
     }
 

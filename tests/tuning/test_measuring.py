@@ -114,6 +114,23 @@ def test_a_run_is_over_when_it_has_settled_or_its_steps_are_taken(loops: Any, ti
         loop.close()
 
 
+@pytest.mark.parametrize(("seconds", "is_settled"), [(1e9, True), (0.1, False)])
+def test_what_trials_have_come_to_is_timed_in_a_loop_without_any(
+    loops: Any, time: SimulatedTime, seconds: float, is_settled: bool
+) -> None:
+    plan = Plan(**OTHERS_OFF)
+    loop, found = loops.settled_loop(lambda: task(loops, time), plan, 400, seconds)
+    assert (found.choices, found.is_settled) == (ON, is_settled)
+    assert ("cut off" in str(found)) == (not is_settled)
+    assert loop.handle.tuning is None
+    before = len(Speed.latest.switches)
+    for _ in range(300):  # of a loop with trials three pairs would look at the plain run
+        loop.step()
+    assert Speed.latest.now == "on"
+    assert len(Speed.latest.switches) == before
+    loop.close()
+
+
 SECONDS = {(): 1.0, (("a", "on"),): 0.8, (("b", "on"),): 0.98, (("a", "on"), ("b", "on")): 0.79}
 
 

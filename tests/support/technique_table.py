@@ -124,6 +124,19 @@ COME_AND_GO = (
 )
 """One setting of each technique, or two where they are other code, and all of them: what is undone, copied, pickled."""
 
+WHATEVER_THE_MODEL = (
+    "precision",
+    "matmul_precision",
+    "cudnn_benchmark",
+    "optimizer_8bit",
+    "optimizer",
+    "memory_budget",
+    "threads",
+    "allocator",
+    "preprocess",
+)
+"""Techniques that come and go in the same way with every model: shown with one."""
+
 
 def table() -> dict[str, Row]:
     """Every technique with its default and with what it declares to be worth showing, and all of them together."""
@@ -133,6 +146,12 @@ def table() -> dict[str, Row]:
 def tasks_of(name: str, row: Row) -> dict[str, Task]:
     """The tasks that a row is shown with."""
     return TASKS_OF.get(row.technique, TASKS) if len(row.settings) == 1 else TASKS
+
+
+def comes_and_goes(name: str, task: str) -> bool:
+    """Whether the default suite shows with this task how a row comes and goes."""
+    row = table()[name]
+    return name in COME_AND_GO and (row.technique not in WHATEVER_THE_MODEL or task == next(iter(tasks_of(name, row))))
 
 
 def alone() -> dict[str, Row]:

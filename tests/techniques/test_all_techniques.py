@@ -16,10 +16,10 @@ import torch
 from lightning_accel.techniques.arms import OFF
 from support.models import Task, grow
 from support.technique_table import (
-    COME_AND_GO,
     NOTHING_TO_DO,
     Loop,
     acts,
+    comes_and_goes,
     make_small_models_do,
     model_for,
     start,
@@ -43,18 +43,20 @@ PAIRS = {(name, task): one for name, row in SETTINGS.items() for task, one in ta
 ACTING = [pair for pair in PAIRS if pair not in NOTHING_TO_DO]
 
 
-def rows(pairs: Iterable[tuple[str, str]], is_slow: Callable[[str], bool]) -> pytest.MarkDecorator:
+def rows(pairs: Iterable[tuple[str, str]], is_slow: Callable[[str, str], bool]) -> pytest.MarkDecorator:
     """Rows with tasks, some of them only in `make test-slow`."""
     params = [
-        pytest.param(name, PAIRS[name, task], id=f"{name}-{task}", marks=[pytest.mark.slow] if is_slow(name) else [])
+        pytest.param(
+            name, PAIRS[name, task], id=f"{name}-{task}", marks=[pytest.mark.slow] if is_slow(name, task) else []
+        )
         for name, task in pairs
     ]
     return pytest.mark.parametrize(("name", "task"), params)
 
 
-every_setting = rows(ACTING, lambda name: name in ("all, compiled", "flash_attention=flash"))
+every_setting = rows(ACTING, lambda name, task: name in ("all, compiled", "flash_attention=flash"))
 # One setting of a technique, or a few where another one is other code.
-every_technique = rows(ACTING, lambda name: name not in COME_AND_GO)
+every_technique = rows(ACTING, lambda name, task: not comes_and_goes(name, task))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,7 +97,7 @@ def test_it_acts_and_training_gives_the_plain_loops_losses(name: str, task: Task
     handle.undo()
 
 
-@rows(NOTHING_TO_DO, lambda name: False)
+@rows(NOTHING_TO_DO, lambda name, task: False)
 def test_where_there_is_nothing_to_do_the_run_is_the_plain_one(name: str, task: Task) -> None:
     row = SETTINGS[name]
     plain = model_for(task, row)
@@ -238,7 +240,7 @@ SWITCHED = {name: task for name, task in reversed(ACTING) if name.endswith("=aut
 WITHOUT_ARMS = ("inplace_activations=auto", "sparse_activations=auto", "padding=auto")
 
 
-@rows([pair for pair in SWITCHED.items() if pair[0] not in WITHOUT_ARMS], lambda name: False)
+@rows([pair for pair in SWITCHED.items() if pair[0] not in WITHOUT_ARMS], lambda name, task: False)
 def test_switched_between_steps_as_live_trials_do_it_trains_as_plainly(name: str, task: Task) -> None:
     row = SETTINGS[name]
     plain = model_for(task, row)

@@ -17,7 +17,10 @@ from lightning_accel.techniques.registry import declarations
 from support.models import TASKS, TEXT, Task
 from support.technique_table import ALL, HOST_MEMORY, off
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]  # a prototype, says torch
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # a prototype, torch says
+]
 
 FIRST_STEPS = 8  # in which techniques are tried, blocks captured and compiled, and memory looked at
 

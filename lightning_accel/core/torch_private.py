@@ -178,6 +178,25 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return tuple(vars(module).get(name) or {} for name in _HOOKS)
 
 
+def _attribute_of_parts(part: Any) -> str:
+    """The attribute in which a module keeps parts of this kind: where one is found that was set."""
+    module = nn.Module()
+    module.part = part
+    return next(name for name, value in vars(module).items() if isinstance(value, dict) and "part" in value)
+
+
+_PARTS = tuple(map(_attribute_of_parts, (nn.Module(), nn.Parameter(torch.empty(0)), nn.Buffer(torch.empty(0)))))
+
+
+def parts_of(module: nn.Module) -> list[Any]:
+    """A module's own modules, parameters and buffers, empty slots among them, in a microsecond.
+
+    The public ways, which are generators over names without repetition, take ten times as long. Where they are kept is
+    found by setting one of each; where one kind is missing, as if there were none.
+    """
+    return [part for name in _PARTS for part in (vars(module).get(name) or {}).values()]
+
+
 def hooks_on_all_modules() -> list[Any]:
     """The forward hooks and pre-hooks on every module, which torch can only add, in the dicts that its handles show.
 

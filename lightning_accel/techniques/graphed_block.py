@@ -7,7 +7,8 @@ Torch captures (:func:`torch.cuda.make_graphed_callables`); what is here keeps a
 * A block that is called again before its backward pass is over would overwrite what that needs: such a call runs as it
   was written.
 * Python does not run in a replay: a block with hooks or random numbers is refused, or one that changes its attributes.
-* Parameters are read where they were at the capture: a block whose parameters have moved is given back.
+* Parameters are read where they were at the capture: a block whose parameters have moved is given back, and so is one
+  that was given other parts than it had, a layer more say.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from torch import Tensor, nn
 from lightning_accel.core.device import device_of
 from lightning_accel.core.isolation import no_cast_cache
 from lightning_accel.core.snapshot import Snapshot, random_streams
-from lightning_accel.core.torch_private import has_modes, hooks_of, hooks_on_all_modules, saved_tensors_hooks
+from lightning_accel.core.torch_private import (
+    has_modes,
+    hooks_of,
+    hooks_on_all_modules,
+    parts_of,
+    saved_tensors_hooks,
+)
 from lightning_accel.core.tree import leaves, map_tensors, tensors_in
 
 Forward = Callable[..., Any]
@@ -59,10 +66,6 @@ class GraphedBlock:
 
     def __init__(self, block: nn.Module, capture: Capture = capture_on_cuda) -> None:
         self._block, self._capture = block, capture
-        self._modules = list(block.modules())
-        self._held = [*block.parameters(), *block.buffers()]
-        self._parameters = list(block.parameters())
-        self._names = [name for name, _ in block.named_parameters()]
         self._graphed: Forward | None = None
         self._signature: Any = None
         self._addresses: list[int] = []
@@ -70,6 +73,7 @@ class GraphedBlock:
         self._is_capturing = False
         self.is_paused = False
         self.replays = self.misses = 0
+        self._look()
 
     def pause(self, is_paused: bool) -> None:
         """Has calls run as they were written, or captures at the next call."""
@@ -94,6 +98,8 @@ class GraphedBlock:
             return original(*args, **kwargs)
         if self._addresses != [tensor.data_ptr() for tensor in self._held]:
             raise NotCapturedError("given back: its parameters have moved in memory")
+        if self._parts != self._parts_now():
+            raise NotCapturedError("given back: its modules, parameters or buffers are others than they were")
         if any(any(hooks_of(module)) for module in self._modules) or hooks_on_all_modules():
             raise NotCapturedError("given back: it was given hooks, which a replay does not call")
         if self._is_in_use():
@@ -116,6 +122,7 @@ class GraphedBlock:
         Raises:
             NotCapturedError: It cannot be; the block is as it was.
         """
+        self._look()
         self._check(args, kwargs)
         inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_in((args, kwargs))]
         function = self._function(args, kwargs, len(inputs))
@@ -138,6 +145,18 @@ class GraphedBlock:
                 write(state)
         self._signature = self._signature_of(args, kwargs)
         self._addresses = [tensor.data_ptr() for tensor in self._held]
+
+    def _look(self) -> None:
+        block = self._block
+        self._modules = list(block.modules())
+        self._held = [*block.parameters(), *block.buffers()]
+        self._parameters = list(block.parameters())
+        self._names = [name for name, _ in block.named_parameters()]
+        self._parts = self._parts_now()
+
+    def _parts_now(self) -> list[int]:
+        # By identity: what is held does not die, so that no other object has its address.
+        return [id(part) for module in self._modules for part in parts_of(module)]
 
     def _may_replay(self) -> bool:
         return torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None

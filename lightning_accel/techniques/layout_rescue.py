@@ -45,6 +45,8 @@ class LayoutRescue(TorchFunctionMode):
             except RuntimeError:
                 self._note(func, "lays out otherwise; .reshape() or .flatten() there would allow it")
         elif func in _STRIDED:
+            if _is_ours(sys._getframe(1)):  # the memory of a saved tensor, in the order that it has, to be packed
+                return func(*args, **kwargs)
             self._note(func, "lays out otherwise; .reshape() or .flatten() there would allow it")
         elif _is_users(sys._getframe(1)):
             self._note(func, "lays out otherwise: what it does may depend on it")
@@ -67,4 +69,12 @@ def _is_laid_out(tensor: Any) -> bool:
 
 def _is_users(frame: FrameType) -> bool:
     # Torch's own code asks too, and knows what to do with the answer.
-    return not str(frame.f_globals.get("__name__", "")).startswith(("torch.", "lightning_accel."))
+    return not _is_ours(frame) and not _module_of(frame).startswith("torch.")
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return _module_of(frame).startswith("lightning_accel.")
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

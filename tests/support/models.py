@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,45 @@ class TinyTransformer(nn.Module):
         return self.head(self.norm(x))
 
 
+class MaskedBlock(nn.Module):
+    """Pre-norm attention past a mask, and a feed-forward part, without random numbers: (B, T, D) → (B, T, D)."""
+
+    def __init__(self, dim: int = 16, num_heads: int = 2) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1 = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        B, T, D = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.proj(attended.transpose(1, 2).reshape(B, T, D))
+        return x + self.mlp(self.norm2(x))
+
+
+class TextModel(nn.Module):
+    """Takes a batch as transformers has them, padding and all: input_ids and attention_mask (B, T) → logits (B, T, V).
+
+    No size of its own is between a sequence and what that is padded to, or it would be taken for a table of positions.
+    """
+
+    def __init__(self, dim: int = 16, blocks: int = 2, vocabulary: int = 96) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.layers = nn.ModuleList(MaskedBlock(dim) for _ in range(blocks))
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x, mask = self.embedding(batch["input_ids"]), batch["attention_mask"].bool()[:, None, None, :]
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(x)
+
+
 @dataclass(frozen=True)
 class Task:
     """A model, batches for it and a loss: all that a training loop needs.
@@ -107,7 +147,7 @@ class Task:
     """
 
     make_model: Callable[[], nn.Module]
-    make_batch: Callable[[int], tuple[Tensor, Tensor]]
+    make_batch: Callable[[int], tuple[Any, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
 
     def model(self, seed: int = 0) -> nn.Module:
@@ -115,7 +155,7 @@ class Task:
             torch.manual_seed(seed)
             return self.make_model()
 
-    def batch(self, step: int = 0) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int = 0) -> tuple[Any, Tensor]:
         return self.make_batch(step)
 
 
@@ -131,6 +171,16 @@ def tokens(step: int, *, batch_size: int = 4, seq_len: int = 6) -> tuple[Tensor,
     return text[:, :-1], text[:, 1:]
 
 
+def sentences(step: int, *, batch_size: int = 16, seq_len: int = 17) -> tuple[dict[str, Tensor], Tensor]:
+    """A mapping, some of whose sequences end early, and its labels; their rows are a multiple of 16."""
+    generator = torch.Generator().manual_seed(3000 + step)
+    ids = torch.randint(96, (batch_size, seq_len), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[::2, -3:] = 0
+    labels = ids.roll(-1, 1).masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}, labels
+
+
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -139,3 +189,21 @@ TASKS: dict[str, Task] = {
     "cnn": Task(TinyCNN, images, F.cross_entropy),
     "transformer": Task(lambda: TinyTransformer(blocks=2), tokens, token_loss),
 }
+TEXT = Task(TextModel, sentences, token_loss)
+
+
+def grow(model: nn.Module) -> list[nn.Parameter]:
+    """Gives a model of these tasks a layer more in its first block and, where its head has none, a bias.
+
+    Returns:
+        The new parameters.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        if isinstance(model, TinyCNN):
+            block = model.blocks[0]
+            block.bn2 = nn.Sequential(block.bn2, nn.Conv2d(8, 8, 1))
+            return list(block.bn2[1].parameters())
+        model.layers[0].mlp.append(nn.Linear(16, 16))
+        model.head.bias = nn.Parameter(torch.linspace(-1, 1, model.head.out_features))
+        return [*model.layers[0].mlp[-1].parameters(), model.head.bias]

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, get_args
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_accel.assembly import Handle, accelerate, surroundings_for
+from lightning_accel.core import trial
 from lightning_accel.core.host import Host
 from lightning_accel.data import Map
+from lightning_accel.memory import eight_bits
+from lightning_accel.memory.packer import Packer
 from lightning_accel.settings import Plan
+from lightning_accel.techniques import allocator, compiled_blocks, cudnn_benchmark, float8
+from lightning_accel.techniques.activation_offloading import ActivationOffloading
+from lightning_accel.techniques.base import Technique
+from lightning_accel.techniques.loss import technique as loss
 from lightning_accel.techniques.registry import Declaration, declarations
-from support.models import Task
+from lightning_accel.techniques.sparse_activations import SparseActivations
+from support.models import TASKS, TEXT, Task
+from support.simulated_graphs import SimulatedGraphs
+
+T = TypeVar("T", bound=Technique)
 
 HOST = Host(kind="cpu", device_name="a CPU", native_bf16=True, compiler="g++")
+CARD = Host(kind="cuda", device_name="a simulated card", capability=(9, 0), native_bf16=True, compiler="g++")
+
+SIMULATED = ("float8", "matmul_precision", "cudnn_benchmark", "graphs")
+"""What a CPU does not have, and what can be shown of without a card: that it comes and goes, and changes no number."""
 
 
 class Row(NamedTuple):
@@ -23,10 +41,11 @@ class Row(NamedTuple):
     settings: dict[str, Any]
     technique: str
     tolerance: float
+    host: Host = HOST
 
 
-def _unchanged(xp: Any, batch: Any) -> Any:
-    return batch
+def _copied(xp: Any, batch: Any) -> Any:
+    return batch.copy()
 
 
 ALL: dict[str, Any] = {
@@ -43,7 +62,7 @@ TOLERANCES = {"exact": 0.0, "rounding": 1e-5, "precision": 0.05, "changes traini
 
 COMBINED = {
     "nothing": Row({}, "precision", 0.0),
-    "preprocess": Row({"preprocess": [Map(_unchanged)]}, "preprocess", 0.0),
+    "preprocess": Row({"preprocess": [Map(_copied)]}, "preprocess", 0.0),
     "channels_last": Row({"memory_format": "channels_last"}, "memory_format", 1e-5),
     "all in float32": Row(ALL, "gradient_checkpointing", 1e-5),
     "all, compiled": Row({**ALL, "compile": "on"}, "gradient_checkpointing", 1e-5),
@@ -57,29 +76,160 @@ COMBINED = {
     "all, unverified": Row({**ALL, "verify": False}, "gradient_checkpointing", 1e-5),
 }
 
+TASKS_OF = {
+    "loss": {"transformer": TASKS["transformer"], "text": TEXT},
+    "padding": {"text": TEXT},
+    "float8": {"text": TEXT},
+    "graphs": {"cnn": TASKS["cnn"], "text": TEXT},
+}
+"""What techniques are shown with that act on neither of the tasks, or on one only."""
+
+NOTHING_TO_DO = {
+    ("loader=auto", "cnn"): "in a Trainer's run only: test_loader.py, and technique_ranks.py",
+    ("loader=auto", "transformer"): "in a Trainer's run only",
+    ("memory_format=auto", "transformer"): "no convolutions",
+    ("channels_last", "transformer"): "no convolutions",
+    ("flash_attention=auto", "cnn"): "no attention",
+    ("flash_attention=sdpa", "cnn"): "no attention",
+    ("flash_attention=flash", "cnn"): "no attention",
+    ("cudnn_benchmark=auto", "transformer"): "no convolutions",
+}
+"""Rows whose technique finds nothing to do, each with the reason; tests hold that, and that all others act."""
+
+
+COME_AND_GO = (
+    "precision=auto",
+    "precision=16-mixed",
+    "flash_attention=sdpa",
+    "inplace_activations=auto",
+    "float8=tensorwise",
+    "loss=auto",
+    "matmul_precision=auto",
+    "memory_format=auto",
+    "cudnn_benchmark=auto",
+    "optimizer_8bit=on",
+    "optimizer=auto",
+    "padding=64",
+    "sparse_activations=auto",
+    "activation_offloading=host",
+    "gradient_checkpointing=full",
+    "gradient_checkpointing=selective",
+    "memory_budget=12GiB",
+    "graphs=on",
+    "threads=auto",
+    "compile=on",
+    "allocator=auto",
+    "preprocess",
+    "all in float32",
+)
+"""One setting of each technique, or two where they are other code, and all of them: what is undone, copied, pickled."""
+
+WHATEVER_THE_MODEL = (
+    "precision",
+    "matmul_precision",
+    "cudnn_benchmark",
+    "optimizer_8bit",
+    "optimizer",
+    "memory_budget",
+    "threads",
+    "allocator",
+    "preprocess",
+)
+"""Techniques that come and go in the same way with every model: shown with one."""
+
 
 def table() -> dict[str, Row]:
     """Every technique with its default and with what it declares to be worth showing, and all of them together."""
     return alone() | COMBINED
 
 
+def tasks_of(name: str, row: Row) -> dict[str, Task]:
+    """The tasks that a row is shown with."""
+    return TASKS_OF.get(row.technique, TASKS) if len(row.settings) == 1 else TASKS
+
+
+def comes_and_goes(name: str, task: str) -> bool:
+    """Whether the default suite shows with this task how a row comes and goes."""
+    row = table()[name]
+    return name in COME_AND_GO and (row.technique not in WHATEVER_THE_MODEL or task == next(iter(tasks_of(name, row))))
+
+
 def alone() -> dict[str, Row]:
-    """Every technique with its default, where that is not off, and with what it declares to be worth showing."""
+    """Every technique with its default, with ``"auto"`` and with what it declares to be worth showing: all but off."""
     rows = {}
     for name, declaration in declarations().items():
-        for value in (declaration.default, *declaration.shown):
-            if not declaration.is_off(value) and _acts(declaration, value):
-                chosen = SMALL.get(value, value) if name == "activation_offloading" else value
+        for value in dict.fromkeys((declaration.default, *_auto(declaration), *declaration.shown)):
+            host = None if declaration.is_off(value) else _host_of(declaration, value)
+            if host is not None:
                 tolerance = 0.01 if value == "16-mixed" else TOLERANCES[declaration.exactness]
-                rows[f"{name}={value}"] = Row({name: chosen}, name, tolerance)
+                rows[f"{name}={value}"] = Row(_settings(name, value), name, tolerance, host)
     return rows
 
 
-def _acts(declaration: Declaration, value: Any) -> bool:
-    """Whether the tests' host has the technique so, and a plan that asks for it alone."""
-    plan = Plan(**off() | {declaration.name: value})
-    techniques = surroundings_for(plan, nn.Linear(2, 2), HOST, in_plain_loop=True).techniques
-    return any(technique.name == declaration.name and technique.unavailable(HOST) is None for technique in techniques)
+def _auto(declaration: Declaration) -> tuple[str, ...]:
+    kinds = (declaration.switch_type, *get_args(declaration.switch_type))
+    return ("auto",) if any("auto" in get_args(kind) for kind in kinds) else ()
+
+
+def _settings(name: str, value: Any) -> dict[str, Any]:
+    if name == "activation_offloading":
+        value = SMALL.get(value, value)
+    # Only where nobody has asked for float32.
+    return {name: value} | ({"precision": "auto"} if (name, value) == ("matmul_precision", "auto") else {})
+
+
+def _host_of(declaration: Declaration, value: Any) -> Host | None:
+    """The first of the tests' hosts that has the technique so, with a plan that asks for it alone."""
+    plan = Plan(**off() | _settings(declaration.name, value))
+    for host in (HOST, CARD) if declaration.name in SIMULATED else (HOST,):
+        techniques = surroundings_for(plan, nn.Linear(2, 2), host, in_plain_loop=True).techniques
+        if any(one.name == declaration.name and one.unavailable(host) is None for one in techniques):
+            return host
+    return None
+
+
+def make_small_models_do(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has models and runs of the tests' sizes count as large, clocks decide little, and a card be simulated.
+
+    A compiled graph is captured, and runs as it is (test_compilation.py compiles for real). For what is never faster
+    here (float8, emulated) or not on every machine (layouts, kernels of attention), no clock decides at all: the test
+    has to take back that the run is deterministic. Memory that is freed counts as asked for again.
+    """
+
+    def compile_call(module: nn.Module, options: dict[str, Any], *_: Any) -> None:
+        module._compiled_call_impl = torch.compile(
+            lambda *args, **kwargs: module._call_impl(*args, **kwargs), backend="eager"
+        )
+
+    monkeypatch.setattr(compiled_blocks, "compile_call", compile_call)
+    monkeypatch.setattr(trial, "MIN_PAIRS", 1)
+    monkeypatch.setattr(trial, "MAX_PAIRS", 1)
+    monkeypatch.setattr(eight_bits, "BLOCK", 64)  # the models are so small that no weight of theirs would be packed
+    monkeypatch.setattr(eight_bits, "LEAST_ELEMENTS", 64)
+    monkeypatch.setattr(loss, "FEWEST_CLASSES", 11)
+    monkeypatch.setattr(loss, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(allocator, "LEAST_FAULTS", 0)
+    for limit in ("REPEATED_UNTRIED", "REPEATED_ON_TRIAL"):
+        monkeypatch.setattr(cudnn_benchmark, limit, 1)
+    if row.host is CARD:
+        monkeypatch.setattr(torch.cuda, "make_graphed_callables", _captured)
+        monkeypatch.setattr(float8, "configuration", functools.partial(_emulated, float8.configuration))
+    monkeypatch.setitem(Packer.__init__.__kwdefaults__, "min_bytes", 64)
+    monkeypatch.setitem(Packer.__init__.__kwdefaults__, "max_time_share", 100.0)
+    if "threads" in row.settings:  # two threads, simulated: a busy machine takes its time for two that are there
+        count = [2]
+        monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
+        monkeypatch.setattr(torch, "set_num_threads", functools.partial(count.__setitem__, 0))
+    if {*row.settings} & {"float8", "memory_format", "flash_attention"}:
+        torch.use_deterministic_algorithms(True)
+
+
+def _captured(function: Callable[..., Any], tensors: tuple[Tensor, ...], **_: Any) -> Callable[..., Any]:
+    return SimulatedGraphs().capture(function, tensors)
+
+
+def _emulated(configuration: Callable[..., Any], recipe: str, *, emulate: bool = True) -> Any:
+    return configuration(recipe, emulate=True)
 
 
 def off() -> dict[str, Any]:
@@ -87,9 +237,47 @@ def off() -> dict[str, Any]:
     return {name: declaration.off for name, declaration in declarations().items()}
 
 
-def start(model: nn.Module, row: Row) -> Handle:
-    """Puts the plan of a row to work."""
-    return accelerate(model, Plan(**off() | row.settings), host=HOST)
+def start(model: nn.Module, row: Row, **run: Any) -> Handle:
+    """Puts the plan of a row to work, with settings of the run."""
+    return accelerate(model, Plan(**off() | row.settings | run), host=row.host)
+
+
+def acts(handle: Handle, technique: str, task: Task) -> bool:
+    """Whether a technique has done something in the steps that were run, or live trials may have it do something."""
+    if handle.report.applied(technique) or any(arm.name == technique for arm in handle.engine.arms()):
+        return True
+    seen = WITHOUT_SITES.get(technique)
+    return seen is not None and seen(handle, task)
+
+
+def _computes_in_half_precision(handle: Handle, task: Task) -> bool:
+    with handle.step("validate"):
+        return torch.is_autocast_enabled("cpu")
+
+
+def _makes_another_batch(handle: Handle, task: Task) -> bool:
+    inputs = task.batch()[0]
+    now = handle.batch(inputs, "train")
+    if isinstance(inputs, Mapping):
+        return all(now[name].shape[1] > part.shape[1] for name, part in inputs.items())
+    return bool(now.data_ptr() != inputs.data_ptr())
+
+
+def _found(handle: Handle, kind: type[T]) -> T:
+    found = handle.engine.technique(kind)
+    assert found is not None
+    return found
+
+
+WITHOUT_SITES: dict[str, Callable[[Handle, Task], bool]] = {
+    "precision": _computes_in_half_precision,
+    "padding": _makes_another_batch,
+    "preprocess": _makes_another_batch,
+    "sparse_activations": lambda handle, _: _found(handle, SparseActivations).packer.report().packed > 0,
+    "activation_offloading": lambda handle, _: _found(handle, ActivationOffloading).offloader.stats.bytes_out > 0,
+    "memory_budget": lambda handle, _: handle.memory_schedule is not None,
+}
+"""What shows that a technique acts which edits no site."""
 
 
 def model_for(task: Task, row: Row) -> nn.Module:
@@ -119,7 +307,9 @@ class Loop:
             self.optimizer.step()
             return loss.item()
         with self.handle.step():
-            loss = self.task.loss(self.model(self.handle.batch(inputs)), targets)
+            inputs = self.handle.batch(inputs)
+            targets = inputs["labels"] if isinstance(inputs, Mapping) else targets  # padded with the rest
+            loss = self.task.loss(self.model(inputs), targets)
         scaler = self.handle.scaler
         scaler.scale(loss).backward()
         scaler.step(self.optimizer)

@@ -6,106 +6,110 @@ The table follows from what the techniques declare: support/technique_table.py.
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
-from torch import nn
 
-from lightning_accel.core import trial
-from lightning_accel.memory import eight_bits
-from lightning_accel.techniques import compiled_blocks
-from support.models import TASKS, Task, TinyCNN
-from support.technique_table import Loop, model_for, start, structure, table
+from lightning_accel.techniques.arms import OFF
+from support.models import Task, grow
+from support.technique_table import (
+    NOTHING_TO_DO,
+    Loop,
+    acts,
+    comes_and_goes,
+    make_small_models_do,
+    model_for,
+    start,
+    structure,
+    table,
+    tasks_of,
+)
 
 SETTINGS = table()
-
-# Rows whose technique may find nothing to do: no layout in a transformer, a slower one taken back.
-NOTHING_TO_DO = {
-    ("allocator=auto", False),
-    ("allocator=auto", True),
-    ("channels_last", False),
-    ("memory_format=auto", False),
-    ("memory_format=auto", True),
-    ("inplace_activations=auto", False),
-    ("flash_attention=sdpa", True),
-    ("flash_attention=flash", True),
-    ("flash_attention=auto", True),
-    ("flash_attention=auto", False),
-    ("loss=auto", True),  # no vocabulary is large enough
-    ("loss=auto", False),
-}
 
 pytestmark = [
     pytest.mark.numbers,
     pytest.mark.filterwarnings("ignore:memory_format was asked for and found no site"),
     pytest.mark.filterwarnings("ignore:flash_attention was asked for and found no site"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Calling register_constant:DeprecationWarning"),  # torchao, once
 ]
+# -- which rows ------------------------------------------------------------------------------------------------------
 
-every_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-# The rows that only join what other rows have: their numbers are checked with everybody's, how they come and go in
-# `make test-slow`.
-JOINED = (
-    "precision=auto",
-    "flash_attention=auto",
-    "flash_attention=flash",
-    "all in bfloat16",
-    "all in float16",
-    "all that saves memory",
-    "all, unverified",
-)
+PAIRS = {(name, task): one for name, row in SETTINGS.items() for task, one in tasks_of(name, row).items()}
+ACTING = [pair for pair in PAIRS if pair not in NOTHING_TO_DO]
 
 
-def rows(*slow: str) -> pytest.MarkDecorator:
-    """Every row of the table, those named only in `make test-slow`."""
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in SETTINGS]
-    )
+def rows(pairs: Iterable[tuple[str, str]], is_slow: Callable[[str, str], bool]) -> pytest.MarkDecorator:
+    """Rows with tasks, some of them only in `make test-slow`."""
+    params = [
+        pytest.param(
+            name, PAIRS[name, task], id=f"{name}-{task}", marks=[pytest.mark.slow] if is_slow(name, task) else []
+        )
+        for name, task in pairs
+    ]
+    return pytest.mark.parametrize(("name", "task"), params)
 
 
-every_setting = rows("all, compiled", "precision=auto", "flash_attention=flash")
-every_technique = rows("all, compiled", *JOINED)
+every_setting = rows(ACTING, lambda name, task: name in ("all, compiled", "flash_attention=flash"))
+# One setting of a technique, or a few where another one is other code.
+every_technique = rows(ACTING, lambda name, task: not comes_and_goes(name, task))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imports_are_passed_over() -> Iterator[None]:
+    """Looking for the optimizers of a run is looking through all that Python holds: only what tests make, that is."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Captures, and runs the graph as it is (test_compilation.py compiles for real); times once."""
-
-    def compile_call(module: nn.Module, options: dict[str, Any], *_: Any) -> None:
-        module._compiled_call_impl = torch.compile(
-            lambda *args, **kwargs: module._call_impl(*args, **kwargs), backend="eager"
-        )
-
-    monkeypatch.setattr(compiled_blocks, "compile_call", compile_call)
-    monkeypatch.setattr(trial, "MIN_PAIRS", 1)
-    monkeypatch.setattr(trial, "MAX_PAIRS", 1)
-    monkeypatch.setattr(eight_bits, "BLOCK", 64)  # the models are so small that no weight of theirs would be packed
-    monkeypatch.setattr(eight_bits, "LEAST_ELEMENTS", 64)
+def _quick(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, determinism_restored: None
+) -> Iterator[None]:
+    row = SETTINGS[request.node.callspec.params["name"]]
+    if "float8" in row.settings or "optimizer_8bit" in row.settings:
+        pytest.importorskip("torchao")
     torch._dynamo.reset()
-    yield
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        make_small_models_do(row, monkeypatch)
+        yield
     torch._dynamo.reset()
 
 
-@every_task
+# -- what it does ----------------------------------------------------------------------------------------------------
+
+
 @every_setting
-def test_training_gives_the_plain_loops_losses(task: Task, name: str) -> None:
-    settings, technique, tolerance = SETTINGS[name]
-    plain = model_for(task, SETTINGS[name])
+def test_it_acts_and_training_gives_the_plain_loops_losses(name: str, task: Task) -> None:
+    row = SETTINGS[name]
+    plain = model_for(task, row)
     model = copy.deepcopy(plain)
-    handle = start(model, SETTINGS[name])
+    handle = start(model, row)
     losses = Loop(model, task, handle).run(range(5))
-    assert losses == pytest.approx(Loop(plain, task).run(range(5)), rel=max(tolerance, 1e-12))
-    if settings and (name, isinstance(plain, TinyCNN)) not in NOTHING_TO_DO:
-        assert handle.report.of(technique).is_on, handle.report.to_text()
+    assert losses == pytest.approx(Loop(plain, task).run(range(5)), rel=max(row.tolerance, 1e-12))
+    assert acts(handle, row.technique, task) == bool(row.settings), handle.report.to_text()
     handle.undo()
 
 
-@every_task
+@rows(NOTHING_TO_DO, lambda name, task: False)
+def test_where_there_is_nothing_to_do_the_run_is_the_plain_one(name: str, task: Task) -> None:
+    row = SETTINGS[name]
+    plain = model_for(task, row)
+    model = copy.deepcopy(plain)
+    handle = start(model, row)
+    assert Loop(model, task, handle).run(range(4)) == Loop(plain, task).run(range(4))
+    assert not acts(handle, row.technique, task)
+    handle.undo()
+
+
 @every_technique
-def test_undone_it_is_the_model_that_was_passed_in(task: Task, name: str) -> None:
+def test_undone_it_is_the_model_that_was_passed_in(name: str, task: Task) -> None:
     model = model_for(task, SETTINGS[name])
     Loop(model, task).run(range(1))
     before = structure(model)
@@ -117,9 +121,8 @@ def test_undone_it_is_the_model_that_was_passed_in(task: Task, name: str) -> Non
     assert Loop(model, task).run(range(3)) == Loop(plain, task).run(range(3))
 
 
-@every_task
-@every_setting
-def test_state_dict_does_not_notice(task: Task, name: str) -> None:
+@every_technique
+def test_state_dict_does_not_notice(name: str, task: Task) -> None:
     model = model_for(task, SETTINGS[name])
     before = copy.deepcopy(model.state_dict())
     handle = start(model, SETTINGS[name])
@@ -141,9 +144,8 @@ def test_state_dict_does_not_notice(task: Task, name: str) -> None:
     assert_same()
 
 
-@every_task
 @every_technique
-def test_a_copy_made_in_the_middle_of_a_run_is_independent(task: Task, name: str) -> None:
+def test_a_copy_made_in_the_middle_of_a_run_is_independent(name: str, task: Task) -> None:
     """As EMA and SWA make it: the copy's forward must use the copy's weights, and train on its own."""
     model = model_for(task, SETTINGS[name])
     handle = start(model, SETTINGS[name])
@@ -168,9 +170,8 @@ def test_a_copy_made_in_the_middle_of_a_run_is_independent(task: Task, name: str
         assert bound is None or bound.__self__ is module
 
 
-@every_task
 @every_technique
-def test_pickled_in_the_middle_of_a_run_it_is_a_plain_model(task: Task, name: str) -> None:
+def test_pickled_in_the_middle_of_a_run_it_is_a_plain_model(name: str, task: Task) -> None:
     model = model_for(task, SETTINGS[name])
     handle = start(model, SETTINGS[name])
     Loop(model, task, handle).run(range(3))
@@ -179,17 +180,16 @@ def test_pickled_in_the_middle_of_a_run_it_is_a_plain_model(task: Task, name: st
     assert Loop(twin, task).run(range(3)) == pytest.approx(Loop(model, task).run(range(3)), rel=1e-5)
 
 
-@every_task
 @every_technique
 @pytest.mark.filterwarnings("ignore:.* was asked for and found no site. already:lightning_accel.AccelWarning")
-def test_applied_twice_is_applied_once(task: Task, name: str) -> None:
+def test_applied_twice_is_applied_once(name: str, task: Task) -> None:
     plain = model_for(task, SETTINGS[name])
     before = structure(plain)
     model = copy.deepcopy(plain)
     once, twice = start(plain, SETTINGS[name]), start(model, SETTINGS[name])
     again = start(model, SETTINGS[name])  # finds its work done
-    losses = Loop(model, task, twice).run(range(4))
-    assert losses == pytest.approx(Loop(plain, task, once).run(range(4)), rel=1e-4)
+    losses = Loop(model, task, twice).run(range(3))
+    assert losses == pytest.approx(Loop(plain, task, once).run(range(3)), rel=1e-4)
     again.undo()
     twice.undo()
     once.undo()
@@ -198,9 +198,8 @@ def test_applied_twice_is_applied_once(task: Task, name: str) -> None:
     assert all(p.stride() == q.stride() for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-@every_task
 @every_technique
-def test_an_exception_in_the_middle_of_a_step_restores_everything(task: Task, name: str) -> None:
+def test_an_exception_in_the_middle_of_a_step_restores_everything(name: str, task: Task) -> None:
     model = model_for(task, SETTINGS[name])
     Loop(model, task).run(range(1))
     before = structure(model)
@@ -220,9 +219,8 @@ def test_an_exception_in_the_middle_of_a_step_restores_everything(task: Task, na
     assert structure(model) == before
 
 
-@every_task
 @every_technique
-def test_undone_in_the_middle_it_can_be_applied_again(task: Task, name: str) -> None:
+def test_undone_in_the_middle_it_can_be_applied_again(name: str, task: Task) -> None:
     tolerance = SETTINGS[name][2]
     plain = model_for(task, SETTINGS[name])
     model = copy.deepcopy(plain)
@@ -238,14 +236,55 @@ def test_undone_in_the_middle_it_can_be_applied_again(task: Task, name: str) -> 
     assert losses == pytest.approx(Loop(plain, task).run(range(6)), rel=max(tolerance, 1e-6), abs=1e-6)
 
 
-@every_task
-@every_setting
-def test_evaluation_between_steps_gives_what_the_plain_model_gives(task: Task, name: str) -> None:
+SWITCHED = {name: task for name, task in reversed(ACTING) if name.endswith("=auto")}  # each with the first of its tasks
+WITHOUT_ARMS = ("inplace_activations=auto", "sparse_activations=auto", "padding=auto")
+
+
+@rows([pair for pair in SWITCHED.items() if pair[0] not in WITHOUT_ARMS], lambda name, task: False)
+def test_switched_between_steps_as_live_trials_do_it_trains_as_plainly(name: str, task: Task) -> None:
+    row = SETTINGS[name]
+    plain = model_for(task, row)
+    model = copy.deepcopy(plain)
+    handle = start(model, row, tune="off")
+    loop = Loop(model, task, handle)
+    losses = loop.run(range(4))
+    (arm,) = [arm for arm in handle.engine.arms() if arm.name == row.technique]
+    if arm.setup is not None:
+        arm.setup.begin(may_take_s=60.0)
+        losses.append(loop.step(len(losses)))
+        assert arm.setup.end() is not None, handle.report.to_text()
+    for choice in (*arm.choices, OFF, *arm.choices):
+        arm.choose(choice)
+        handle.engine.rest([arm.name] if choice == OFF else [])
+        losses.append(loop.step(len(losses)))
+    assert losses == pytest.approx(Loop(plain, task).run(range(len(losses))), rel=max(row.tolerance, 1e-6))
+    handle.undo()
+
+
+@every_technique
+def test_a_layer_and_a_bias_added_in_mid_run_train_as_plainly(name: str, task: Task) -> None:
+    row = SETTINGS[name]
+    plain = model_for(task, row)
+    model = copy.deepcopy(plain)
+    handle = start(model, row)
+    loops = Loop(model, task, handle), Loop(plain, task)
+    losses: list[list[float]] = [[], []]
+    for loop, found in zip(loops, losses, strict=True):
+        found += loop.run(range(3))
+        loop.optimizer.add_param_group({"params": (grown := grow(loop.model))})
+        found += loop.run(range(3, 7))
+        assert all(parameter.grad is not None for parameter in grown)
+    assert losses[0] == pytest.approx(losses[1], rel=max(2 * row.tolerance, 1e-6))  # of more steps than elsewhere
+    handle.undo()
+
+
+@every_technique
+def test_evaluation_between_steps_gives_what_the_plain_model_gives(name: str, task: Task) -> None:
     model = model_for(task, SETTINGS[name])
     handle = start(model, SETTINGS[name])
     loop = Loop(model, task, handle)
     inputs = task.batch(9)[0]
-    for index in range(3):
+    for index in range(2):
         loop.step(index)
         plain = pickle.loads(pickle.dumps(model)).eval()
         model.eval()
@@ -258,9 +297,8 @@ def test_evaluation_between_steps_gives_what_the_plain_model_gives(task: Task, n
     handle.undo()
 
 
-@every_task
 @every_technique
-def test_the_report_has_a_reason_for_every_site(task: Task, name: str) -> None:
+def test_the_report_has_a_reason_for_every_site(name: str, task: Task) -> None:
     model = model_for(task, SETTINGS[name])
     handle = start(model, SETTINGS[name])
     Loop(model, task, handle).run(range(3))

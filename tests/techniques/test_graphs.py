@@ -191,6 +191,23 @@ def test_parameters_that_move_have_it_given_back() -> None:
     assert "given back: its parameters have moved in memory" in run.refused()
 
 
+@pytest.mark.parametrize("change", ["a layer more", "another parameter", "a parameter more"])
+def test_parts_that_change_in_mid_run_have_it_given_back(change: str) -> None:
+    run = Run()
+    for model in (run.model, run.plain):
+        layer = model[1].layer
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            if change == "a layer more":
+                model[1].layer = nn.Sequential(layer, nn.Linear(4, 4))
+            elif change == "another parameter":
+                layer.bias = nn.Parameter(torch.ones(4))
+            else:
+                torch.nn.utils.parametrizations.weight_norm(layer)
+    run.check_same(lambda model: run.step(model, torch.ones(3, 4)))
+    assert run.refused() == {"given back: its modules, parameters or buffers are others than they were"}
+
+
 def test_values_that_an_optimizer_writes_in_place_are_read() -> None:
     run = Run()
     for _ in range(3):
@@ -324,10 +341,15 @@ def test_on_a_gpu_a_step_launches_a_graph_for_each_block_and_trains_the_same() -
     assert engine.report.applied("graphs") == ["1", "2", "3"], engine.report
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-6)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, engine.step():
-        model(batch).square().mean().backward()
-    launched = [event.name for event in profile.events() if "GraphLaunch" in event.name]
-    assert len(launched) in (0, 6)  # where the profiler names them: one forward, one backward, for each block
+    model.zero_grad()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        with engine.step():
+            loss = model(batch).square().mean()
+        loss.backward()
+        torch.cuda.synchronize()
+    launched = [event.name for event in profile.events() if event.name == "cudaGraphLaunch"]
+    assert len(launched) == 6  # one forward, one backward, for each block
     engine.undo()
 
 

@@ -46,6 +46,7 @@ class LossPlan:
     after="inplace_activations",
     before="compile",
     exactness="rounding",
+    shown=("on",),
 )
 class Loss(Technique):
     """Has linear heads return logits that are not there, until somebody reads them or takes their cross-entropy.

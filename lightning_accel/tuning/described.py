@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_accel.core.torch_private import buffer_slots
+
 WHOLE_BYTES = 1 << 16
 """Of a tensor every byte of which counts; of a larger one a sample does."""
 
@@ -31,7 +33,8 @@ MOST = 20_000
 """Values: to describe a vocabulary with more takes longer than a trial."""
 
 _OWN = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = sorted(name for name in _OWN if name.endswith("_hooks"))
+_OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default), torch.jit.ScriptFunction)
 
 _PLAIN: tuple[type, ...] = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), range, slice, PurePath, re.Pattern),
@@ -41,7 +44,7 @@ _PLAIN: tuple[type, ...] = (
 # Those of these are handles, which lead on to all that a run consists of, or random streams: their class is enough.
 _HANDLES = {
     *("torch", "lightning", "pytorch_lightning", "lightning_accel"),
-    *("logging", "threading", "_thread", "weakref", "random", "_random"),
+    *("logging", "threading", "_thread", "weakref", "random"),
 }
 
 
@@ -78,7 +81,7 @@ class _Description:
             raise UntoldError("a scripted module keeps what it does to itself")
         own = vars(module)
         yield f"{_name(type(module))} {module.training} {[len(own[name]) for name in _HOOKS]}"
-        yield from self._items(own["_buffers"])
+        yield from self._items(buffer_slots(module))
         yield from self._items({name: value for name, value in own.items() if name not in _OWN})
 
     def _any(self, value: Any) -> Iterator[str]:
@@ -142,7 +145,7 @@ class _Description:
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic) and not value.dtype.hasobject:
             yield f"{value.dtype} {value.shape} {_digest(value.tobytes())}"
-        elif kind.__module__ == "torch._ops" or isinstance(value, torch.jit.ScriptFunction):
+        elif isinstance(value, _OPERATORS):
             yield str(getattr(value, "qualified_name", value))
         elif not _is_handle(kind):
             slots = [name for each in kind.__mro__ for name in _slots_of(each)]

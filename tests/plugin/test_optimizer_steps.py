@@ -44,8 +44,8 @@ class Flags:
 
     def __call__(self, parameters: Any) -> Optimizer:
         optimizer = self.make(parameters)
-        # Called before the hook that gives the flags back, which comes later.
-        optimizer.register_step_post_hook(lambda one, *_: self.fused.append(one.param_groups[0]["fused"]))
+        # The first argument is what torch's step was given.
+        optimizer.register_step_post_hook(lambda _, args, __: self.fused.append(args[0].param_groups[0]["fused"]))
         return optimizer
 
 
@@ -136,8 +136,9 @@ class Slow(LightningModule):
         optimizer.register_step_post_hook(self.stepped)
         return optimizer
 
-    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        group = optimizer.param_groups[0]
+    def stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        group = args[0].param_groups[0]
+        assert optimizer.param_groups[0]["fused"] is None
         self.flags.append(group["fused"])
         self.time.advance(self.fused_ms if group["fused"] else 8 if group["foreach"] else 10)
 

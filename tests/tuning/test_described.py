@@ -62,6 +62,7 @@ LONG = torch.ones(1024, 1024, dtype=torch.bool)
 PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "functions of torch": (lambda: holding(F.gelu), lambda: holding(F.relu)),
     "functions of Python": (lambda: holding(F.silu), lambda: holding(F.softmax)),
+    "operators": (lambda: holding(torch.ops.aten.relu), lambda: holding(torch.ops.aten.tanh)),
     "activations of a layer": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, activation="gelu"),
         lambda: nn.TransformerEncoderLayer(8, 2, 16, activation="relu"),

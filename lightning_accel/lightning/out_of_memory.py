@@ -277,7 +277,10 @@ class MemoryAnswers:
         return self._may_answer and self._split is None and self._module.automatic_optimization and can_be_taken_back
 
     def _remedies(self) -> list[Remedy]:
-        return [Remedy(one.name, one.settings, one.relief.keeps, one.relief.only_anew) for one in self._not_yet()]
+        found = [Remedy(one.name, one.settings, one.relief.keeps, one.relief.only_anew) for one in self._not_yet()]
+        if any(one.setting == "gradient_checkpointing" for one in found):  # of which the planner makes the best mix
+            found.insert(0, Remedy("memory_budget", "90%", None, "plans the fastest mix that fits, block by block"))
+        return found
 
     # -- parts -----------------------------------------------------------------------------------------------------
 

@@ -132,6 +132,7 @@ def test_gradients_of_earlier_batches_are_not_thrown_away(said: Callable[[str], 
     assert "in its backward pass: the gradients of earlier batches had been added up" in page
     assert "AccelPlugin(gradient_checkpointing='selective')  # about" in page
     assert "YAML: gradient_checkpointing: selective" in page
+    assert "AccelPlugin(memory_budget='90%'); plans the fastest mix that fits, block by block" in page
     assert "Trainer(accumulate_grad_batches=6)" in page
 
 

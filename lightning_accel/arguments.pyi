@@ -80,7 +80,8 @@ class Arguments:
                 ``torch.set_float32_matmul_precision``: TF32 for both on NVIDIA's cards from Ampere on, and on CPUs
                 with AVX512-BF16 or AMX ``"medium"`` is bfloat16. ``"auto"`` takes what the machine has, where
                 ``precision`` is ``"auto"``, too, nobody has set this precision, and the model does not switch
-                autocast off to compute something in float32.
+                autocast off to compute something in float32; and has it from a training step to the next step that
+                does not train.
             memory_format: ``"auto"`` moves models with convolutions to channels_last where that is not slower; a
                 named format is used wherever the numbers agree; ``"off"`` leaves every layout alone.
             cudnn_benchmark: ``"off"`` leaves ``torch.backends.cudnn.benchmark`` as it is; ``"on"`` sets it while

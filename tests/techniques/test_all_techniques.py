@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.numbers,
     pytest.mark.filterwarnings("ignore:memory_format was asked for and found no site"),
     pytest.mark.filterwarnings("ignore:flash_attention was asked for and found no site"),
+    pytest.mark.filterwarnings("ignore:flash_attention. the CPU's flash kernel has no dropout"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:Calling register_constant:DeprecationWarning"),  # torchao, once
 ]

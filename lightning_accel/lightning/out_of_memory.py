@@ -282,8 +282,8 @@ class MemoryAnswers:
 
     def _came_to(self, named: NamedRelief) -> str:
         record = self._engine.report.of(named.name)
-        left_alone = f"; {len(record.refusals)} left alone: {next(iter(record.refusals.values()))}"
-        return f"{record.outcome()} ({len(record.changes)} sites{left_alone if record.refusals else ''})"
+        left_alone = "".join(f"; {len(record.refusals)} left alone: {why}" for why in [*record.refusals.values()][:1])
+        return f"{record.outcome()} ({len(record.changes)} sites{left_alone})"
 
     def _not_yet(self) -> list[NamedRelief]:
         """What is neither in force, nor less than what is."""

@@ -209,7 +209,8 @@ def fit(
     kind: type[LightningModule], more_mib: int | None, sizes: list[int] = SIZES, **options: Any
 ) -> tuple[LightningModule, Trainer, AccelPlugin | None, dict[str, Any]]:
     """Trains one; with ``more_mib`` None a plain Trainer with all the memory there is."""
-    settings = {"log": False, **options.pop("settings", {})}
+    # Which arm has its turn when memory runs out, and goes first of all, would hang on how busy the machine is.
+    settings = {"log": False, "tune": "off", **options.pop("settings", {})}
     plugin = AccelPlugin(**settings) if more_mib is not None else None
     seed_everything(0, verbose=False)
     model = kind()

@@ -204,6 +204,21 @@ def test_one_sample_that_does_not_fit_ends_with_the_page(make_trainer: MakeTrain
     assert "out_of_memory='split': batches in parts of at most 1 samples" in page
 
 
+class Shrinks(Tight):
+    """Has room for less and less."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.most = FITS - batch_idx
+
+
+def test_the_page_names_what_was_put_on_before(make_trainer: MakeTrainer) -> None:
+    page = ended(make_trainer, Shrinks(FITS), Batches(sizes=[5] * 5))
+    assert "Training step 4 of epoch 0 ran out of memory in one of its parts: nothing is left" in page
+    assert "  gradient_checkpointing='selective': in force (1 sites)\n" in page
+    assert "  out_of_memory='split': batches in parts of at most 1 samples\n" in page
+
+
 def test_a_batch_that_cannot_be_split_ends_with_the_page(make_trainer: MakeTrainer) -> None:
     batches = Batches(lambda size: (vectors(size), torch.ones(7)))
     page = ended(make_trainer, Reads(FITS), batches)

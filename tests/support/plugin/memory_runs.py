@@ -209,8 +209,8 @@ def fit(
     kind: type[LightningModule], more_mib: int | None, sizes: list[int] = SIZES, **options: Any
 ) -> tuple[LightningModule, Trainer, AccelPlugin | None, dict[str, Any]]:
     """Trains one; with ``more_mib`` None a plain Trainer with all the memory there is."""
-    # Holes in a heap that keeps its memory count as memory here, where the limit is one of addresses.
-    settings = {"log": False, "allocator": "off", **options.pop("settings", {})}
+    # Which arm has its turn when memory runs out, and goes first of all, would hang on how busy the machine is.
+    settings = {"log": False, "tune": "off", **options.pop("settings", {})}
     plugin = AccelPlugin(**settings) if more_mib is not None else None
     seed_everything(0, verbose=False)
     model = kind()

@@ -21,11 +21,7 @@ def living_optimizers(model: nn.Module) -> list[Optimizer]:
     as Lightning's and Accelerate's, which are optimizers by their class, are passed over for what they wrap.
     """
     # By its type: isinstance() would ask proxies for their class, and run somebody's code.
-    kinds = [Optimizer]
-    for kind in kinds:
-        kinds += type.__subclasses__(kind)
-    known = frozenset(kinds)
-    found = [thing for thing in gc.get_objects() if type(thing) in known]
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
     stepping = [optimizer for optimizer in found if "param_groups" in vars(optimizer) and not _wraps_another(optimizer)]
     return [optimizer for optimizer in stepping if holds_parameters(optimizer, model)]
 

@@ -24,11 +24,12 @@ def test_what_changes_training_is_off_by_default_and_never_on_live_trial(declara
 
 
 @every_technique
-def test_the_readme_says_when_it_helps_and_when_not(declaration: Declaration) -> None:
+def test_the_readme_says_what_it_does_to_numbers_when_it_helps_and_when_not(declaration: Declaration) -> None:
     section = README.read_text(encoding="utf-8").split("\n## Techniques\n")[1].split("\n## ")[0]
     rows = {re.sub("`", "", row[1]).strip(): row for line in section.splitlines() if (row := line.split("|"))[2:]}
-    _, _, default, *words = rows[declaration.name][:-1]
+    _, _, default, numbers, *words = rows[declaration.name][:-1]
     assert f"`{declaration.write(declaration.default) or []}`" in default
+    assert numbers.strip().partition(";")[0] == declaration.exactness
     assert len(words) == 3
     assert all(word.strip() for word in words)
 

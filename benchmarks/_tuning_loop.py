@@ -227,8 +227,7 @@ def settled_loop(
     """
     loop = AcceleratedLoop(make(), plan, steps)
     found = run_until_settled(loop, steps, seconds)
-    loop.handle.engine.rest(())
-    loop.handle.engine.listen()  # to what was off, too: why it was not tried, say
+    loop.handle.engine.listen()
     found = replace(found, compiled=loop.handle.report.of("compile").status)
     loop.close()
     del loop

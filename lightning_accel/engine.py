@@ -196,6 +196,7 @@ class Engine:
 
     def rest(self, names: Iterable[str]) -> None:
         """Leaves these techniques out of the steps to come, until it is called again: their arms are off."""
+        self.listen()
         self._resting = set(names)
         self._find_at_work()
 
@@ -230,8 +231,8 @@ class Engine:
         return technique in self._at_work
 
     def listen(self) -> None:
-        """Acts on what techniques had to say in the course of a step."""
-        for technique in self._at_work:
+        """Acts on what techniques had to say in the course of a step, those that rest among them."""
+        for technique in self._techniques:
             if technique.notes.is_new:
                 self._hear(technique)
 

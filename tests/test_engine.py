@@ -190,6 +190,17 @@ def test_an_exception_in_a_step_leaves_every_context_and_the_trial_for_the_next(
     assert inplace(net) == [True, True]
 
 
+def test_what_a_technique_had_to_say_before_it_rests_is_in_the_report() -> None:
+    fake = Fake()
+    handle = engine(model(), fake)
+    for _ in range(2):
+        with handle.step():
+            pass
+    fake.notes.status = "not worth its while"
+    handle.rest(["fake"])
+    assert handle.report.of("fake").status == "not worth its while"
+
+
 def test_an_objection_after_the_trial_takes_a_site_back_for_good() -> None:
     net, fake = model(), Fake()
     handle = engine(net, fake)

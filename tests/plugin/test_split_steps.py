@@ -116,9 +116,9 @@ def vectors_of_second_batch() -> Tensor:
     return vectors(5)
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_step_all_parts_of_which_have_no_loss_is_skipped(make_trainer: MakeTrainer) -> None:
-    with pytest.warns(UserWarning, match="returned `None`"):
-        model, *_ = fit(make_trainer, Skips(FITS), Batches(marked(2, 4), [2, 5]))
+    model, *_ = fit(make_trainer, Skips(FITS), Batches(marked(2, 4), [2, 5]))
     assert math.isnan(model.losses[1])
 
 

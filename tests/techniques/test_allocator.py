@@ -25,6 +25,8 @@ from lightning_accel.techniques.allocator import AllocatorTechnique
 pytestmark = pytest.mark.skipif(heap_in_use() != GLIBC, reason="the heap of this process is not glibc's")
 
 STEPS = 60
+UNLUCKY = 3
+"""The status of a process in whose heap a small piece lies above all that is free, so that nothing goes back."""
 
 LOOP = f"""
 import sys
@@ -66,7 +68,10 @@ def counted(steps):
 if handle is not None:
     counted(8)
     print("waiting", handle.report.refused("allocator")[""])
-    [arm] = handle.engine.arms()
+    arms = handle.engine.arms()
+    if not arms:
+        sys.exit({UNLUCKY})
+    [arm] = arms
     arm.choose("keep")
 counts, losses = zip(*(step() for _ in range({STEPS})))
 print("counts", *counts)
@@ -87,15 +92,18 @@ def ran(mode: str, folder: Path, **environment: str) -> dict[str, str]:
     """What a loop of its own process printed, by the first word of each line (the last one of that name)."""
     script = folder / "loop.py"
     script.write_text(LOOP, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script), mode],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    for _ in range(4):
+        done = subprocess.run(
+            [sys.executable, str(script), mode],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        if done.returncode != UNLUCKY:
+            break
+    assert done.returncode == 0, done.stdout + done.stderr
     return {line.partition(" ")[0]: line.partition(" ")[2] for line in done.stdout.splitlines()}
 
 

@@ -18,7 +18,8 @@ def living_optimizers(model: nn.Module) -> list[Optimizer]:
     """The optimizers in this process that hold a parameter of ``model``, in the order in which they were made.
 
     Looks through everything that the garbage collector tracks: tens of milliseconds in a large program. Wrappers, such
-    as Lightning's and Accelerate's, which are optimizers by their class, are passed over for what they wrap.
+    as Lightning's and Accelerate's, which are optimizers by their class, are passed over for what they wrap, and so
+    are what stands for another.
     """
     # By its type: isinstance() would ask proxies for their class, and run somebody's code.
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]

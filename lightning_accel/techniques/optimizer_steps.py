@@ -204,7 +204,7 @@ class StepsTogether(Patch):
             return None
         closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
         stand_in = object.__new__(self._kind)
-        vars(stand_in).update(vars(optimizer))
+        vars(stand_in).update(vars(optimizer), stands_for=optimizer)  # and is none that somebody looks for
 
         def before_parameters_are_stepped() -> Any:
             loss = None if closure is None else closure()

@@ -28,6 +28,7 @@ from torch.optim import (
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_accel import AccelWarning
+from lightning_accel.core.optimizers import living_optimizers
 from lightning_accel.techniques.arms import OFF
 from support.optimizer_loops import Loop, MakeOptimizer, alone, assert_same_training, network, operations, plain_and
 
@@ -220,6 +221,14 @@ def test_what_a_step_leaves_on_the_optimizer_stays_there() -> None:
     assert loop.optimizer.state is states
     assert loop.optimizer.param_groups is groups
     assert {id(parameter) for parameter in states} == {id(parameter) for parameter in loop.model.parameters()}
+
+
+def test_what_stands_for_an_optimizer_in_its_step_is_found_by_nobody_who_looks_for_one() -> None:
+    loop = Loop(network(), AdamW, "fused")
+    found: list[Optimizer] = []
+    loop.optimizer.register_step_post_hook(lambda *_: found.extend(living_optimizers(loop.model)))
+    loop.run(range(1))
+    assert found == [loop.optimizer]
 
 
 def test_a_closure_that_raises_leaves_everything_as_it_was() -> None:

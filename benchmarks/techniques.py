@@ -139,7 +139,7 @@ class SetUp:
     """An arm that had to be set up: the runs that have it, or why they are not measured.
 
     Attributes:
-        technique: And what came of it.
+        technique: Its name.
         alone: The run with it and nothing else.
         on_top: The whole, and it.
     """
@@ -163,12 +163,11 @@ def set_up(loop: AcceleratedLoop, arm: Arm, whole: Combination, may_take_s: floa
         refused = set(loop.handle.report.refused(arm.name).values())
         reason = f"left out: {'; '.join(sorted(refused)) or 'nothing came of it'}"
         return SetUp(arm.name, reason, "")
-    technique = f"{arm.name}: {loop.handle.report.of(arm.name).status}"
     if not whole:
-        return SetUp(technique, on_top, "")
+        return SetUp(arm.name, on_top, "")
     if 2 * seconds > may_take_s:  # what is compiled without the others' edits is compiled anew
-        return SetUp(technique, f"left out for its cost: another {seconds:.0f} s", on_top)
-    return SetUp(technique, (it,), on_top)
+        return SetUp(arm.name, f"left out for its cost: another {seconds:.0f} s", on_top)
+    return SetUp(arm.name, (it,), on_top)
 
 
 def ratio(spent: Mapping[Combination, Sequence[float]], first: Combination, second: Combination) -> Ratio:

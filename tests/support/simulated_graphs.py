@@ -6,7 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """One that can be captured, (…, 4) → (…, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
 
 
 class SimulatedGraphs:

@@ -23,7 +23,7 @@ from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.compilation import CompilationOnTrial
 from lightning_accel.techniques.graphed_block import Capture
 from support.live_runs import OTHERS_OFF
-from support.simulated_graphs import SimulatedGraphs
+from support.simulated_graphs import Block, SimulatedGraphs
 
 pytestmark = [
     pytest.mark.numbers,
@@ -33,15 +33,6 @@ pytestmark = [
 ]
 
 GPU = Host(kind="cuda", device_name="a simulated card", capability=(9, 0), native_bf16=True, compiler="triton")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.layer(x))
 
 
 class Dropping(Block):

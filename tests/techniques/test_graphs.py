@@ -19,20 +19,11 @@ from lightning_accel.core.report import AccelWarning
 from lightning_accel.engine import Engine
 from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.graphs import Graphs
-from support.simulated_graphs import SimulatedGraphs
+from support.simulated_graphs import Block, SimulatedGraphs
 
 pytestmark = pytest.mark.numbers
 
 GPU = Host(kind="cuda", device_name="a simulated card", capability=(9, 0), native_bf16=True)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.layer(x))
 
 
 class Changing(Block):

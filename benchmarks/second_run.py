@@ -51,14 +51,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="of the first run's training, at most")
     parser.add_argument("--second", type=int, default=FIRST + LAST, help="steps of the second run")
     parser.add_argument("--json")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if min(args.first, args.second) < FIRST + LAST:
         parser.error(
             f"--first and --second: {FIRST + LAST} steps at least, of which {FIRST} begin a run, {LAST} end it"
         )
     if args.worker:
-        print(json.dumps(trained(**json.loads(args.worker))))
+        print(json.dumps(trained(**json.load(sys.stdin))))
         return
     rows, details = [], {}
     for case in args.cases.split(","):
@@ -121,8 +121,9 @@ def in_a_process(model: str, compiles: str, folder: Path, **limits: Any) -> dict
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "kernels"),
     }
     asked = json.dumps({"model": model, "compiles": compiles, "started": time.time(), **limits})
-    command = [sys.executable, __file__, "--worker", asked]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, cwd=folder)
+    # Not on the command line: a run with another one is not taken for the same training.
+    command = [sys.executable, __file__, "--worker"]
+    done = subprocess.run(command, input=asked, env=variables, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         raise RuntimeError(f"the run of {model} failed:\n{done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -79,7 +79,8 @@ class Compilation(Technique):
         self._make_patch: Callable[..., CompilePatch] = CompilePatch
         self._patches: list[CompilePatch] = []
         self._kinds: dict[Hashable, Kind] = {}
-        self._first_graphs: dict[int, int] = {}  # of a kind, by its id, once its blocks were tried
+        self._first_graphs: dict[Kind, int] = {}  # once its blocks were tried
+        self._is_settled = False
         self._settings = ExitStack()  # torch's own, as they were before
         self._why_not_kept = ""
 
@@ -128,9 +129,8 @@ class Compilation(Technique):
             if isinstance(block, torch.jit.ScriptModule) or any(is_compiled(part) for part in block.modules()):
                 yield Refusal(site, "already compiled")
             else:
-                kind = Kind(self._count)
                 patch = self._make_patch(
-                    site, block, self._mode, self._prepare, eager_random=host.kind == "cpu", kind=kind
+                    site, block, self._mode, self._prepare, eager_random=host.kind == "cpu", kind_of=self._kind_of
                 )
                 self._patches.append(patch)
                 yield patch
@@ -153,23 +153,28 @@ class Compilation(Technique):
         )
 
     def _judge(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
-        if patch.may_share:
-            patch.kind = self._kinds.setdefault(alike(patch.block, args, kwargs), patch.kind)
+        patch.kind = self._kind_of(patch, args, kwargs)
         return tried(patch, args, kwargs)
+
+    def _kind_of(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Kind:
+        key = alike(patch.block, args, kwargs) if patch.may_share else patch.site
+        return self._kinds.setdefault(key, Kind(self._count))
 
     @override
     def settled(self) -> None:
-        for patch in self._patches:
-            self._first_graphs.setdefault(id(patch.kind), patch.kind.graphs)
+        self._is_settled = True
+        for kind in self._compiled_kinds():
+            self._first_graphs.setdefault(kind, kind.graphs)
+
+    def _compiled_kinds(self) -> set[Kind]:
+        return {patch.kind for patch in self._patches if patch.kind is not None and patch.kind.graphs}
 
     def _count(self, kind: Kind) -> None:
         """Says what was compiled, and gives blocks back that are compiled anew again and again."""
         self._tell()
-        first = self._first_graphs.get(id(kind))
-        if first is None:
-            return
+        first = self._first_graphs.get(kind, 0)  # none where an earlier run has tried the blocks
         anew = kind.graphs - first
-        if anew > _MOST_ANEW * (first or _MOST_ANEW):
+        if self._is_settled and anew > _MOST_ANEW * (first or _MOST_ANEW):
             for patch in self._patches:
                 if patch.kind is kind and patch.is_applied:
                     self.notes.refuse(
@@ -179,13 +184,10 @@ class Compilation(Technique):
                     )
 
     def _tell(self) -> None:
-        kinds = {id(patch.kind): patch.kind for patch in self._patches}
-        graphs = sum(kind.graphs for kind in kinds.values())
-        # Where nothing is tried, the first graph of a kind is what there is to begin with.
-        anew = sum(
-            max(0, kinds[one].graphs - (first or 1)) for one, first in self._first_graphs.items() if one in kinds
-        )
-        seconds = sum(kind.seconds for kind in kinds.values())
+        kinds = self._compiled_kinds()
+        graphs = sum(kind.graphs for kind in kinds)
+        anew = sum(kind.graphs - self._first_graphs.get(kind, 1) for kind in kinds) if self._is_settled else 0
+        seconds = sum(kind.seconds for kind in kinds)
         lines = [
             f"{graphs} {'graph' if graphs == 1 else 'graphs'} compiled, {anew} of them anew, in {seconds:.1f} s without"
             " their backward passes"
@@ -197,7 +199,8 @@ class Compilation(Technique):
     @override
     def close(self) -> None:
         for patch in self._patches:
-            patch.kind.forget()
+            if patch.kind is not None:
+                patch.kind.forget()
         self._patches, self._kinds = [], {}
         self._settings.close()
 

@@ -13,13 +13,14 @@ from typing_extensions import override
 
 from lightning_accel.core.compiled import Kind, compile_call, eager_call, is_gathered_by_hooks, undo_compile
 from lightning_accel.core.patch import Patch, temporarily
-from lightning_accel.core.torch_private import inductor_options
+from lightning_accel.core.torch_private import compiled_call, inductor_options, set_compiled_call
 from lightning_accel.core.tree import changeable_argument, tensors_in
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.notes import Verdict
 
 Prepare = Callable[[GraphModule], None]
+KindOf = Callable[["CompilePatch", Any, Any], Kind]  # of a block, by the arguments of a call
 
 _PLAIN = (bool, int, float, str, type(None))
 _SHARED_MODES = ("default", "max-autotune-no-cudagraphs")  # a CUDA graph holds one block's parameters
@@ -30,21 +31,21 @@ class CompilePatch(Patch):
 
     Attributes:
         block: The module.
-        kind: What it shares with blocks that are like it; its own until its inputs are known.
+        kind: What it shares with blocks that are like it; None until it is called, or tried.
         is_wanted: Whether it runs compiled while the patch is applied.
         eager_random: Whether it draws the random numbers that it would draw eagerly.
     """
 
     def __init__(
-        self, site: str, block: nn.Module, mode: str, prepare: Prepare, *, eager_random: bool, kind: Kind | None = None
+        self, site: str, block: nn.Module, mode: str, prepare: Prepare, *, eager_random: bool, kind_of: KindOf
     ) -> None:
         super().__init__(site, "call → compiled" + (f" ({mode})" if mode != "default" else ""))
         self.block = block
-        self.kind = kind or Kind()
+        self.kind: Kind | None = None
         self.is_wanted = True
         self.may_share = mode in _SHARED_MODES
         self.eager_random = eager_random
-        self._prepare = prepare
+        self._prepare, self._kind_of = prepare, kind_of
         self._options = inductor_options(mode)
         if eager_random:
             # Dropout draws what it would draw eagerly, so that a compiled run has the numbers of a plain one. On a
@@ -53,12 +54,25 @@ class CompilePatch(Patch):
 
     @override
     def _apply(self) -> None:
-        if self.is_wanted:
-            compile_call(self.block, self._options, self._prepare, self.kind)
+        if not self.is_wanted:
+            return
+        if self.kind is None and not is_gathered_by_hooks(self.block):
+            set_compiled_call(self.block, self._first_call)
+            return
+        self.kind = self.kind or self._kind_of(self, (), {})
+        compile_call(self.block, self._options, self._prepare, self.kind)
 
     @override
     def _undo(self) -> None:
         undo_compile(self.block)
+
+    def _first_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Where an earlier run's trial was taken over, this call is the first that shows which blocks are alike."""
+        self.kind = self._kind_of(self, args, kwargs)
+        self._apply()
+        compiled = compiled_call(self.block)
+        assert compiled is not None
+        return compiled(*args, **kwargs)
 
     def have(self, choice: str) -> None:
         """Runs the block eagerly while the choice is ``"off"``; what was compiled waits."""

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accel import AccelPlugin
 from lightning_accel.tuning import remembered
-from support.live_runs import Speed, Timed, batches, fit, simulated
+from support.live_runs import OTHERS_OFF, Speed, Timed, batches, fit, simulated
 
 pytestmark = pytest.mark.numbers
 
@@ -157,7 +157,7 @@ def test_a_search_for_the_batch_size_comes_before_the_trials() -> None:
     with simulated(1.5) as time:
         model = Sized(time)
         search = BatchSizeFinder(init_val=2, max_trials=3, steps_per_trial=8)
-        plugin = AccelPlugin(log=False)
+        plugin = AccelPlugin(log=False, **OTHERS_OFF)
         quiet_trainer(plugin, callbacks=[search]).fit(model)
     assert model.batch_size == 8
     assert "over plain" in status(plugin)
@@ -232,7 +232,7 @@ def test_a_second_fit_after_one_that_was_interrupted_in_its_trials_asks_anew() -
                 raise RuntimeError("pulled the plug")
 
     with simulated(0.8) as time:
-        model, plugin = Interrupted(time), AccelPlugin(log=False)
+        model, plugin = Interrupted(time), AccelPlugin(log=False, **OTHERS_OFF)
         with pytest.raises(RuntimeError, match="pulled the plug"):
             fit(model, trainer=quiet_trainer(plugin))
         fit(model, trainer=quiet_trainer(plugin))
@@ -288,7 +288,7 @@ def test_an_unknown_setting_is_named(value: Any) -> None:
 
 def test_one_plugin_serves_several_fits() -> None:
     with simulated(1.5) as time:
-        plugin = AccelPlugin(log=False)
+        plugin = AccelPlugin(log=False, **OTHERS_OFF)
         for _ in range(2):
             quiet_trainer(plugin).fit(Timed(time), batches(100))
             assert "over plain" in status(plugin)

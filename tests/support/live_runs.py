@@ -132,8 +132,7 @@ def fit(model: LightningModule, steps: int = 200, *, loader: Any = None, **setti
     """Fits ``model`` with the plugin, and returns that."""
     trainer, ckpt_path, val = settings.pop("trainer", None), settings.pop("ckpt_path", None), settings.pop("val", None)
     accel = settings.pop("accel", {})
-    # Without the arm whose steps are equal to rounding only, unless a test asks for it.
-    plugin = AccelPlugin(log=False, **{"optimizer": "off"} | accel)
+    plugin = AccelPlugin(log=False, **OTHERS_OFF | accel)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     limits = {"max_epochs": 1} if "max_steps" not in settings else {}
     options = {"enable_checkpointing": False, **quiet, **limits, **settings}

@@ -49,7 +49,7 @@ class Deep(nn.Module):
 
 model = Deep()
 inputs = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
-handle = accelerate(model, Plan(), steps=0) if sys.argv[1] == "accelerated" else None
+handle = accelerate(model, Plan(precision="32-true"), steps=0) if sys.argv[1] == "accelerated" else None
 
 def step():
     before = page_faults()
@@ -164,7 +164,7 @@ def test_a_model_whose_steps_ask_for_nothing_is_left_alone() -> None:
     steps(handle)
     assert handle.report.applied("allocator") == []
     assert "nothing to gain" in handle.report.refused("allocator")[""]
-    assert handle.engine.arms() == []
+    assert "allocator" not in [arm.name for arm in handle.engine.arms()]
     handle.undo()
 
 

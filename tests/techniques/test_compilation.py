@@ -15,7 +15,7 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 from lightning_accel.assembly import Handle, accelerate
-from lightning_accel.core import compiled
+from lightning_accel.core import compiled, torch_private
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelError, AccelWarning
 from lightning_accel.settings import Plan
@@ -223,10 +223,15 @@ def test_blocks_that_compute_something_else_compiled_stay_eager(monkeypatch: pyt
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_is_torchs(monkeypatch: pytest.MonkeyPatch, mode: CompileSetting) -> None:
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(compiled_blocks, "compile_call", lambda module, options, *_: seen.append(options))
+
+    def compile_call(module: nn.Module, options: dict[str, Any], *_: Any) -> None:
+        seen.append(options)
+        torch_private.set_compiled_call(module, torch_private.eager_call(module))
+
+    monkeypatch.setattr(compiled_blocks, "compile_call", compile_call)
     model = TinyTransformer()
     handle = compiling(model, mode, verify=False)
-    run(model, handle, steps=2)
+    run(model, handle)
     handle.undo()
     expected = torch._inductor.list_mode_options(mode)
     assert len(seen) == 3

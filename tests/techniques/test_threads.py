@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.tuning.trials import LiveTrials
+from support.live_runs import OTHERS_OFF
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def test_a_number_for_another_machine_is_a_plan_here_too() -> None:
 
 def test_what_is_faster_than_all_cores_is_found_on_the_runs_own_steps() -> None:
     torch.set_num_threads(8)
-    handle = accelerate(nn.Linear(2, 2), Plan(threads="auto", tune="off"))
+    handle = accelerate(nn.Linear(2, 2), Plan(**OTHERS_OFF | {"threads": "auto"}, tune="off"))
     [arm] = handle.engine.arms()
     assert arm.choices == ("4", "2", "1")
     seconds = {8: 1.0, 4: 0.8, 2: 0.5, 1: 0.9}
@@ -56,7 +57,7 @@ def test_what_is_faster_than_all_cores_is_found_on_the_runs_own_steps() -> None:
 
 def test_with_one_thread_there_is_nothing_to_try() -> None:
     torch.set_num_threads(1)
-    handle = accelerate(nn.Linear(2, 2), Plan(threads="auto", tune="off"))
+    handle = accelerate(nn.Linear(2, 2), Plan(**OTHERS_OFF | {"threads": "auto"}, tune="off"))
     assert handle.engine.arms() == []
     handle.undo()
 

@@ -25,6 +25,7 @@ from lightning_accel.tuning.trials import LiveTrials
 CHUNK, FLOOR = 8, 1.03  # of the greedy search
 FIRST = 8  # pairs of two loops in turns, until caches are full and the trials of the parts are over
 LEAST_ROUNDS, MOST_ROUNDS = 5, 40
+QUIET = 2  # steps after the trials of the parts, which arms may wait for
 
 Combination = tuple[
     tuple[str, str], ...
@@ -102,9 +103,12 @@ class AcceleratedLoop(PlainLoop):
 
     def arms(self) -> list[Arm]:
         """What can be switched; takes the steps that the trials of the parts need."""
-        while self.handle.engine.is_trying:
-            self.step()
-        self._arms = self._arms or self.handle.engine.arms()  # once: one that is off may not offer itself any more
+        if not self._arms:  # once: one that is off may not offer itself any more
+            while self.handle.engine.is_trying:
+                self.step()
+            for _ in range(QUIET):
+                self.step()
+            self._arms = self.handle.engine.arms()
         return self._arms
 
     def put(self, combination: Combination, may_take_s: float = math.inf) -> None:

@@ -8,11 +8,11 @@ steps at a time, the first of which pays for the switch and is not counted. *Alo
 step's with this arm and nothing else; *left out* the time of the whole without it over that of the whole: both above
 one where it gains. Medians of the rounds' ratios, with their 95% intervals.
 
-The whole is all arms at once, whether they gain or not: live trials would keep those that do. What has to be set up
-first, compiled blocks, comes on top of it, as in live trials: its *left out* is the time of the whole over that of the
-whole compiled, and the others are measured without, as every combination would be compiled anew. Where that would take
-more than half of a model's seconds it is left out, and the table says so. CUDA graphs are for GPUs. Techniques that
-change memory, batches or loaders rather than steps have benchmarks of their own.
+The whole is what live trials begin with: all arms at once, whether they gain or not. What they try on top of it, as
+fewer threads, is measured on top of it here, too: its *left out* is the time of the whole over that with it. So is what
+has to be set up first, compiled blocks: the others are measured without, as every combination would be compiled anew.
+Where that would take more than half of a model's seconds it is left out, and the table says so. CUDA graphs are for
+GPUs. Techniques that change memory, batches or loaders rather than steps have benchmarks of their own.
 
 All eight models take under 15 minutes on two slow cores, compilation included.
 """
@@ -88,15 +88,20 @@ def has_auto(declaration: Declaration) -> bool:
     return True
 
 
-def combinations(arms: Sequence[Arm]) -> dict[tuple[str, str], tuple[Combination, Combination | None]]:
-    """For each choice of each arm: it alone, and the whole without it, where the whole has it."""
-    whole = {arm.name: arm.choices[0] for arm in arms}
-    found: dict[tuple[str, str], tuple[Combination, Combination | None]] = {}
+def whole_of(arms: Sequence[Arm]) -> Combination:
+    """All that live trials begin with."""
+    return tuple(sorted((arm.name, arm.choices[0]) for arm in arms if not arm.starts_off))
+
+
+def combinations(arms: Sequence[Arm]) -> dict[tuple[str, str], tuple[Combination, Combination, Combination]]:
+    """For each choice of each arm: it alone; the others of the whole, without it; and these with it."""
+    whole = dict(whole_of(arms))
+    found = {}
     for arm in arms:
-        without = tuple(sorted((name, choice) for name, choice in whole.items() if name != arm.name))
+        others = {name: choice for name, choice in whole.items() if name != arm.name}
         for choice in arm.choices:
-            is_in_whole = len(arms) > 1 and choice == whole[arm.name]
-            found[arm.name, choice] = ((arm.name, choice),), without if is_in_whole else None
+            with_it = tuple(sorted({**others, arm.name: choice}.items()))
+            found[arm.name, choice] = ((arm.name, choice),), tuple(sorted(others.items())), with_it
     return found
 
 
@@ -106,7 +111,7 @@ def measured(name: str, seconds: float) -> list[Added]:
     loop = AcceleratedLoop(small(name), plan_with_all())
     arms = [arm for arm in loop.arms() if arm.setup is None]
     asked = combinations(arms)
-    whole: Combination = tuple(sorted((arm.name, arm.choices[0]) for arm in arms))
+    whole = whole_of(arms)
     compiled = [set_up(loop, arm, whole, SETUP_SHARE * seconds) for arm in loop.arms() if arm.setup is not None]
     runs: list[Combination] = [(), whole]
     for those in (*asked.values(), *((one.alone, one.on_top) for one in compiled)):
@@ -117,12 +122,12 @@ def measured(name: str, seconds: float) -> list[Added]:
         Added(
             arm if choice == "on" else f"{arm}={choice}",
             ratio(spent, (), alone),
-            "" if without is None else ratio(spent, without, whole),
+            ratio(spent, without, with_it) if without else "",
             rounds,
         )
-        for (arm, choice), (alone, without) in asked.items()
+        for (arm, choice), (alone, without, with_it) in asked.items()
     ]
-    if len(arms) > 1:
+    if len(whole) > 1:
         added.append(Added("all of them", ratio(spent, (), whole), "", rounds))
     for one in compiled:
         alone, on_top = (

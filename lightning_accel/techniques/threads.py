@@ -104,14 +104,15 @@ class Threads(Technique):
         if self._count != "auto":
             self._patch = ThreadsPatch(self._count, in_words(self._count))
         elif self._choices:
-            self._patch = ThreadsPatch(int(self._choices[0]), f"{', '.join(self._choices)} on trial")
+            self._patch = ThreadsPatch(torch.get_num_threads(), f"{', '.join(self._choices)} on trial")
         if self._patch is not None:
             yield self._patch
 
     @override
     def arms(self) -> Iterator[Arm]:
         if self._patch is not None and self._choices:
-            yield Arm(self.name, self._choices, self._patch.choose)
+            # A run that is too short to try keeps all of them: fewer are slower as often as not.
+            yield Arm(self.name, self._choices, self._patch.choose, starts_off=True)
 
     @override
     def forecast(self, host: Host) -> Forecast:

@@ -55,6 +55,17 @@ def test_what_is_faster_than_all_cores_is_found_on_the_runs_own_steps() -> None:
     assert torch.get_num_threads() == 8
 
 
+def test_a_run_that_is_too_short_to_try_keeps_them_all() -> None:
+    torch.set_num_threads(8)
+    model = nn.Linear(2, 2)
+    handle = accelerate(model, Plan(**OTHERS_OFF | {"threads": "auto"}), steps=10)
+    for _ in range(10):
+        with handle.step():
+            assert torch.get_num_threads() == 8
+            model(torch.ones(1, 2)).sum().backward()
+    handle.undo()
+
+
 def test_with_one_thread_there_is_nothing_to_try() -> None:
     torch.set_num_threads(1)
     handle = accelerate(nn.Linear(2, 2), Plan(**OTHERS_OFF | {"threads": "auto"}, tune="off"))

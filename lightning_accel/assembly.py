@@ -183,8 +183,8 @@ def accelerate(
     Args:
         model: The module, on its device.
         plan: What to do; by default what ``AccelPlugin()`` does.
-        optimizers: Those that train the model. Others that hold its parameters are looked for at the first step; one
-            that is made later, and given a state of another layout, would not be noticed.
+        optimizers: Those that train the model; by default those that hold its parameters at the first step, for which
+            the whole process is looked through. One that is not among them would not be noticed.
         steps: How many training steps there will be, about: what live trials may cost hangs on it.
         host: The machine to decide for; by default the one that holds the model's parameters.
 

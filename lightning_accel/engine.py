@@ -158,7 +158,8 @@ class Engine:
     def _search_optimizers(self) -> None:
         self._searches_left -= 1
         reading = [one for one in self._techniques if type(one).optimizers is not Technique.optimizers]
-        if any(one.edits_optimizers or one in self._at_work for one in reading):  # to look for them takes a while
+        # To look for them takes a while, and who was told of some was told of all.
+        if not self._optimizers and any(one.edits_optimizers or one in self._at_work for one in reading):
             self.meet(living_optimizers(self.model))
         for technique in self._techniques:
             if technique.edits_optimizers and not self._searches_left and not self._edits.has(technique):

@@ -62,15 +62,15 @@ REMARKS = {
     "false_wins": "Asked for: at most 1 in 100. Arms that change nothing at all, in short plain loops whose steps take"
     " milliseconds; the same greedy search as above.",
     "techniques": "*Alone*: plain's time over that of the step with this technique and nothing else. *Left out of the"
-    " whole*: the time of the whole without it over that of the whole, which is all techniques at once, whether they"
-    " gain or not; above 1 it gains, with 95% intervals. Compiled blocks come on top of the whole, as in live trials,"
-    " and the others are measured without; where compiling would have cost too much of the measurement, the table says"
-    " so.",
+    " whole*: the time of the whole without it over that of the whole, which is all techniques that live trials begin"
+    " with, whether they gain or not; above 1 it gains, with 95% intervals. Fewer threads, a heap that keeps what is"
+    " freed and compiled blocks come on top of the whole, as in live trials, and the others are measured without;"
+    " where compiling would have cost too much of the measurement, the table says so.",
     "second_run": "Asked for: at most 1.1 for the second, compile included. The mean of the first 50 steps by the"
     " median of the first run's last 25, when it has settled; beside it by the run's own last 25, which a run that had"
     " fallen back to plain would pass. A step runs from a batch's start to the next one's, so that trials and"
     " compilation are in it. *In the first 50*: the seconds that they took beyond as many settled ones, for tracing,"
-    " kernels from the cache and trials. *Imports* and *to the first step* come before it. Each run is a process of its"
+    " kernels from the cache and trials. *Plain* is a run without the plugin, whose first steps are slow, too. *Imports* and *to the first step* come before it. Each run is a process of its"
     " own. `auto` is told of 20,000 steps, has compilation alone on trial, and is ended early.",
     "plugin_overhead": "Asked for: at most 15 µs a step with everything off and 50 µs with the defaults, which log."
     " Steps are in processor time, calls forward passes of tiny tensors.",

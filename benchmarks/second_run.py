@@ -12,7 +12,8 @@ a model and the plugin's ``compile``:
 A step runs from the batch's start to the next one's, so that trials and compilation are in it. The figure is the mean
 of the first 50 steps of a run by the settled step of the *first* run, the median of its last 25: a second run that had
 fallen back to plain would be slow by that, and is an error where its first run was compiled. Beside it the same by the
-run's own last 25. What comes before the first step, imports and setting up, is not in either, and has its own columns.
+run's own last 25. Of each model a run without the plugin shows what first steps take to warm up anyway. What comes
+before the first step, imports and setting up, is in none of these, and has its own columns.
 
 Asked for: at most 1.1. Takes under 10 minutes on two slow cores.
 """
@@ -37,6 +38,7 @@ from _measure import publish
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CASES = "cnn:off,cnn:on,gpt:on,gpt:auto"
 FIRST, LAST = 50, 25  # steps
+PLAIN = "plain"  # a run without the plugin
 LONG = 20_000  # that compile="auto" is told of
 COLUMNS = (
     *("", "compile", "run", "first 50 by the first run's settled", "by its own", "compiled steps of the 50"),
@@ -61,8 +63,15 @@ def main() -> None:
         print(json.dumps(trained(**json.load(sys.stdin))))
         return
     rows, details = [], {}
-    for case in args.cases.split(","):
-        model, compiles = case.split(":")
+    cases = [case.split(":") for case in args.cases.split(",")]
+    for model in dict.fromkeys(model for model, _ in cases):
+        with tempfile.TemporaryDirectory() as folder:
+            found = in_a_process(model, PLAIN, Path(folder), steps=args.second, seconds=None, until_settled=False)
+        details[f"{model}, plain"] = found
+        rows.append([model, "", PLAIN, *figures(found, statistics.median(found["step_ms"][-LAST:]))])
+        print("  ".join(map(str, rows[-1])), flush=True)
+    for model, compiles in cases:
+        case = f"{model}:{compiles}"
         with tempfile.TemporaryDirectory() as folder:
             limits = {"steps": args.first, "seconds": args.seconds, "until_settled": True}
             first = in_a_process(model, compiles, Path(folder), **limits)
@@ -137,7 +146,7 @@ def trained(
 
     Args:
         model: ``"cnn"``, ``"gpt"``, or ``"small"``, a tiny GPT to try this with.
-        compiles: As the case has it.
+        compiles: As the case has it, or :data:`PLAIN`.
         started: When the process was, by the clock of the day.
         steps: To train for.
         seconds: After so many it ends, too.
@@ -189,9 +198,9 @@ def trained(
     settings: dict[str, Any] = {"compile": compiles}
     if compiles == "auto":
         settings = {name: one.off for name, one in declarations().items()} | settings
-    watch, plugin = Watch(), AccelPlugin(**settings, log=False)
+    watch, plugin = Watch(), None if compiles == PLAIN else AccelPlugin(**settings, log=False)
     trainer = Trainer(
-        plugins=[plugin],
+        plugins=[plugin] if plugin else [],
         callbacks=[watch],
         max_steps=LONG if compiles == "auto" else steps + 1,
         max_epochs=-1,
@@ -204,17 +213,18 @@ def trained(
     )
     imports_s, begun = time.time() - started, time.perf_counter()
     trainer.fit(module, datamodule=data)
-    report, entry = plugin.report, settled()
+    entry, statuses = settled(), ""
+    if plugin:
+        statuses = f"{plugin.report.of('tuning').status}; compile: {plugin.report.of('compile').status}"
     step_ms = [1e3 * (after - before) for before, after in zip(watch.at, watch.at[1:], strict=False)]
-    statuses = f"{report.of('tuning').status}; compile: {report.of('compile').status}"
     return {
         "step_ms": step_ms,
         "compiled": watch.compiled[: len(step_ms)],
         "imports_s": imports_s,
         "to_first_s": watch.at[0] - begun,
         "choices": {} if entry is None else entry.tuning.choices,
-        "settled": statuses if entry is not None else f"not settled; {statuses}",
-        "report": str(report),
+        "settled": statuses if entry is not None or not plugin else f"not settled; {statuses}",
+        "report": str(plugin.report) if plugin else "",
     }
 
 

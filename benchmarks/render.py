@@ -70,8 +70,9 @@ REMARKS = {
     " median of the first run's last 25, when it has settled; beside it by the run's own last 25, which a run that had"
     " fallen back to plain would pass. A step runs from a batch's start to the next one's, so that trials and"
     " compilation are in it. *In the first 50*: the seconds that they took beyond as many settled ones, for tracing,"
-    " kernels from the cache and trials. *Plain* is a run without the plugin, whose first steps are slow, too. *Imports* and *to the first step* come before it. Each run is a process of its"
-    " own. `auto` is told of 20,000 steps, has compilation alone on trial, and is ended early.",
+    " kernels from the cache and trials. *Plain* is a run without the plugin, whose first steps are slow, too."
+    " *Imports* and *to the first step* come before it. Each run is a process of its own. `auto` is told of 20,000"
+    " steps, has compilation alone on trial, and is ended early.",
     "plugin_overhead": "Asked for: at most 15 µs a step with everything off and 50 µs with the defaults, which log."
     " Steps are in processor time, calls forward passes of tiny tensors.",
     "checkpointing": "Asked for: `full` at least 60% lower; `selective` at least 30% lower for at most half of the"

@@ -89,11 +89,13 @@ class AcceleratedLoop(PlainLoop):
         super().__init__(task)
         self.handle = accelerate(task.module, plan, optimizers=self.optimizer, steps=steps)
         self._arms: list[Arm] = []
+        self._quiet_steps = 0
         self.setup_s: dict[str, float | None] = {}
 
     @override
     def _train_on(self, batch: Any) -> None:
         scaler = self.handle.scaler
+        self._quiet_steps += not self.handle.engine.is_trying
         with self.handle.step():
             loss = self._task.loss(self.handle.batch(batch))
         scaler.scale(loss).backward()
@@ -103,13 +105,15 @@ class AcceleratedLoop(PlainLoop):
 
     def arms(self) -> list[Arm]:
         """What can be switched; takes the steps that the trials of the parts need."""
-        if not self._arms:  # once: one that is off may not offer itself any more
-            while self.handle.engine.is_trying:
-                self.step()
-            for _ in range(QUIET):
-                self.step()
-            self._arms = self.handle.engine.arms()
+        while not self.knows_arms:
+            self.step()
+        self._arms = self._arms or self.handle.engine.arms()  # once: one that is off may not offer itself any more
         return self._arms
+
+    @property
+    def knows_arms(self) -> bool:
+        """Whether the trials of the parts are over, and steps after them."""
+        return not self.handle.engine.is_trying and self._quiet_steps >= QUIET
 
     def put(self, combination: Combination, may_take_s: float = math.inf) -> None:
         """Has the steps to come run so, until it is called again.
@@ -171,7 +175,7 @@ class TunedLoop(AcceleratedLoop):
 
     @override
     def _train_on(self, batch: Any) -> None:
-        if self._trials is None and not self._is_finished and not self.handle.engine.is_trying:
+        if self._trials is None and not self._is_finished and self.knows_arms:
             self._trials = LiveTrials(self.arms(), self._steps - self.taken, put=self._rest)
             self.tuning = self._trials.tuning
         if self._trials is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_accel.core.compiled import eager_where_compiled
 from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
-from lightning_accel.core.optimizers import living_optimizers
+from lightning_accel.core.optimizers import living_optimizers, with_wrapped
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.report import AccelError, Report, TechniqueReport, difference
 from lightning_accel.edits import Edits
@@ -137,9 +138,10 @@ class Engine:
         return outputs
 
     def meet(self, optimizers: Iterable[Optimizer]) -> None:
-        """Shows optimizers that train the model to the techniques. Those that they know already are passed over."""
+        """Shows optimizers that train the model, and what they wrap, to the techniques, but for those known already."""
         known = {id(optimizer) for optimizer in self._optimizers}
-        new = [optimizer for optimizer in optimizers if id(optimizer) not in known]
+        told = chain.from_iterable(map(with_wrapped, optimizers))
+        new = list({id(optimizer): optimizer for optimizer in told if id(optimizer) not in known}.values())
         if not new:
             return
         named = {f"optimizer {index}": one for index, one in enumerate(new, start=len(self._optimizers))}

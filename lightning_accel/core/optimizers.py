@@ -31,9 +31,22 @@ def living_optimizers(model: nn.Module) -> list[Optimizer]:
     return [optimizer for optimizer in stepping if holds_parameters(optimizer, model)]
 
 
+def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer, and those that it wraps, as Accelerate's does."""
+    found = [optimizer]
+    for one in found:  # which grows
+        known = set(map(id, found))
+        found += [value for value in vars(one).values() if _is_optimizer(value) and id(value) not in known]
+    return found
+
+
 def _kinds_of(kind: type) -> list[type]:
     return [kind, *chain.from_iterable(map(_kinds_of, kind.__subclasses__()))]
 
 
 def _wraps_another(optimizer: Optimizer) -> bool:
-    return any(issubclass(type(value), Optimizer) for value in vars(optimizer).values())
+    return any(map(_is_optimizer, vars(optimizer).values()))
+
+
+def _is_optimizer(value: Any) -> bool:
+    return issubclass(type(value), Optimizer)

@@ -143,6 +143,8 @@ class _ProfilerMeter(Meter):
             if gc.get_freeze_count() == 0:
                 gc.freeze()
                 stack.callback(gc.unfreeze)
+            else:  # by the user, whose frozen objects must stay so
+                gc.collect()
             try:
                 profiler.__enter__()  # type: ignore[no-untyped-call]
             except RuntimeError as error:

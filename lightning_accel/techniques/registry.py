@@ -6,6 +6,7 @@ installs them, or by :func:`register` in a program of one's own.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -24,6 +25,7 @@ Exactness = Literal["exact", "rounding", "precision", "changes training"]
 T = TypeVar("T", bound=type[Technique])
 
 _declared: dict[str, Declaration] = {}
+_in_their_order: dict[str, Declaration] | None = None  # until another one is declared
 _listeners: list[Callable[[], None]] = []
 _is_complete = False
 
@@ -77,7 +79,7 @@ class Declaration:
         """The names of the other fields, without older spellings."""
         return [field.name for field in fields(self.settings)[1:] if "older" not in field.metadata]
 
-    @property
+    @functools.cached_property
     def switch_type(self) -> Any:
         return get_type_hints(self.settings)[self.switch]
 
@@ -202,8 +204,7 @@ def register(
         except ValueError:
             del _declared[name]
             raise
-        for listener in _listeners:
-            listener()
+        _changed()
         return technique
 
     return declare
@@ -216,6 +217,12 @@ RUN_SETTINGS = ("tune", "out_of_memory", "log", "strict", "verify")
 def forget(name: str) -> None:
     """Takes a declaration back: for tests, and for notebooks in which a technique is written."""
     _declared.pop(name, None)
+    _changed()
+
+
+def _changed() -> None:
+    global _in_their_order
+    _in_their_order = None
     for listener in _listeners:
         listener()
 
@@ -231,14 +238,16 @@ def declarations() -> dict[str, Declaration]:
     Raises:
         ValueError: What is declared to come before what goes round in a circle.
     """
-    global _is_complete
+    global _is_complete, _in_their_order
     if not _is_complete:
         _is_complete = True
         for module in pkgutil.iter_modules([str(Path(__file__).parent)], "lightning_accel.techniques."):
             importlib.import_module(module.name)
         for entry in entry_points(group="lightning_accel.techniques"):
             _load(entry)
-    return _in_order(_declared)
+    if _in_their_order is None:
+        _in_their_order = _in_order(_declared)
+    return dict(_in_their_order)
 
 
 def _load(entry: Any) -> None:
@@ -278,6 +287,7 @@ def plain(value: Any) -> Any:
     return [plain(one) for one in value] if isinstance(value, tuple) else value
 
 
+@functools.cache
 def documented(kind: type[Any]) -> dict[str, str]:
     """What the docstring of ``kind`` says under ``Attributes:``, by attribute."""
     text = inspect.getdoc(kind) or ""

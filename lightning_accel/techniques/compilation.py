@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_accel.core import kernel_cache
 from lightning_accel.core.blocks import find_blocks
-from lightning_accel.core.compiled import Kind, is_compiled
+from lightning_accel.core.compiled import Kind, is_compiled, is_gathered_by_hooks
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.techniques.arms import Arm
@@ -157,7 +157,8 @@ class Compilation(Technique):
         return tried(patch, args, kwargs)
 
     def _kind_of(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Kind:
-        key = alike(patch.block, args, kwargs) if patch.may_share else patch.site
+        may_share = patch.may_share and not is_gathered_by_hooks(patch.block)
+        key = alike(patch.block, args, kwargs) if may_share else patch.site
         return self._kinds.setdefault(key, Kind(self._count))
 
     @override

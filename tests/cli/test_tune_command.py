@@ -34,6 +34,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str, **options: Any) ->
     return AccelCLI(save_config_callback=None, **options)
 
 
+@pytest.mark.slow
 def test_what_tune_writes_is_what_fit_then_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def test_it_trains_as_it_does_plain(name: str) -> None:
 
 
 # What was asked for and has no site in one of these models is said in a warning, which is right.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_accel.AccelWarning")
 @rows()
 def test_it_trains_as_it_does_plain_with_memory_saved_too(name: str) -> None:

@@ -80,6 +80,7 @@ def test_a_loader_that_ends_before_it_begins_is_said() -> None:
         searched(Sleeper(), DataLoader(Empty(), batch_size=4))
 
 
+@pytest.mark.slow
 def test_a_limit_below_everything_names_the_least() -> None:
     with pytest.raises(ValueError, match=r"memory_limit=1MiB is below what any setup needs here: the least was \d+MiB"):
         searched(Sleeper(), loader(2), limit=1 << 20)

@@ -62,8 +62,8 @@ REMARKS = {
     "false_wins": "Asked for: at most 1 in 100. Arms that change nothing at all, in short plain loops whose steps take"
     " milliseconds; the same greedy search as above.",
     "techniques": "*Alone*: plain's time over that of the step with this technique and nothing else. *Left out of the"
-    " whole*: the time of the whole without it over that of the whole, which is all techniques that live trials begin"
-    " with, whether they gain or not; above 1 it gains, with 95% intervals. Fewer threads, a heap that keeps what is"
+    " whole*: the time of the whole without it over that of the whole, which is all that a run has from its first"
+    " step on, whether they gain or not; above 1 it gains, with 95% intervals. Fewer threads, a heap that keeps what is"
     " freed and compiled blocks come on top of the whole, as in live trials, and the others are measured without;"
     " where compiling would have cost too much of the measurement, the table says so.",
     "second_run": "Asked for: at most 1.1 for the second, compile included. The mean of the first 50 steps by the"

@@ -8,11 +8,12 @@ steps at a time, the first of which pays for the switch and is not counted. *Alo
 step's with this arm and nothing else; *left out* the time of the whole without it over that of the whole: both above
 one where it gains. Medians of the rounds' ratios, with their 95% intervals.
 
-The whole is what live trials begin with: all arms at once, whether they gain or not. What they try on top of it, as
-fewer threads, is measured on top of it here, too: its *left out* is the time of the whole over that with it. So is what
-has to be set up first, compiled blocks: the others are measured without, as every combination would be compiled anew.
-Where that would take more than half of a model's seconds it is left out, and the table says so. CUDA graphs are for
-GPUs. Techniques that change memory, batches or loaders rather than steps have benchmarks of their own.
+The whole is what a run has from its first step on: all those arms at once, whether they gain or not. What is off until
+it was tried, as fewer threads or a heap that keeps what is freed, is measured on top of it: its *left out* is the time
+of the whole over that with it. So is what has to be set up first, compiled blocks: the others are measured without, as
+every combination would be compiled anew. Where that would take more than half of a model's seconds it is left out, and
+the table says so. CUDA graphs are for GPUs. Techniques that change memory, batches or loaders rather than steps have
+benchmarks of their own.
 
 All eight models take under 15 minutes on two slow cores, compilation included.
 """
@@ -89,7 +90,7 @@ def has_auto(declaration: Declaration) -> bool:
 
 
 def whole_of(arms: Sequence[Arm]) -> Combination:
-    """All that live trials begin with."""
+    """All that a run has before its live trials."""
     return tuple(sorted((arm.name, arm.choices[0]) for arm in arms if not arm.starts_off))
 
 

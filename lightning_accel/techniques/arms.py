@@ -47,6 +47,8 @@ class Arm:
         saves_memory: Whether it is there to save memory, so that it stays unless the run is slower with it.
         gain_ms: What it could gain in a step, by the trial of its parts; None where nothing was timed.
         starts_off: Whether it is off until live trials put it on: not had in a run that is too short for them.
+        asked_alone: Whether it is no part of the whole plan that is asked about first, as it loses more often than it
+            wins.
         setup: What it needs once; such an arm is off until it is asked for, after all the others. None: nothing.
     """
 
@@ -59,4 +61,5 @@ class Arm:
     saves_memory: bool = False
     gain_ms: float | None = None
     starts_off: bool = False
+    asked_alone: bool = False
     setup: Setup | None = None

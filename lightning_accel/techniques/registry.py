@@ -91,7 +91,7 @@ class Declaration:
             kinds = kinds | self.settings | dict[str, Any]
         return kinds | bool if self.on is not None or self.off == "off" else kinds
 
-    @property
+    @functools.cached_property
     def doc(self) -> str:
         """The description of that argument."""
         text = documented(self.settings)[self.switch]
@@ -287,7 +287,6 @@ def plain(value: Any) -> Any:
     return [plain(one) for one in value] if isinstance(value, tuple) else value
 
 
-@functools.cache
 def documented(kind: type[Any]) -> dict[str, str]:
     """What the docstring of ``kind`` says under ``Attributes:``, by attribute."""
     text = inspect.getdoc(kind) or ""

@@ -111,8 +111,7 @@ class Threads(Technique):
     @override
     def arms(self) -> Iterator[Arm]:
         if self._patch is not None and self._choices:
-            # A run that is too short to try keeps all of them: fewer are slower as often as not.
-            yield Arm(self.name, self._choices, self._patch.choose, starts_off=True)
+            yield Arm(self.name, self._choices, self._patch.choose, starts_off=True, asked_alone=True)
 
     @override
     def forecast(self, host: Host) -> Forecast:

@@ -77,7 +77,8 @@ class Questions:
         gather: Callable[[Any], list[Any]] | None,
         known: Tuning | None,
     ) -> None:
-        self.tuning = known or Tuning({arm.name: arm.choices[0] for arm in arms if arm.setup is None})
+        whole = {arm.name: arm.choices[0] for arm in arms if arm.setup is None and not arm.asked_alone}
+        self.tuning = known or Tuning(whole)
         self._arms = {arm.name: arm for arm in sorted(arms, key=_order)}
         self._setups = Setups(arms, self.tuning, gather)
         self._left, self._allowance = turns, allowance(turns)
@@ -305,6 +306,6 @@ def _question(arm: Arm, choice: str) -> str:
     return arm.name if choice == arm.choices[0] else f"{arm.name}={choice}"
 
 
-def _order(arm: Arm) -> tuple[bool, float]:
+def _order(arm: Arm) -> tuple[bool, bool, float]:
     """What has to be set up comes last, where it is known what a step takes; else the most to gain comes first."""
-    return arm.setup is not None, -math.inf if arm.gain_ms is None else -arm.gain_ms
+    return arm.setup is not None, arm.asked_alone, -math.inf if arm.gain_ms is None else -arm.gain_ms

@@ -51,6 +51,18 @@ def test_the_arm_with_the_most_to_gain_is_asked_first() -> None:
     assert list(run.run().results) == ["whole plan", "attention", "copies"]
 
 
+@pytest.mark.parametrize(("speedup", "kept"), [(1.3, {"attention": "on", "threads": "on"}), (0.6, {"attention": "on"})])
+def test_what_loses_more_often_than_it_wins_is_no_part_of_the_whole_and_asked_last(
+    speedup: float, kept: dict[str, str]
+) -> None:
+    run = SimulatedRun({"threads": speedup, "attention": 1.5})
+    run.arms[0] = replace(run.arms[0], asked_alone=True, starts_off=True)
+    tuning = run.run()
+    assert list(tuning.results)[:3] == ["whole plan", "attention", "threads"]
+    assert tuning.results["whole plan"].verdict == "faster"
+    assert tuning.choices == kept
+
+
 @pytest.mark.parametrize("turns", [100, 1000])
 @pytest.mark.parametrize("speedup", [0.3, 0.8])
 def test_slow_arms_cost_no_more_than_allowed(turns: int, speedup: float) -> None:

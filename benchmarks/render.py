@@ -64,7 +64,7 @@ REMARKS = {
     "techniques": "*Alone*: plain's time over that of the step with this technique and nothing else. *Left out of the"
     " whole*: the time of the whole without it over that of the whole, which is all that a run has from its first"
     " step on, whether they gain or not; above 1 it gains, with 95% intervals. Fewer threads, a heap that keeps what is"
-    " freed and compiled blocks come on top of the whole, as in live trials, and the others are measured without;"
+    " freed and compiled blocks are measured on top of the whole, and the others without them;"
     " where compiling would have cost too much of the measurement, the table says so.",
     "second_run": "Asked for: at most 1.1 for the second, compile included. The mean of the first 50 steps by the"
     " median of the first run's last 25, when it has settled; beside it by the run's own last 25, which a run that had"

@@ -183,8 +183,9 @@ def accelerate(
     Args:
         model: The module, on its device.
         plan: What to do; by default what ``AccelPlugin()`` does.
-        optimizers: Those that train the model; by default those that hold its parameters at the first step, for which
-            the whole process is looked through. One that is not among them would not be noticed.
+        optimizers: Those that train the model. Unless they are torch's own and have all of its parameters, others are
+            looked for at the first step, in the whole process; one that is made later, and given a state of another
+            layout, would not be noticed.
         steps: How many training steps there will be, about: what live trials may cost hangs on it.
         host: The machine to decide for; by default the one that holds the model's parameters.
 

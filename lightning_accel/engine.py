@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_accel.core.compiled import eager_where_compiled
 from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
-from lightning_accel.core.optimizers import living_optimizers, with_wrapped
+from lightning_accel.core.optimizers import are_all, living_optimizers
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.report import AccelError, Report, TechniqueReport, difference
 from lightning_accel.edits import Edits
@@ -64,7 +63,8 @@ class Engine:
         for technique in techniques:
             technique.agree = agree
         self._stage: str | None = None  # of the step under way
-        self._optimizers: list[Optimizer] = []
+        self._optimizers: list[Optimizer] = []  # that the techniques know
+        self._told: list[Optimizer] = []  # and those of them that were not found
         # Before both trial steps: a loop may make its optimizer in its first step.
         self._searches_left = 2
         for name in names or [technique.name for technique in techniques]:
@@ -138,10 +138,14 @@ class Engine:
         return outputs
 
     def meet(self, optimizers: Iterable[Optimizer]) -> None:
-        """Shows optimizers that train the model, and what they wrap, to the techniques, but for those known already."""
+        """Shows optimizers that train the model to the techniques. Those that they know already are passed over."""
+        told = list(optimizers)
+        self._told += told
+        self._take_up(told)
+
+    def _take_up(self, optimizers: Iterable[Optimizer]) -> None:
         known = {id(optimizer) for optimizer in self._optimizers}
-        told = chain.from_iterable(map(with_wrapped, optimizers))
-        new = list({id(optimizer): optimizer for optimizer in told if id(optimizer) not in known}.values())
+        new = [optimizer for optimizer in optimizers if id(optimizer) not in known]
         if not new:
             return
         named = {f"optimizer {index}": one for index, one in enumerate(new, start=len(self._optimizers))}
@@ -160,9 +164,9 @@ class Engine:
     def _search_optimizers(self) -> None:
         self._searches_left -= 1
         reading = [one for one in self._techniques if type(one).optimizers is not Technique.optimizers]
-        # To look for them takes a while, and who was told of some was told of all.
-        if not self._optimizers and any(one.edits_optimizers or one in self._at_work for one in reading):
-            self.meet(living_optimizers(self.model))
+        is_read = any(one.edits_optimizers or one in self._at_work for one in reading)
+        if is_read and not are_all(self._told, self.model):  # to look for others takes a while
+            self._take_up(living_optimizers(self.model))
         for technique in self._techniques:
             if technique.edits_optimizers and not self._searches_left and not self._edits.has(technique):
                 self._edits.miss(technique)

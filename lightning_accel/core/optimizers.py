@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from itertools import chain, compress
 from typing import Any
 
@@ -31,13 +32,14 @@ def living_optimizers(model: nn.Module) -> list[Optimizer]:
     return [optimizer for optimizer in stepping if holds_parameters(optimizer, model)]
 
 
-def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
-    """An optimizer, and those that it wraps, as Accelerate's does."""
-    found = [optimizer]
-    for one in found:  # which grows
-        known = set(map(id, found))
-        found += [value for value in vars(one).values() if _is_optimizer(value) and id(value) not in known]
-    return found
+def are_all(optimizers: Sequence[Optimizer], model: nn.Module) -> bool:
+    """Whether nobody else trains ``model``: these have every parameter that is trained, and wrap no others.
+
+    Of torch's own classes that is known; any other may step one that it holds somewhere.
+    """
+    own = [optimizer for optimizer in optimizers if type(optimizer).__module__.startswith("torch.optim.")]
+    held = {id(parameter) for one in own for group in one.param_groups for parameter in group["params"]}
+    return bool(own) and all(id(p) in held for p in model.parameters() if p.requires_grad)
 
 
 def _kinds_of(kind: type) -> list[type]:
@@ -45,8 +47,4 @@ def _kinds_of(kind: type) -> list[type]:
 
 
 def _wraps_another(optimizer: Optimizer) -> bool:
-    return any(map(_is_optimizer, vars(optimizer).values()))
-
-
-def _is_optimizer(value: Any) -> bool:
-    return issubclass(type(value), Optimizer)
+    return any(issubclass(type(value), Optimizer) for value in vars(optimizer).values())

@@ -163,9 +163,10 @@ class Compilation(Technique):
 
     @override
     def settled(self) -> None:
-        self._is_settled = True
-        for kind in self._compiled_kinds():
-            self._first_graphs.setdefault(kind, kind.graphs)
+        if not self._is_settled:
+            self._is_settled = True
+            self._first_graphs = {kind: kind.graphs for kind in self._compiled_kinds()}
+            self._tell()
 
     def _compiled_kinds(self) -> set[Kind]:
         return {patch.kind for patch in self._patches if patch.kind is not None and patch.kind.graphs}
@@ -257,7 +258,7 @@ class CompilationOnTrial(Compilation):
 
     @override
     def settled(self) -> None:
-        if not self._setup.is_under_way:
+        if self._setup.is_over:
             super().settled()
 
     @override

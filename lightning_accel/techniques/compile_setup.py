@@ -38,7 +38,7 @@ class CompileSetup:
         patches: Of the blocks that may be compiled.
         known: What an earlier run's trial has found, or this one's.
         agree: As techniques have it.
-        is_under_way: Whether blocks are being compiled for the first time.
+        is_over: Whether what can be compiled is.
         has_graphs: Whether there may be, or are, compiled blocks that CUDA graphs replay.
     """
 
@@ -46,7 +46,7 @@ class CompileSetup:
         self.patches: list[CompilePatch] = []
         self.known: Verdicts = {}
         self.agree: Callable[[Any], Any] | None = None
-        self.is_under_way = False
+        self.is_over = False
         self.has_graphs = True
         self._notes, self._told = notes, told
         self._probes = PatchSet()
@@ -67,7 +67,6 @@ class CompileSetup:
 
     def begin(self, may_take_s: float) -> None:
         self._may_take_s, self._taken_s, self._longest_s = may_take_s, 0.0, 0.0
-        self.is_under_way = True
         for patch in self.possible:
             patch.undo()  # applied where an earlier run has tried it; the compiler must not meet the probes
         self._found = {patch.site: Verdict(keep=False, reason=_NOT_CALLED) for patch in self.possible}
@@ -79,7 +78,7 @@ class CompileSetup:
 
     def end(self) -> float | None:
         self._probes.undo()
-        self.is_under_way = False
+        self.is_over = True
         # Rank 0's hold: what it keeps, and another rank could not compile, runs eagerly there.
         decided = self._found if self.agree is None else self.agree(self._found)
         replayed = [patch for patch in self.possible if isinstance(patch, ReplayedPatch)]

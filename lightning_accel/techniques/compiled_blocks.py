@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 from typing_extensions import override
 
+from lightning_accel.core import torch_private
 from lightning_accel.core.compiled import Kind, compile_call, eager_call, is_gathered_by_hooks, undo_compile
 from lightning_accel.core.patch import Patch, temporarily
 from lightning_accel.core.torch_private import compiled_call, inductor_options, set_compiled_call
@@ -69,10 +70,11 @@ class CompilePatch(Patch):
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
         """Where an earlier run's trial was taken over, this call is the first that shows which blocks are alike."""
         self.kind = self._kind_of(self, args, kwargs)
+        set_compiled_call(self.block, None)
         self._apply()
-        compiled = compiled_call(self.block)
-        assert compiled is not None
-        return compiled(*args, **kwargs)
+        # None: it was sharded meanwhile, and its forward is compiled instead.
+        call = compiled_call(self.block) or torch_private.eager_call(self.block)
+        return call(*args, **kwargs)
 
     def have(self, choice: str) -> None:
         """Runs the block eagerly while the choice is ``"off"``; what was compiled waits."""

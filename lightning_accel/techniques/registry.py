@@ -202,7 +202,10 @@ def register(
         try:
             _in_order(_declared)
         except ValueError:
-            del _declared[name]
+            if known is None:
+                del _declared[name]
+            else:
+                _declared[name] = known
             raise
         _changed()
         return technique

@@ -105,13 +105,19 @@ class Threads(Technique):
             self._patch = ThreadsPatch(self._count, in_words(self._count))
         elif self._choices:
             self._patch = ThreadsPatch(torch.get_num_threads(), f"{', '.join(self._choices)} on trial")
+            self.notes.status = f"all {torch.get_num_threads()} threads, until live trials find fewer to be faster"
         if self._patch is not None:
             yield self._patch
 
     @override
     def arms(self) -> Iterator[Arm]:
         if self._patch is not None and self._choices:
-            yield Arm(self.name, self._choices, self._patch.choose, starts_off=True, asked_alone=True)
+            yield Arm(self.name, self._choices, self._choose, starts_off=True, asked_alone=True)
+
+    def _choose(self, choice: str) -> None:
+        assert self._patch is not None
+        self._patch.choose(choice)
+        self.notes.status = in_words(torch.get_num_threads())
 
     @override
     def forecast(self, host: Host) -> Forecast:

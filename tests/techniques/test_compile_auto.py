@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.assembly import Handle, accelerate
-from lightning_accel.core import kernel_cache, torch_private
+from lightning_accel.core import compiled, kernel_cache, torch_private
 from lightning_accel.core.host import Host
 from lightning_accel.core.trial import Trial
 from lightning_accel.settings import Plan
+from lightning_accel.techniques import compilation, compiled_blocks
 from lightning_accel.techniques.arms import OFF, Arm, Setup
+from lightning_accel.techniques.compilation import CompilationOnTrial
 from lightning_accel.techniques.notes import Verdict
 from support.live_runs import OTHERS_OFF
 
@@ -236,6 +238,33 @@ def test_blocks_that_an_earlier_run_has_tried_are_compiled_once_a_kind_at_their_
     train(handle)
     assert (compiler.graphs, compiler.ran) == (kinds, 6)
     assert f"{kinds} graph{'s' * (kinds > 1)} compiled, 0 of them anew" in handle.report.of("compile").details
+    handle.undo()
+
+
+def test_a_block_that_was_sharded_before_its_first_compiled_call_is_called_all_the_same(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = blocks(2.0, 2.0)
+    expected = model(torch.ones(3, 4)).square().mean()
+    handle = accelerate(model, Plan(**OTHERS_OFF | {"compile": "on"}), host=CPU)
+    handle.engine.carry_out({"compile": {site: Verdict(keep=True) for site in "12"}})
+    for module in (compiled, compiled_blocks, compilation):
+        monkeypatch.setattr(module, "is_gathered_by_hooks", lambda module: isinstance(module, Block))
+    torch.testing.assert_close(train(handle), expected)
+    handle.undo()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_what_was_compiled_in_the_beginning_is_not_counted_as_compiled_anew_later(compiler: Compiler) -> None:
+    handle, arm, setup = started(blocks(2.0, 3.0))
+    set_up(handle, arm, setup)
+    assert "2 graphs compiled, 0 of them anew" in handle.report.of("compile").details
+    train(handle, size=5)
+    anew = compiler.graphs - 2
+    assert anew > 0
+    handle.engine.technique(CompilationOnTrial).notes.refuse("1", "by a test")  # type: ignore[union-attr]
+    train(handle)
+    assert f"{anew} of them anew" in handle.report.of("compile").details
     handle.undo()
 
 

@@ -51,6 +51,8 @@ def test_what_is_faster_than_all_cores_is_found_on_the_runs_own_steps() -> None:
         trials.took(seconds[torch.get_num_threads()])
     assert trials.tuning.choices == {"threads": "2"}
     assert torch.get_num_threads() == 2
+    handle.engine.listen()
+    assert handle.report.of("threads").status == "2 threads an operation"
     handle.undo()
     assert torch.get_num_threads() == 8
 
@@ -63,6 +65,7 @@ def test_a_run_that_is_too_short_to_try_keeps_them_all() -> None:
         with handle.step():
             assert torch.get_num_threads() == 8
             model(torch.ones(1, 2)).sum().backward()
+    assert handle.report.of("threads").status == "all 8 threads, until live trials find fewer to be faster"
     handle.undo()
 
 

@@ -57,13 +57,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spares the tests what torch, and Python's garbage collector, do for others: a good part of their time in all.
+    """Spares the tests what torch does for others: a good part of their time in all.
 
     Every seed is noted down for GPUs that nobody has asked for yet, with the whole stack, once a kind of GPU; and every
     graph that TorchDynamo captures flushes the processor's caches, to tell developers of torch what its guards cost.
     """
-    gc.collect()
-    gc.freeze()  # no collection needs to look through what the imports have made, a million objects
     torch = sys.modules.get("torch")
     if torch is not None and not torch.cuda.is_available():
         for gpus in (torch.cuda, torch.xpu, torch.mtia):
@@ -72,6 +70,16 @@ def pytest_collection_finish() -> None:
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *_: 0.0
         logging.getLogger("torch.__trace").handlers.clear()  # structured traces, with nowhere to go
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_what_was_before() -> None:
+    """Spares the tests of a file looking through a million objects: those of imports, and of other files' tests.
+
+    Collections do, and so does the search for optimizers that nobody has told of.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ The table follows from what the techniques declare: support/technique_table.py.
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 
@@ -58,15 +57,6 @@ def rows(pairs: Iterable[tuple[str, str]], is_slow: Callable[[str, str], bool]) 
 every_setting = rows(ACTING, lambda name, task: name in ("all, compiled", "flash_attention=flash"))
 # One setting of a technique, or a few where another one is other code.
 every_technique = rows(ACTING, lambda name, task: not comes_and_goes(name, task))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _imports_are_passed_over() -> Iterator[None]:
-    """Looking for the optimizers of a run is looking through all that Python holds: only what tests make, that is."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

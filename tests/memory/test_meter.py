@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,15 +10,9 @@ from torch.profiler import profile
 
 from lightning_accel.memory.meter import Meter, MeterBusyError, device_memory_bytes, meter_for
 
+pytestmark = pytest.mark.usefixtures("nothing_is_frozen")
+
 KIB = 1024
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_frozen() -> Iterator[None]:
-    """As in a user's process; the tests' own keeps what it has imported out of the garbage collector's sight."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from support.techniques.memory_budget_cases import (
     plain,
 )
 
-pytestmark = pytest.mark.numbers
+pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("nothing_is_frozen")]
 
 __all__ = ["handles_are_undone", "plain"]
 

@@ -117,6 +117,7 @@ def counts(line: str) -> list[int]:
     return [int(count) for count in line.split()]
 
 
+@pytest.mark.slow
 def test_a_plain_step_asks_the_system_for_pages_that_the_one_before_gave_back(loops: dict[str, dict[str, str]]) -> None:
     assert sum(counts(loops["plain"]["counts"])[2:]) > PAGES_A_TENSOR
 

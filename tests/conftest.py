@@ -82,14 +82,6 @@ def _without_what_was_before() -> None:
     gc.freeze()
 
 
-@pytest.fixture
-def nothing_is_frozen() -> Iterator[None]:
-    """As in a user's process, for tests that meter memory: with frozen objects that collects at every step."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """Fails a test after which the process is not what it was before, and puts it right for the next one."""

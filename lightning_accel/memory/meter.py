@@ -143,8 +143,9 @@ class _ProfilerMeter(Meter):
             if gc.get_freeze_count() == 0:
                 gc.freeze()
                 stack.callback(gc.unfreeze)
-            else:  # by the user, whose frozen objects must stay so
-                gc.collect()
+            elif gc.isenabled():  # what the user has frozen must stay so
+                gc.disable()
+                stack.callback(gc.enable)
             try:
                 profiler.__enter__()  # type: ignore[no-untyped-call]
             except RuntimeError as error:

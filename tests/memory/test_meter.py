@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +13,16 @@ from torch.profiler import profile
 
 from lightning_accel.memory.meter import Meter, MeterBusyError, device_memory_bytes, meter_for
 
-pytestmark = pytest.mark.usefixtures("nothing_is_frozen")
-
 KIB = 1024
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["in a frozen program", "nothing frozen"])
+def _is_frozen(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As in a user's process; the tests' own keeps what it has imported out of the garbage collector's sight."""
+    if not request.param:
+        gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture
@@ -57,6 +67,23 @@ def test_memory_from_before_is_noticed_when_it_goes(meter: Meter) -> None:
     found = {interval.mark: interval.peak_bytes for interval in meter.stop()}
     del new
     assert found == {"start": 4 * KIB, "gone": 1 * KIB}
+
+
+def test_garbage_of_before_is_not_collected_in_the_midst(meter: Meter) -> None:
+    """Which would be taken for memory of the step, given back."""
+    meter.start()  # what the profiler never saw allocated it does not report
+    ring: list[Any] = [kibibytes(4)]
+    ring.append(ring)
+    meter.stop()
+    end = weakref.ref(ring[0].untyped_storage())
+    del ring
+    meter.start()
+    made = [[] for _ in range(1_000_000)]  # a collection, or several
+    is_there = end() is not None
+    del made
+    assert is_there
+    assert [interval.level_bytes for interval in meter.stop()] == [0]
+    assert gc.isenabled()
 
 
 def test_memory_from_an_earlier_metering_is_not_counted_off_twice(meter: Meter) -> None:

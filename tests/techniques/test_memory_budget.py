@@ -13,7 +13,7 @@ from lightning_accel import AccelWarning, Plan, accelerate
 from lightning_accel.memory.schedule import FixedMemory
 from support.techniques.memory_budget_cases import PLAIN, SETTLED, Block, Loop, Stack, budget, handles_are_undone, plain
 
-pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("nothing_is_frozen")]
+pytestmark = pytest.mark.numbers
 
 __all__ = ["handles_are_undone", "plain"]
 

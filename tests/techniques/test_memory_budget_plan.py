@@ -27,7 +27,7 @@ from support.techniques.memory_budget_cases import (
     plain,
 )
 
-pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("nothing_is_frozen")]
+pytestmark = pytest.mark.numbers
 
 __all__ = ["handles_are_undone", "plain"]
 

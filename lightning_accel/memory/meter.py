@@ -139,11 +139,8 @@ class _ProfilerMeter(Meter):
         del storages
         weak = weakref.ref(self)
         with ExitStack() as stack:
-            # What is garbage already must not be freed in the midst of what is metered, and does not count before.
-            if gc.get_freeze_count() == 0:
-                gc.freeze()
-                stack.callback(gc.unfreeze)
-            elif gc.isenabled():  # what the user has frozen must stay so
+            # What is garbage already must not be freed in the midst of what is metered: before, it does not count.
+            if gc.isenabled():
                 gc.disable()
                 stack.callback(gc.enable)
             try:

@@ -16,15 +16,6 @@ from lightning_accel.memory.meter import Meter, MeterBusyError, device_memory_by
 KIB = 1024
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["in a frozen program", "nothing frozen"])
-def _is_frozen(request: pytest.FixtureRequest) -> Iterator[None]:
-    """As in a user's process; the tests' own keeps what it has imported out of the garbage collector's sight."""
-    if not request.param:
-        gc.unfreeze()
-    yield
-    gc.freeze()
-
-
 @pytest.fixture
 def meter() -> Meter:
     return meter_for(torch.device("cpu"))

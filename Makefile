@@ -17,7 +17,7 @@ demo: $(STAMP)  ## Train two real models, plain and accelerated, and compare the
 	$(BIN)/python examples/demo.py
 
 # A file is one worker's, in the order of the folders: what a file's tests share is made once.
-test: $(STAMP)  ## The tests that need no GPU, two at a time (13 minutes on 2 slow cores; WORKERS=n: n at a time)
+test: $(STAMP)  ## The tests that need no GPU, two at a time (8 to 12 minutes on 2 slow cores; WORKERS=n: n at a time)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## The tests over ten seconds each
@@ -48,7 +48,7 @@ bench: $(STAMP)  ## Every benchmark that runs on a CPU (an hour on 2 slow cores,
 	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
-column: $(STAMP)  ## Measure this machine's column of README.md and docs/claims.md (13 minutes, nothing else running)
+column: $(STAMP)  ## Measure this machine's column of README.md and docs/claims.md (10 minutes, nothing else running)
 	$(BIN)/python examples/demo.py --json docs/results/demo
 	$(BIN)/lightning-accel claims
 	$(BIN)/python benchmarks/render.py

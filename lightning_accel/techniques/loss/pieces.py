@@ -26,7 +26,7 @@ from typing_extensions import override
 _SHARE = 16  # of the rows that are computed at a time
 _FEWEST_ROWS = {"cpu": 128, "cuda": 1024}  # of fewer, adding up the weight's gradient takes longer than its products
 _CACHE_BYTES = 2 << 20  # of the rows whose softmax is taken at a time on a CPU
-_PRODUCT_BYTES = 32 << 20  # of a part of the weight's gradient that waits to be added in float32
+_PRODUCT_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}  # of the part of the weight's gradient that a product is added to
 _BOOST = 2.0**10  # on float16 probabilities, of which one in 100,000 classes is below what float16 has digits for
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -280,7 +280,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left.t(), right)
         return
-    at_once = max(1, _PRODUCT_BYTES // (total.shape[1] * total.element_size()))
+    part_bytes = _PRODUCT_BYTES.get(total.device.type, 8 << 20)
+    at_once = max(1, part_bytes // (total.shape[1] * total.element_size()))
     for start in range(0, len(total), at_once):
         part = slice(start, start + at_once)
         some = left[:, part].t()

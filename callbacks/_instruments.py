@@ -14,6 +14,7 @@ from lightning_accel.callbacks._epoch_ends import EpochEnds, is_last_of_epoch, r
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
 from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
+from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._samples import SampleCounter
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.host import usable_cores
@@ -33,6 +34,7 @@ class FitInstruments:
         flops: Counts one of the steps.
         energy: Told of every pause.
         ends: Told of every step, where there are several ranks; else None.
+        record: Told of every step and epoch, where the run has a folder, on rank 0; else None.
     """
 
     _FIRST_COUNTED_STEP = 3
@@ -51,6 +53,7 @@ class FitInstruments:
         self.clock = clock_for(self._device)
         self.flops = FlopMeter()
         self.ends = EpochEnds.open(trainer)
+        self.record = FitRecord.open(trainer)
         self._fetch_hooks = FetchPatch(trainer, self.clock.fetch_began, self.clock.fetch_ended)
         self._fetch_hooks.apply()
 
@@ -70,7 +73,7 @@ class FitInstruments:
         if is_time and has_room_for_eager_step(self._trainer.lightning_module, self._device):
             self.flops.open()
 
-    def step_ended(self, batch: Any) -> None:
+    def step_ended(self, batch: Any, outputs: Any) -> None:
         is_counted = self.flops.is_open
         if is_counted:
             self.flops.close(keep=True)
@@ -81,6 +84,8 @@ class FitInstruments:
         self._steps += 1
         if self.ends is not None:
             self.ends.step_ended()
+        if self.record is not None:
+            self.record.step_ended(self.clock.timed, outputs)
 
     def measure(self) -> EpochSpeed | None:
         """The epoch that has ended; None when there was no step. A collective call of ranks that end it together.
@@ -93,6 +98,8 @@ class FitInstruments:
         speed = put_together(ranks, epoch=self._trainer.current_epoch, peak_memory_source=self._memory.source)
         if self.ends is not None and is_together:
             self.ends.forget()
+        if self.record is not None and speed is not None:
+            self.record.epoch_ended(self.clock.timed, speed, knows_samples=not self._has_unknown_samples)
         return speed
 
     def _measured(self) -> RankEpoch:

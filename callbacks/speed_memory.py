@@ -53,6 +53,9 @@ class SpeedMemoryLogger(Callback):
     **Memory** is the peak of torch's device allocator, whose peak statistics are reset at each epoch's start; on other
     devices the peak of this process, and :attr:`EpochSpeed.peak_memory_source` says since when.
 
+    **A record** of the run is kept beside its logs where the first logger has a folder (``<folder>/accel/*.jsonl``):
+    times and losses of its steps, by which ``lightning-accel compare`` sets two runs beside each other.
+
     **Several ranks** log the same values on each: rates and FLOPs add up, memory is the largest rank's, ``step_ms`` is
     of the steps of all. Ranks wait for each other in the backward pass, so that a slow one makes the steps of all long;
     ``before_backward_ms`` is what a rank takes before it comes there, and the one that takes longest holds the others
@@ -123,7 +126,7 @@ class SpeedMemoryLogger(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._fit is not None:
-            self._fit.step_ended(batch)
+            self._fit.step_ended(batch, outputs)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -162,13 +165,13 @@ class SpeedMemoryLogger(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
+        self._close(ended=True)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._fit is not None and self._fit.ends is not None and is_broken_collective(exception):
             self._fit.ends.explain(exception)
-        self._close()
+        self._close(exception, ended=True)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -184,12 +187,15 @@ class SpeedMemoryLogger(Callback):
                 self._passed_over.add(AttributePatch(name, "passed over", self, name, None))
         self._passed_over.apply()
 
-    def _close(self) -> None:
+    def _close(self, exception: BaseException | None = None, *, ended: bool = False) -> None:
         self._passed_over.undo()
         self._passed_over = PatchSet()
         fit, self._fit = self._fit, None
-        if fit is not None:
-            fit.close()
+        if fit is None:
+            return
+        if ended and fit.record is not None:
+            fit.record.end(fit.clock.timed, exception)
+        fit.close()
 
 
 def add_speed_memory_logger(trainer: Trainer, module: LightningModule) -> None:

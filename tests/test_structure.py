@@ -23,6 +23,7 @@ LAYERS = (
     ("edits.py",),
     ("engine.py",),
     ("tuning",),
+    ("evidence",),
     ("assembly.py", "planning.py"),
     ("lightning/private.py",),
     ("resilience",),

@@ -20,17 +20,27 @@ class Tally:
 
     Attributes:
         step_ms: The working time of each step.
-        train_ms: Working, waiting for data and the gaps in between, summed.
-        wait_ms: Waiting for data, summed.
+        cycle_ms: Of each, working, waiting for data and the gap before it.
+        each_wait_ms: Of each, waiting for data.
         samples: How many samples the steps trained on.
         before_backward_ms: Of each step with a backward pass, what it took from the cycle's begin to the first one.
     """
 
     step_ms: array[float] = field(default_factory=lambda: array("d"))
-    train_ms: float = 0.0
-    wait_ms: float = 0.0
+    cycle_ms: array[float] = field(default_factory=lambda: array("d"))
+    each_wait_ms: array[float] = field(default_factory=lambda: array("d"))
     samples: int = 0
     before_backward_ms: array[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def train_ms(self) -> float:
+        """All cycles, summed."""
+        return sum(self.cycle_ms)
+
+    @property
+    def wait_ms(self) -> float:
+        """Waiting for data, summed."""
+        return sum(self.each_wait_ms)
 
 
 class StepClock:
@@ -106,8 +116,8 @@ class StepClock:
         tally.step_ms.append((took - waited) * ms)
         if began is not None:
             took += elapsed(opened, began)
-        tally.train_ms += took * ms
-        tally.wait_ms += waited * ms
+        tally.cycle_ms.append(took * ms)
+        tally.each_wait_ms.append(waited * ms)
         tally.samples += samples
         if backward is not None:
             tally.before_backward_ms.append(elapsed(backward, opened if began is None else began) * ms)

@@ -1,0 +1,176 @@
+"""Keeps the record of a fit in the folder of its first logger, for those who compare runs or ask what became of one."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from lightning_accel.callbacks._epoch import EpochSpeed
+from lightning_accel.core.clocks import Tally
+from lightning_accel.core.host import Host, usable_cores
+from lightning_accel.core.report import Report
+from lightning_accel.core.trial import one_line
+from lightning_accel.evidence.record import FOLDER, MOST_PIECES, Header, RecordWriter, Steps, in_pieces
+from lightning_accel.settings import Plan
+
+EVERY_S = 60.0
+_PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-accel")
+
+
+class FitRecord:
+    """The record of one fit on rank 0; other ranks have none. It never fails a run: what cannot be written is said.
+
+    Args:
+        trainer: In its fit.
+        folder: The record's.
+    """
+
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        self._trainer, self._folder = trainer, folder
+        self._started = datetime.now(timezone.utc)
+        self._writer: RecordWriter | None = None  # until there is something to write
+        self._has_failed = False
+        self._due = time.monotonic() + EVERY_S
+        self._steps = 0  # since training began
+        self._written = 0  # of those
+        self._cycle_ms: list[float] = []
+        self._wait_ms: list[float] = []
+        self._samples: int | None = 0
+        self._losses: list[tuple[int, Tensor]] = []
+        self._stride = 1
+        self._tally = Tally()  # the clock's latest
+        self._taken = self._taken_samples = 0  # of it
+
+    @classmethod
+    def open(cls, trainer: Trainer) -> FitRecord | None:
+        """For the fit that begins, where a logger has a folder on this machine. A collective call of all ranks."""
+        if not trainer.loggers or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
+            return None
+        where = trainer.log_dir
+        if not where or "://" in str(where) or not trainer.is_global_zero:
+            return None
+        return cls(trainer, Path(where) / FOLDER)
+
+    def step_ended(self, tally: Tally, outputs: Any) -> None:
+        """Told after each step.
+
+        Args:
+            tally: The clock's, of this epoch.
+            outputs: What Lightning says that ``training_step`` returned.
+        """
+        self._steps += 1
+        if self._steps % self._stride == 0:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                self._losses.append((self._steps, loss.detach()))
+                if len(self._losses) > MOST_PIECES:
+                    self._stride *= 2
+                    self._losses = [one for one in self._losses if one[0] % self._stride == 0]
+        if time.monotonic() >= self._due:
+            self._take(tally, knows_samples=True)
+            self._write()
+
+    def epoch_ended(self, tally: Tally, speed: EpochSpeed, *, knows_samples: bool) -> None:
+        """Told at an epoch's end, before the clock begins anew."""
+        self._take(tally, knows_samples=knows_samples)
+        self._write()
+        self._attempt(lambda writer: writer.epoch(asdict(speed)))
+
+    def end(self, tally: Tally, exception: BaseException | None) -> None:
+        """Says how the fit ended; once."""
+        if exception is not None:  # a device that has failed raises at every question
+            self._losses = [one for one in self._losses if one[1].device.type == "cpu"]
+        self._take(tally, knows_samples=True)
+        if isinstance(exception, KeyboardInterrupt):
+            status = "interrupted"
+        else:
+            status = "finished" if exception is None else one_line(exception)
+        report = getattr(self._trainer.precision_plugin, "report", None)
+        self._write()
+        self._attempt(lambda writer: writer.end(status, report.to_dict() if isinstance(report, Report) else None))
+        self._has_failed = True  # nothing more is written
+
+    def _take(self, tally: Tally, *, knows_samples: bool) -> None:
+        """Takes over from the clock what it has timed since it was last asked."""
+        if tally is not self._tally:
+            self._tally, self._taken, self._taken_samples = tally, 0, 0
+        self._cycle_ms += tally.cycle_ms[self._taken :]
+        self._wait_ms += tally.each_wait_ms[self._taken :]
+        new = tally.samples - self._taken_samples
+        self._samples = None if self._samples is None or not knows_samples else self._samples + new
+        self._taken, self._taken_samples = len(tally.cycle_ms), tally.samples
+
+    def _write(self) -> None:
+        self._due = time.monotonic() + EVERY_S
+        if self._steps == self._written or self._has_failed:
+            return
+        some = Steps(
+            first=self._written + 1,
+            last=self._steps,
+            timed=len(self._cycle_ms),
+            cycle_ms=in_pieces(self._cycle_ms),
+            wait_ms=in_pieces(self._wait_ms),
+            samples=self._samples,
+            losses=[(step, float(loss)) for step, loss in self._losses],
+        )
+        self._written, self._samples = self._steps, 0
+        self._cycle_ms, self._wait_ms, self._losses = [], [], []
+        self._attempt(lambda writer: writer.steps(some))
+
+    def _attempt(self, write: Any) -> None:
+        if self._has_failed:
+            return
+        try:
+            if self._writer is None:
+                name = f"{self._started:%Y%m%dT%H%M%S}-{os.getpid()}.jsonl"
+                self._writer = RecordWriter(self._folder / name, header_of(self._trainer, self._started))
+            write(self._writer)
+        except OSError as error:
+            self._has_failed = True
+            line = f"this run's record could not be written: {error}. The run goes on without one."
+            rank_zero_info(f"lightning-accel: {line}")
+            report = getattr(self._trainer.precision_plugin, "report", None)
+            if isinstance(report, Report):
+                report.note(line)
+
+
+def header_of(trainer: Trainer, started: datetime) -> Header:
+    """What a Trainer runs, and where."""
+    module = trainer.lightning_module
+    plan = getattr(trainer.precision_plugin, "plan", None)
+    parameters = list(module.parameters())
+    return Header(
+        started=started.isoformat(timespec="seconds"),
+        command=list(sys.argv),
+        model=f"{type(module).__module__}.{type(module).__qualname__}",
+        parameters=None if any(map(is_lazy, parameters)) else sum(one.numel() for one in parameters),
+        settings=plan.to_dict() if isinstance(plan, Plan) else None,
+        precision=str(trainer.precision),
+        strategy=type(trainer.strategy).__name__,
+        machine=Host.detect(trainer.strategy.root_device).described,
+        cores=usable_cores(),
+        world_size=trainer.world_size,
+        versions={"python": platform.python_version(), **_installed()},
+    )
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

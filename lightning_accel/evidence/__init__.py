@@ -1,0 +1,1 @@
+"""What a run leaves behind, and what can be told from it: records, and runs beside each other."""

@@ -1,0 +1,206 @@
+"""The record that a run leaves beside its logs: what is in it, and that it can be read whatever became of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_accel import AccelPlugin
+from lightning_accel.evidence.record import Header, Record, RecordError, RecordWriter, Steps, in_pieces, read_record
+from support.measured_runs import BATCH_SIZE, Model, fit, loader
+
+HEADER = Header(
+    started="2026-11-23T12:00:00+00:00",
+    command=["train.py"],
+    model="mine.Model",
+    parameters=18,
+    settings=None,
+    precision="32-true",
+    strategy="SingleDeviceStrategy",
+    machine="a CPU (cpu)",
+    cores=2,
+    world_size=1,
+    versions={"torch": "2.13.0"},
+)
+SOME = Steps(first=1, last=4, timed=4, cycle_ms=[1.0, 2.0], wait_ms=[0.1, 0.2], samples=16, losses=[(1, 3.0), (3, 2.5)])
+
+
+class Remembers(Model):
+    """Keeps its losses."""
+
+    def __init__(self, hook: Any = lambda module, batch_idx: None) -> None:
+        super().__init__(hook)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(math.nan if loss is None else loss.item())
+        return loss
+
+
+def written(folder: Path, *lines: Any) -> Path:
+    writer = RecordWriter(folder / "accel" / "run.jsonl", HEADER)
+    for line in lines:
+        writer.steps(line)
+    return writer.path
+
+
+def recorded(folder: Path, model: Model | None = None, **options: Any) -> Record:
+    fit(model or Model(), logger=CSVLogger(folder), **options)
+    return read_record(folder)
+
+
+def test_a_run_leaves_its_record_beside_its_logs(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    fit(Model(), logger=logger, max_epochs=2)
+    (path,) = Path(logger.log_dir).glob("accel/*.jsonl")
+    assert read_record(tmp_path).path == path
+
+
+def test_it_says_what_ran_and_how_it_ended(tmp_path: Path) -> None:
+    record = recorded(tmp_path)
+    header = record.header
+    assert header.model.endswith("measured_runs.Model")
+    assert (header.parameters, header.world_size, header.precision) == (18, 1, "32-true")
+    assert header.versions["torch"] == torch.__version__
+    assert (header.settings, record.status) == (None, "finished")
+
+
+def test_losses_are_those_of_the_steps(tmp_path: Path) -> None:
+    model = Remembers()
+    record = recorded(tmp_path, model, max_epochs=2)
+    assert record.num_steps == 16
+    assert record.losses == pytest.approx(dict(enumerate(model.losses, start=1)))
+
+
+def test_of_many_steps_it_keeps_the_losses_of_some_at_numbers_that_other_runs_keep_too(tmp_path: Path) -> None:
+    steps = sorted(recorded(tmp_path, data=loader(100)).losses)
+    assert steps == list(range(4, 101, 4))
+
+
+def test_times_add_up_to_the_epochs(tmp_path: Path) -> None:
+    logger = fit(Model(), logger=CSVLogger(tmp_path))
+    record, epoch = read_record(tmp_path), logger.last
+    assert epoch is not None
+    (some,) = record.steps
+    assert (some.first, some.last, some.timed, some.samples) == (1, 8, 7, 7 * BATCH_SIZE)  # one was slowed by counting
+    assert sum(some.cycle_ms) / 1e3 == pytest.approx(epoch.train_seconds)
+    assert sum(some.wait_ms) / sum(some.cycle_ms) == pytest.approx(epoch.data_wait_frac)
+
+
+def test_epochs_are_what_is_logged(tmp_path: Path) -> None:
+    logger = fit(Model(), logger=CSVLogger(tmp_path), max_epochs=2)
+    record = read_record(tmp_path)
+    assert [epoch["step_ms_p50"] for epoch in record.epochs] == [epoch.step_ms_p50 for epoch in logger.history]
+    assert record.peak_memory_mib == max(epoch.peak_memory_mib for epoch in logger.history)
+
+
+def test_with_the_plugin_its_settings_and_its_report_are_in_it(tmp_path: Path) -> None:
+    plugin = AccelPlugin(compile="off")
+    record = recorded(tmp_path, plugins=[plugin])
+    assert record.header.settings == plugin.plan.to_dict()
+    assert record.report is not None
+    assert record.report["techniques"].keys() == plugin.report.techniques.keys()
+
+
+def test_a_run_without_a_logger_writes_nothing(tmp_path: Path) -> None:
+    fit(Model(), default_root_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rehearsal_writes_nothing(tmp_path: Path) -> None:
+    fit(Model(), logger=CSVLogger(tmp_path), fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_raises_has_its_steps_until_then_and_the_error(tmp_path: Path) -> None:
+    def raises(module: Model, batch_idx: int) -> None:
+        if batch_idx == 5:
+            raise ValueError("a bad sample")
+
+    with pytest.raises(ValueError, match="a bad sample"):
+        recorded(tmp_path, Model(raises))
+    record = read_record(tmp_path)
+    assert (record.num_steps, record.status) == (5, "ValueError: a bad sample")
+
+
+def test_losses_that_are_no_numbers_come_back(tmp_path: Path) -> None:
+    def spoils(module: Model, batch_idx: int) -> None:
+        with torch.no_grad():
+            module.layer.bias.fill_(math.inf)
+
+    record = recorded(tmp_path, Model(spoils))
+    assert set(record.losses.values()) == {math.inf}
+
+
+def test_a_second_fit_has_a_record_of_its_own_and_the_latest_is_read(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    assert recorded(tmp_path, max_epochs=3).num_steps == 24
+
+
+def test_a_folder_that_cannot_be_written_costs_the_record_and_not_the_run(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    Path(logger.log_dir).mkdir(parents=True)
+    Path(logger.log_dir, "accel").write_text("in the way")
+    plugin = AccelPlugin()
+    assert fit(Model(), logger=logger, plugins=[plugin]).last is not None
+    (note,) = [note for note in plugin.report.notes if "record" in note]
+    assert "could not be written" in note
+
+
+def test_wherever_a_killed_process_left_off_what_was_whole_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path, SOME, SOME)
+    text = path.read_text()
+    lines = text.splitlines()
+    for end in range(len(lines[0]), len(text)):
+        path.write_text(text[:end])
+        whole = [line for line in text[:end].splitlines() if line in lines[1:]]
+        record = read_record(tmp_path)
+        assert (len(record.steps), record.status) == (len(whole), "")
+
+
+def test_of_thousands_of_epochs_ever_fewer_are_written(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / "run.jsonl", HEADER)
+    for number in range(5000):
+        writer.epoch({"epoch": number})
+    assert len(read_record(tmp_path / "run.jsonl").epochs) == 1000 + 500 + 500 + 125
+
+
+def test_pieces_are_means_of_neighbours() -> None:
+    assert in_pieces([1.0, 3.0, 5.0, 7.0, 9.0], most=2) == [2.0, 7.0]
+    assert in_pieces([1.0, 2.0], most=32) == [1.0, 2.0]
+    assert in_pieces([], most=32) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "is empty: the run ended before"),
+        (json.dumps({"loss": 1.0}) + "\n", "does not begin as the record of a run"),
+        (json.dumps({"kind": "run", "format": 9}) + "\n", r"format 9, of another version .* reads format 1"),
+        (json.dumps({"kind": "run", "format": 1}) + "\n", "is damaged: KeyError"),
+        ("no JSON\nat all\n", "is damaged in line 1"),
+        ("[1]\n", "is damaged in line 1: it is no object"),
+    ],
+    ids=["empty", "another file", "another version", "incomplete", "no JSON", "no object"],
+)
+def test_what_is_no_record_is_said(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "run.jsonl").write_text(text)
+    with pytest.raises(RecordError, match=complaint):
+        read_record(tmp_path / "run.jsonl")
+
+
+def test_a_folder_without_a_record_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"holds no run .* train with AccelPlugin\(\) or SpeedMemoryLogger\(\)"):
+        read_record(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="nowhere does not exist"):
+        read_record(tmp_path / "nowhere")

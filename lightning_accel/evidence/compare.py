@@ -90,21 +90,20 @@ def compare(a: Record, b: Record) -> Comparison:
     """
     _check(a, b)
     knows_samples = all(some.samples for record in (a, b) for some in record.steps if some.timed)
-    pieces = [list(_ms_each(record, by_sample=knows_samples)) for record in (a, b)]
-    medians = [statistics.median(some) for some in pieces]
+    a_ms, b_ms = (list(_ms_each(record, by_sample=knows_samples)) for record in (a, b))
     memory = a.peak_memory_mib, b.peak_memory_mib
     is_alike = _source(a) == _source(b)
     common = sorted(a.losses.keys() & b.losses.keys())[-_LAST_LOSSES:]
     losses = [statistics.fmean(record.losses[step] for step in common) for record in (a, b)] if common else []
     return Comparison(
-        speed=ratio_of(*pieces),
+        speed=ratio_of(a_ms, b_ms),
         unit="samples" if knows_samples else "steps",
-        per_second=(1e3 / medians[0], 1e3 / medians[1]),
+        per_second=(1e3 / statistics.median(a_ms), 1e3 / statistics.median(b_ms)),
         memory_mib=(memory[0], memory[1]) if is_alike and memory[0] and memory[1] else None,
         losses=(losses[0], losses[1]) if common else None,
         loss_step=common[-1] if common else None,
         differences=dict(_differences(a, b)),
-        remarks=tuple(_remarks(a, b, is_alike, min(map(len, pieces)))),
+        remarks=tuple(_remarks(a, b, is_alike, min(len(a_ms), len(b_ms)))),
     )
 
 

@@ -45,8 +45,8 @@ class FitRecord:
         self._writer: RecordWriter | None = None  # until there is something to write
         self._has_failed = False
         self._due = time.monotonic() + EVERY_S
-        self._steps = 0  # since training began
-        self._written = 0  # of those
+        # Since training began, in whichever run: losses are compared at equal steps.
+        self._steps = self._written = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         self._cycle_ms: list[float] = []
         self._wait_ms: list[float] = []
         self._samples: int | None = 0
@@ -57,13 +57,11 @@ class FitRecord:
 
     @classmethod
     def open(cls, trainer: Trainer) -> FitRecord | None:
-        """For the fit that begins, where a logger has a folder on this machine. A collective call of all ranks."""
-        if not trainer.loggers or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
+        """For the fit that begins, on rank 0, where a logger has a folder of this run's on this machine."""
+        if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
             return None
-        where = trainer.log_dir
-        if not where or "://" in str(where) or not trainer.is_global_zero:
-            return None
-        return cls(trainer, Path(where) / FOLDER)
+        folder = next(filter(None, map(_folder_of, trainer.loggers)), None)
+        return None if folder is None else cls(trainer, folder / FOLDER)
 
     def step_ended(self, tally: Tally, outputs: Any) -> None:
         """Told after each step.
@@ -146,6 +144,15 @@ class FitRecord:
             report = getattr(self._trainer.precision_plugin, "report", None)
             if isinstance(report, Report):
                 report.note(line)
+
+
+def _folder_of(logger: Any) -> Path | None:
+    """As TensorBoard's and CSV's have; others have one for all runs, or none."""
+    try:
+        folder = getattr(logger, "log_dir", None)
+    except Exception:  # somebody else's property: no reason to end the run
+        return None
+    return Path(folder) if isinstance(folder, str) and "://" not in folder else None
 
 
 def header_of(trainer: Trainer, started: datetime) -> Header:

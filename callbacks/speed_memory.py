@@ -54,7 +54,8 @@ class SpeedMemoryLogger(Callback):
     devices the peak of this process, and :attr:`EpochSpeed.peak_memory_source` says since when.
 
     **A record** of the run is kept beside its logs where the first logger has a folder (``<folder>/accel/*.jsonl``):
-    times and losses of its steps, by which ``lightning-accel compare`` sets two runs beside each other.
+    times and losses of its steps, by which ``lightning-accel compare`` sets two runs beside each other. Once a minute,
+    to be read, these losses are waited for.
 
     **Several ranks** log the same values on each: rates and FLOPs add up, memory is the largest rank's, ``step_ms`` is
     of the steps of all. Ranks wait for each other in the backward pass, so that a slow one makes the steps of all long;

@@ -90,7 +90,7 @@ def compare(a: Record, b: Record) -> Comparison:
     """
     _check(a, b)
     knows_samples = all(some.samples for record in (a, b) for some in record.steps if some.timed)
-    a_ms, b_ms = (list(_ms_each(record, by_sample=knows_samples)) for record in (a, b))
+    a_ms, b_ms = (_ms_each(record, by_sample=knows_samples) for record in (a, b))
     memory = a.peak_memory_mib, b.peak_memory_mib
     is_alike = _source(a) == _source(b)
     common = sorted(a.losses.keys() & b.losses.keys())[-_LAST_LOSSES:]
@@ -139,16 +139,16 @@ def _check(a: Record, b: Record) -> None:
             raise NotComparableError(f"{record.path} has no steps: {how}. Train for more steps.")
 
 
-def _ms_each(record: Record, *, by_sample: bool) -> Iterator[float]:
-    """Milliseconds of a step, or of a sample, in each piece past the beginning; of a short run the last one."""
-    begin = BEGINNING * record.num_steps
+def _ms_each(record: Record, *, by_sample: bool) -> list[float]:
+    """Milliseconds of a step, or of a sample, in each piece past the beginning; of a very short run in its last one."""
+    begin = record.steps[0].first + BEGINNING * record.num_steps
+    found = []
     for some in record.steps:
-        count = some.last - some.first + 1
-        samples = (some.samples or 0) / some.timed if by_sample else 1.0
+        steps_a_piece = (some.last - some.first + 1) / max(1, len(some.cycle_ms))
+        samples = (some.samples or 0) / max(1, some.timed) if by_sample else 1.0
         for index, ms in enumerate(some.cycle_ms):
-            is_last = some is record.steps[-1] and index == len(some.cycle_ms) - 1
-            if is_last or some.first + index * count / len(some.cycle_ms) > begin:
-                yield ms / samples
+            found.append((some.first + index * steps_a_piece, ms / samples))
+    return [ms for step, ms in found if step >= begin] or [found[-1][1]]
 
 
 def _source(record: Record) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 FORMAT = 1
 FOLDER = "accel"
-"""In the folder of a run's first logger."""
+"""In the folder that a logger has for the run."""
 
 MOST_PIECES = 32
 _ALL_EPOCHS = 1000  # are written; of those after, ever fewer
@@ -64,7 +64,7 @@ class Steps:
     """Some steps, one after the other.
 
     Attributes:
-        first: Number of the first one since training began, from 1; validation is none.
+        first: Number of the first one, from 1 where training began, in whichever run; validation is none.
         last: Number of the last one.
         timed: How many of them were: not those that were slowed by being measured.
         cycle_ms: Means over consecutive pieces of equal length: from the end of a step to the end of the next, waiting
@@ -107,7 +107,7 @@ class Record:
 
     @property
     def num_steps(self) -> int:
-        return self.steps[-1].last if self.steps else 0
+        return self.steps[-1].last - self.steps[0].first + 1 if self.steps else 0
 
     @property
     def losses(self) -> dict[int, float]:
@@ -210,8 +210,8 @@ def _found(where: Path) -> Path:
     found = sorted(where.glob(f"**/{FOLDER}/*.jsonl"), key=lambda path: (path.stat().st_mtime, path.name))
     if not found:
         raise RecordError(
-            f"{where} holds no run ({FOLDER}/*.jsonl): train with AccelPlugin() or SpeedMemoryLogger() and a logger"
-            " that writes to a folder, and give that folder."
+            f"{where} holds no run ({FOLDER}/*.jsonl): train with AccelPlugin() or SpeedMemoryLogger() and"
+            " TensorBoardLogger or CSVLogger, and give the folder that these write to."
         )
     return found[-1]
 

@@ -65,6 +65,12 @@ def test_the_beginning_is_left_out() -> None:
     assert compare(record([10.0] * 30), record(compiled)).speed.ratio == 1
 
 
+def test_steps_none_of_which_was_timed_are_passed_over() -> None:
+    plain, other = record([10.0] * 30), record([10.0] * 30)
+    other.steps.append(Steps(first=31, last=31, timed=0, cycle_ms=[], wait_ms=[], samples=0, losses=[]))
+    assert compare(plain, other).speed.ratio == 1
+
+
 def test_runs_with_other_batches_are_compared_by_the_sample() -> None:
     found = compare(record([10.0] * 30, batch=8), record([20.0] * 30, batch=32))
     assert (found.unit, found.speed.ratio) == ("samples", 2)

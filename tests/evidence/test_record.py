@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_accel import AccelPlugin
 from lightning_accel.evidence.record import Header, Record, RecordError, RecordWriter, Steps, in_pieces, read_record
@@ -114,6 +115,32 @@ def test_a_run_without_a_logger_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Elsewhere(Logger):
+    """A logger with a folder that is none of this run, here."""
+
+    def __init__(self, log_dir: Any) -> None:
+        super().__init__()
+        self._log_dir = log_dir
+
+    @property
+    def log_dir(self) -> Any:
+        if isinstance(self._log_dir, Exception):
+            raise self._log_dir
+        return self._log_dir
+
+    name = version = "0"
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize("log_dir", [None, "s3://bucket/run", RuntimeError("offline"), object()], ids=str)
+def test_loggers_without_a_folder_here_are_passed_over(log_dir: Any, tmp_path: Path) -> None:
+    assert fit(Model(), logger=Elsewhere(log_dir), default_root_dir=tmp_path).last is not None
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_rehearsal_writes_nothing(tmp_path: Path) -> None:
     fit(Model(), logger=CSVLogger(tmp_path), fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
@@ -142,6 +169,13 @@ def test_losses_that_are_no_numbers_come_back(tmp_path: Path) -> None:
 def test_a_second_fit_has_a_record_of_its_own_and_the_latest_is_read(tmp_path: Path) -> None:
     recorded(tmp_path)
     assert recorded(tmp_path, max_epochs=3).num_steps == 24
+
+
+def test_a_run_that_resumes_goes_on_counting(tmp_path: Path) -> None:
+    saving: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, filename="first")]}
+    fit(Model(), max_epochs=1, **saving)
+    resumed = recorded(tmp_path, max_epochs=2, fit_options={"ckpt_path": str(tmp_path / "first.ckpt")}, **saving)
+    assert (resumed.steps[0].first, resumed.num_steps, min(resumed.losses)) == (9, 8, 9)
 
 
 def test_a_folder_that_cannot_be_written_costs_the_record_and_not_the_run(tmp_path: Path) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
+from lightning_accel.callbacks._record import FitRecord
 from support.technique_table import off
 
 FIRST, LAST = 10, 20  # of the steps that are counted: past the trials, and past the logger's count of FLOPs
@@ -58,8 +62,10 @@ def with_sites() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def added_calls(make_trainer: Callable[..., Any], net: Callable[[], nn.Module], **options: Any) -> float:
-    """How many calls a step makes beyond those of Lightning alone."""
+def added_calls(
+    make_trainer: Callable[..., Any], net: Callable[[], nn.Module], *, alone: Any = None, **options: Any
+) -> float:
+    """How many calls a step makes beyond those of Lightning alone, which has the options in ``alone``."""
     data = DataLoader(TensorDataset(torch.ones(4 * (LAST + 2), 8)), batch_size=4)
 
     def calls(**options: Any) -> int:
@@ -70,7 +76,7 @@ def added_calls(make_trainer: Callable[..., Any], net: Callable[[], nn.Module], 
             sys.setprofile(None)
         return sum(module.calls.values())
 
-    plain = calls()
+    plain = calls(**(alone or {}))
     assert plain > 1000 * (LAST - FIRST)  # Lightning's own: else nothing was counted
     return (calls(**options) - plain) / (LAST - FIRST)
 
@@ -90,11 +96,25 @@ def test_a_step_that_is_not_about_to_run_out_of_memory_is_looked_at_and_has_no_n
 def test_the_defaults_cost_a_step_a_tenth_of_lightnings_own(
     make_trainer: Callable[..., Any], net: Callable[[], nn.Module]
 ) -> None:
-    assert added_calls(make_trainer, net, plugins=[AccelPlugin(precision="32-true")]) < 190
+    assert added_calls(make_trainer, net, plugins=[AccelPlugin(precision="32-true")]) < 200
 
 
 def test_the_logger_costs_little_more_than_its_two_hooks(make_trainer: Callable[..., Any]) -> None:
     assert added_calls(make_trainer, linear, callbacks=[SpeedMemoryLogger()]) < 80
+
+
+def test_the_record_costs_a_dozen_more(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def added() -> float:
+        plain, measured = (CSVLogger(tmp_path, version=next(versions)) for _ in range(2))
+        options = {"logger": measured, "callbacks": [SpeedMemoryLogger()]}
+        return added_calls(make_trainer, linear, alone={"logger": plain}, **options)
+
+    versions = itertools.count()
+    with_record = added()
+    monkeypatch.setattr(FitRecord, "open", lambda trainer: None)
+    assert 0 < with_record - added() <= 12
 
 
 def test_without_techniques_there_is_nothing_around_a_step(make_trainer: Callable[..., Any]) -> None:

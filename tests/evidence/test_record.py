@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_accel import AccelPlugin
@@ -172,9 +172,12 @@ def test_a_second_fit_has_a_record_of_its_own_and_the_latest_is_read(tmp_path: P
 
 
 def test_a_run_that_resumes_goes_on_counting(tmp_path: Path) -> None:
-    saving: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, filename="first")]}
-    fit(Model(), max_epochs=1, **saving)
-    resumed = recorded(tmp_path, max_epochs=2, fit_options={"ckpt_path": str(tmp_path / "first.ckpt")}, **saving)
+    first = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1
+    )
+    first.fit(Model(), loader())
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    resumed = recorded(tmp_path, max_epochs=2, fit_options={"ckpt_path": str(tmp_path / "first.ckpt")})
     assert (resumed.steps[0].first, resumed.num_steps, min(resumed.losses)) == (9, 8, 9)
 
 

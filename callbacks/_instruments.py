@@ -80,6 +80,8 @@ class FitInstruments:
         samples = self._samples.count(batch)
         if samples is None:
             self._has_unknown_samples = True
+            if self.record is not None:
+                self.record.knows_samples = False
         self.clock.step_ended(samples or 0, is_counted)
         self._steps += 1
         if self.ends is not None:
@@ -99,7 +101,7 @@ class FitInstruments:
         if self.ends is not None and is_together:
             self.ends.forget()
         if self.record is not None and speed is not None:
-            self.record.epoch_ended(self.clock.timed, speed, knows_samples=not self._has_unknown_samples)
+            self.record.epoch_ended(self.clock.timed, speed)
         return speed
 
     def _measured(self) -> RankEpoch:

@@ -37,9 +37,13 @@ class FitRecord:
     Args:
         trainer: In its fit.
         folder: The record's.
+
+    Attributes:
+        knows_samples: Whether every batch has told how many samples it holds.
     """
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
+        self.knows_samples = True
         self._trainer, self._folder = trainer, folder
         self._started = datetime.now(timezone.utc)
         self._writer: RecordWriter | None = None  # until there is something to write
@@ -49,7 +53,7 @@ class FitRecord:
         self._steps = self._written = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         self._cycle_ms: list[float] = []
         self._wait_ms: list[float] = []
-        self._samples: int | None = 0
+        self._samples = 0
         self._losses: list[tuple[int, Tensor]] = []
         self._stride = 1
         self._tally = Tally()  # the clock's latest
@@ -73,18 +77,18 @@ class FitRecord:
         self._steps += 1
         if self._steps % self._stride == 0:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-            if isinstance(loss, Tensor) and loss.numel() == 1:
+            if type(loss) is Tensor and loss.numel() == 1:  # a DTensor's value may be a collective call
                 self._losses.append((self._steps, loss.detach()))
                 if len(self._losses) > MOST_PIECES:
                     self._stride *= 2
                     self._losses = [one for one in self._losses if one[0] % self._stride == 0]
         if time.monotonic() >= self._due:
-            self._take(tally, knows_samples=True)
+            self._take(tally)
             self._write()
 
-    def epoch_ended(self, tally: Tally, speed: EpochSpeed, *, knows_samples: bool) -> None:
+    def epoch_ended(self, tally: Tally, speed: EpochSpeed) -> None:
         """Told at an epoch's end, before the clock begins anew."""
-        self._take(tally, knows_samples=knows_samples)
+        self._take(tally)
         self._write()
         self._attempt(lambda writer: writer.epoch(asdict(speed)))
 
@@ -92,7 +96,7 @@ class FitRecord:
         """Says how the fit ended; once."""
         if exception is not None:  # a device that has failed raises at every question
             self._losses = [one for one in self._losses if one[1].device.type == "cpu"]
-        self._take(tally, knows_samples=True)
+        self._take(tally)
         if isinstance(exception, KeyboardInterrupt):
             status = "interrupted"
         else:
@@ -102,14 +106,13 @@ class FitRecord:
         self._attempt(lambda writer: writer.end(status, report.to_dict() if isinstance(report, Report) else None))
         self._has_failed = True  # nothing more is written
 
-    def _take(self, tally: Tally, *, knows_samples: bool) -> None:
+    def _take(self, tally: Tally) -> None:
         """Takes over from the clock what it has timed since it was last asked."""
         if tally is not self._tally:
             self._tally, self._taken, self._taken_samples = tally, 0, 0
         self._cycle_ms += tally.cycle_ms[self._taken :]
         self._wait_ms += tally.each_wait_ms[self._taken :]
-        new = tally.samples - self._taken_samples
-        self._samples = None if self._samples is None or not knows_samples else self._samples + new
+        self._samples += tally.samples - self._taken_samples
         self._taken, self._taken_samples = len(tally.cycle_ms), tally.samples
 
     def _write(self) -> None:
@@ -122,7 +125,7 @@ class FitRecord:
             timed=len(self._cycle_ms),
             cycle_ms=in_pieces(self._cycle_ms),
             wait_ms=in_pieces(self._wait_ms),
-            samples=self._samples,
+            samples=self._samples if self.knows_samples else None,
             losses=[(step, float(loss)) for step, loss in self._losses],
         )
         self._written, self._samples = self._steps, 0
@@ -137,9 +140,9 @@ class FitRecord:
                 name = f"{self._started:%Y%m%dT%H%M%S}-{os.getpid()}.jsonl"
                 self._writer = RecordWriter(self._folder / name, header_of(self._trainer, self._started))
             write(self._writer)
-        except OSError as error:
+        except Exception as error:  # whatever it is: the run is worth more than its record
             self._has_failed = True
-            line = f"this run's record could not be written: {error}. The run goes on without one."
+            line = f"this run's record could not be written: {one_line(error)}. The run goes on without one."
             rank_zero_info(f"lightning-accel: {line}")
             report = getattr(self._trainer.precision_plugin, "report", None)
             if isinstance(report, Report):

@@ -6,7 +6,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_accel.evidence.compare import Comparison
+    from lightning_accel.evidence.record import Record
 
 COMPARED, WORSE, NOT_COMPARABLE = 0, 1, 2
 """Exit statuses."""
@@ -60,11 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     return WORSE if worse else COMPARED
 
 
-def _judged(found: Any, gate: float) -> list[tuple[str, bool]]:
+def _judged(found: Comparison, gate: float) -> list[tuple[str, bool]]:
     return [("speed", found.is_slower(gate)), ("memory", found.is_larger(gate))]
 
 
-def _show(a: Any, b: Any, found: Any) -> None:
+def _show(a: Record, b: Record, found: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 

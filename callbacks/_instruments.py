@@ -13,6 +13,7 @@ from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._epoch_ends import EpochEnds, is_last_of_epoch, reaches_max_steps
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
+from lightning_accel.callbacks._parts import StepParts
 from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._samples import SampleCounter
@@ -53,20 +54,27 @@ class FitInstruments:
         self.clock = clock_for(self._device)
         self.flops = FlopMeter()
         self.ends = EpochEnds.open(trainer)
-        self.record = FitRecord.open(trainer)
-        self._fetch_hooks = FetchPatch(trainer, self.clock.fetch_began, self.clock.fetch_ended)
+        self._parts = StepParts(trainer, self.clock)
+        self.record = FitRecord.open(trainer, self._parts)
+        fetches = self.clock if self.record is None else self._parts  # which tells the clock
+        self._fetch_hooks = FetchPatch(trainer, fetches.fetch_began, fetches.fetch_ended)
         self._fetch_hooks.apply()
 
     def restart(self) -> None:
         self.flops.close()
+        self._parts.pause()
         self.clock.restart()
         self._memory.restart()
         self._has_unknown_samples = False
         self.energy.restart()
 
     def pause(self) -> None:
-        self.clock.pause()
+        self.pause_clock()
         self.energy.pause()
+
+    def pause_clock(self) -> None:
+        self.clock.pause()
+        self._parts.pause()
 
     def count_flops_if_time(self, batch_idx: int) -> None:
         is_time = self._steps + 1 >= self._FIRST_COUNTED_STEP or self._is_last_chance(batch_idx)
@@ -87,6 +95,7 @@ class FitInstruments:
         if self.ends is not None:
             self.ends.step_ended()
         if self.record is not None:
+            self._parts.step_ended()
             self.record.step_ended(self.clock.timed, outputs)
 
     def measure(self) -> EpochSpeed | None:
@@ -158,6 +167,7 @@ class FitInstruments:
 
     def close(self) -> None:
         self.flops.close()
+        self._parts.pause()
         self._fetch_hooks.undo()
         self.energy.close()
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.callbacks._epoch import EpochSpeed
+from lightning_accel.callbacks._parts import StepParts
 from lightning_accel.core.clocks import Tally
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.core.report import Report
@@ -37,14 +38,15 @@ class FitRecord:
     Args:
         trainer: In its fit.
         folder: The record's.
+        parts: Of the steps that are looked at.
 
     Attributes:
         knows_samples: Whether every batch has told how many samples it holds.
     """
 
-    def __init__(self, trainer: Trainer, folder: Path) -> None:
+    def __init__(self, trainer: Trainer, folder: Path, parts: StepParts) -> None:
         self.knows_samples = True
-        self._trainer, self._folder = trainer, folder
+        self._trainer, self._folder, self._parts = trainer, folder, parts
         self._started = datetime.now(timezone.utc)
         self._writer: RecordWriter | None = None  # until there is something to write
         self._has_failed = False
@@ -60,12 +62,12 @@ class FitRecord:
         self._taken = self._taken_samples = 0  # of it
 
     @classmethod
-    def open(cls, trainer: Trainer) -> FitRecord | None:
+    def open(cls, trainer: Trainer, parts: StepParts) -> FitRecord | None:
         """For the fit that begins, on rank 0, where a logger has a folder of this run's on this machine."""
         if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
             return None
         folder = next(filter(None, map(_folder_of, trainer.loggers)), None)
-        return None if folder is None else cls(trainer, folder / FOLDER)
+        return None if folder is None else cls(trainer, folder / FOLDER, parts)
 
     def step_ended(self, tally: Tally, outputs: Any) -> None:
         """Told after each step.
@@ -119,6 +121,7 @@ class FitRecord:
         self._due = time.monotonic() + EVERY_S
         if self._steps == self._written or self._has_failed:
             return
+        parts_ms, looked_at = self._parts.taken()
         some = Steps(
             first=self._written + 1,
             last=self._steps,
@@ -127,6 +130,8 @@ class FitRecord:
             wait_ms=in_pieces(self._wait_ms),
             samples=self._samples if self.knows_samples else None,
             losses=[(step, float(loss)) for step, loss in self._losses],
+            looked_at=looked_at,
+            parts_ms=parts_ms,
         )
         self._written, self._samples = self._steps, 0
         self._cycle_ms, self._wait_ms, self._losses = [], [], []

@@ -142,7 +142,7 @@ class SpeedMemoryLogger(Callback):
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._fit is not None:
-            self._fit.clock.pause()
+            self._fit.pause_clock()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

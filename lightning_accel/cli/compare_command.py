@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(a, b, found)
         for what in worse:
-            print(f"! {what}: B is worse than A by more than {gate:.3g}")
+            print(f"! {what}: B is worse than A by more than {100 * gate:g}%")
     return WORSE if worse else COMPARED
 
 
@@ -75,6 +75,8 @@ def _show(a: Record, b: Record, found: Comparison) -> None:
     table = Table("", "A", "B", "B by A", box=None)
     first, second = found.per_second
     table.add_row(f"{found.unit}/s", f"{first:,.4g}", f"{second:,.4g}", str(found.speed).replace("[", "\\["))
+    for part, (first, second) in found.parts_ms.items():
+        table.add_row(f"  {part}, ms a step", f"{first:,.4g}", f"{second:,.4g}", f"{second - first:+,.3g} ms")
     if found.memory_mib is not None:
         first, second = found.memory_mib
         table.add_row("peak memory, MiB", f"{first:,.0f}", f"{second:,.0f}", f"{second / first:.2f}x")

@@ -104,6 +104,18 @@ class StepClock:
     def settle(self) -> None:
         """Completes both tallies. The only call that may wait for the device."""
 
+    def mark(self) -> Any:
+        """The instant that the device will have come to, for :meth:`ms_between`."""
+        return self._mark()
+
+    def ms_between(self, earlier: Any, later: Any) -> float:
+        """Milliseconds from one mark to another; on a GPU once it has passed both."""
+        return self._elapsed(later, earlier) * self._unit_ms
+
+    def has_passed(self, mark: Any) -> bool:
+        """Whether the device has come to a mark."""
+        return True
+
     def _complete(self, *cycle: Any) -> None:
         began, fetches, backward, ended, samples, is_apart = cycle
         elapsed, ms = self._elapsed, self._unit_ms
@@ -158,6 +170,10 @@ class EventClock(StepClock):
             self._pending[-1][_ENDED].synchronize()
         while self._pending:
             self._read_next()
+
+    @override
+    def has_passed(self, mark: Any) -> bool:
+        return bool(mark.query())
 
     @override
     def _complete(self, *cycle: Any) -> None:

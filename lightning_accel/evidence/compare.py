@@ -40,6 +40,7 @@ class Comparison:
         speed: How many times as fast B trains, per sample where both know their samples, else per step.
         unit: ``"samples"`` or ``"steps"``.
         per_second: Of A and of B, in that unit, at the median piece.
+        parts_ms: What a step's time goes to, in milliseconds of A's and of B's mean step; empty where one is not known.
         memory_mib: The peaks of A and of B; None where one is not known, or they were not measured alike.
         losses: Of A and of B, the mean over the last steps that both have; None: there are none.
         loss_step: The last of those steps.
@@ -50,6 +51,7 @@ class Comparison:
     speed: Interval
     unit: str
     per_second: tuple[float, float]
+    parts_ms: Mapping[str, tuple[float, float]]
     memory_mib: tuple[float, float] | None
     losses: tuple[float, float] | None
     loss_step: int | None
@@ -75,6 +77,7 @@ class Comparison:
                 "unit": self.unit,
                 "per_second": self.per_second,
             },
+            "parts_ms": {part: list(pair) for part, pair in self.parts_ms.items()},
             "memory_mib": self.memory_mib,
             "loss": None if self.losses is None else {"step": self.loss_step, "values": self.losses},
             "differences": {name: list(pair) for name, pair in self.differences.items()},
@@ -91,6 +94,8 @@ def compare(a: Record, b: Record) -> Comparison:
     _check(a, b)
     knows_samples = all(some.samples for record in (a, b) for some in record.steps if some.timed)
     a_ms, b_ms = (_ms_each(record, by_sample=knows_samples) for record in (a, b))
+    first, second = a.parts_ms, b.parts_ms
+    parts = dict.fromkeys([*first, *second]) if first and second else ()
     memory = a.peak_memory_mib, b.peak_memory_mib
     is_alike = _source(a) == _source(b)
     common = sorted(a.losses.keys() & b.losses.keys())[-_LAST_LOSSES:]
@@ -99,6 +104,7 @@ def compare(a: Record, b: Record) -> Comparison:
         speed=ratio_of(a_ms, b_ms),
         unit="samples" if knows_samples else "steps",
         per_second=(1e3 / statistics.median(a_ms), 1e3 / statistics.median(b_ms)),
+        parts_ms={part: (first.get(part, 0.0), second.get(part, 0.0)) for part in parts},
         memory_mib=(memory[0], memory[1]) if is_alike and memory[0] and memory[1] else None,
         losses=(losses[0], losses[1]) if common else None,
         loss_step=common[-1] if common else None,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -72,6 +73,8 @@ class Steps:
         wait_ms: Of the same pieces, what of it was waiting for data.
         samples: In those that were timed; None: not known.
         losses: Of some steps: their numbers, and what ``training_step`` returned.
+        looked_at: Of how many steps the parts are.
+        parts_ms: What these steps' time went to, in their sum; it adds up to all of it.
     """
 
     first: int
@@ -81,6 +84,8 @@ class Steps:
     wait_ms: list[float]
     samples: int | None
     losses: list[tuple[int, float]]
+    looked_at: int = 0
+    parts_ms: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +118,16 @@ class Record:
     def losses(self) -> dict[int, float]:
         """Step → its loss, of those that were kept."""
         return dict(pair for some in self.steps for pair in some.losses)
+
+    @property
+    def parts_ms(self) -> dict[str, float]:
+        """What a step's time goes to, in the mean of those that were looked at; empty where none was."""
+        looked_at = sum(some.looked_at for some in self.steps)
+        total: defaultdict[str, float] = defaultdict(float)
+        for some in self.steps:
+            for part, ms in some.parts_ms.items():
+                total[part] += ms
+        return {part: ms / looked_at for part, ms in total.items()}
 
     @property
     def peak_memory_mib(self) -> float | None:

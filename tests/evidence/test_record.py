@@ -135,7 +135,11 @@ class Elsewhere(Logger):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
 
 
-@pytest.mark.parametrize("log_dir", [None, "s3://bucket/run", RuntimeError("offline"), object()], ids=str)
+@pytest.mark.parametrize(
+    "log_dir",
+    [None, "s3://bucket/run", RuntimeError("offline"), object()],
+    ids=["none", "remote", "raises", "no path"],
+)
 def test_loggers_without_a_folder_here_are_passed_over(log_dir: Any, tmp_path: Path) -> None:
     assert fit(Model(), logger=Elsewhere(log_dir), default_root_dir=tmp_path).last is not None
     assert list(tmp_path.iterdir()) == []

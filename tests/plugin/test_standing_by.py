@@ -103,7 +103,7 @@ def test_the_logger_costs_little_more_than_its_two_hooks(make_trainer: Callable[
     assert added_calls(make_trainer, linear, callbacks=[SpeedMemoryLogger()]) < 80
 
 
-def test_the_record_costs_a_dozen_more(
+def test_the_record_costs_a_few_dozen_more(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def added() -> float:
@@ -113,8 +113,8 @@ def test_the_record_costs_a_dozen_more(
 
     versions = itertools.count()
     with_record = added()
-    monkeypatch.setattr(FitRecord, "open", lambda trainer: None)
-    assert 0 < with_record - added() <= 12
+    monkeypatch.setattr(FitRecord, "open", lambda *_: None)
+    assert 0 < with_record - added() < 40  # one of these ten steps is looked at part by part
 
 
 def test_without_techniques_there_is_nothing_around_a_step(make_trainer: Callable[..., Any]) -> None:

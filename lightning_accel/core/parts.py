@@ -1,0 +1,75 @@
+"""Of what a step's time consists: parts that add up to all of it, whatever lies within what.
+
+Time counts for the part that was entered last and is not left: an optimizer's step that calls forward and backward has
+what is left without them. So a step's parts add up to its time from the first mark to the last, on whichever timeline.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from typing import Any
+
+from lightning_accel.core.clocks import StepClock
+
+
+class PartTimer:
+    """Times the parts of some steps, by a clock's own marks; on a GPU these are events, read once it has passed them.
+
+    Args:
+        clock: Whose marks are used.
+        rest: The name of what lies in no part.
+
+    Attributes:
+        ms: Part → milliseconds in all steps that were read.
+        steps: How many these are.
+    """
+
+    def __init__(self, clock: StepClock, rest: str) -> None:
+        self.ms: defaultdict[str, float] = defaultdict(float)
+        self.steps = 0
+        self._clock, self._rest = clock, rest
+        self._stack: list[str] = []
+        self._switches: list[tuple[str, Any]] = []  # the part that begins, and when
+        self._pending: deque[list[tuple[str, Any]]] = deque()  # of steps that are over
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a step is being timed."""
+        return bool(self._stack)
+
+    def begin(self) -> None:
+        """Begins a step, with the rest."""
+        self._stack = [self._rest]
+        self._switches = [(self._rest, self._clock.mark())]
+
+    def enter(self, part: str) -> None:
+        """Begins a part; without effect where no step is timed."""
+        if self._stack:
+            self._stack.append(part)
+            self._switches.append((part, self._clock.mark()))
+
+    def leave(self) -> None:
+        """Ends the part that was entered last."""
+        if len(self._stack) > 1:
+            self._stack.pop()
+            self._switches.append((self._stack[-1], self._clock.mark()))
+
+    def end(self) -> None:
+        """Ends the step."""
+        if self._stack:
+            self._switches.append(("", self._clock.mark()))
+            self._pending.append(self._switches)
+            self.drop()
+
+    def drop(self) -> None:
+        """Forgets the step under way, in which something else went on."""
+        self._stack, self._switches = [], []
+
+    def read(self) -> None:
+        """Adds up the steps that the device has passed; it is not waited for."""
+        while self._pending and self._clock.has_passed(self._pending[0][-1][1]):
+            switches = self._pending.popleft()
+            for (part, began), (_, ended) in itertools.pairwise(switches):
+                self.ms[part] += self._clock.ms_between(began, ended)
+            self.steps += 1

@@ -1,0 +1,123 @@
+"""What a run's record says of where its steps' time goes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from lightning_accel import AccelPlugin
+from lightning_accel.callbacks._parts import DATA, PARTS, REST
+from lightning_accel.evidence.record import Record, read_record
+from support.measured_runs import Model, Vectors, fit, loader
+
+STEPS = 50  # three of which are looked at
+SLEEP_S = 0.02
+
+
+def sleep(*_: Any) -> None:
+    time.sleep(SLEEP_S)
+
+
+class SleepsBackward(Model):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        sleep()
+        super().backward(loss, *args, **kwargs)
+
+
+class SleepsInOptimizer(Model):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(sleep)
+        return optimizer
+
+
+class SleepsInTransfer(Model):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        sleep()
+        return batch
+
+
+class SleepsBetween(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        sleep()
+
+
+class Manual(Model):
+    """Steps by hand, and sleeps where ``where`` says."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.where = where
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.layer(batch).sum()
+        if self.where == "forward":
+            sleep()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.where == "backward":
+            sleep()
+        super().backward(loss, *args, **kwargs)
+
+
+def recorded(folder: Path, model: Model, data: Any = None, **options: Any) -> Record:
+    fit(model, data or loader(STEPS), logger=CSVLogger(folder), **options)
+    return read_record(folder)
+
+
+SLEEPERS = {
+    DATA: lambda: {"model": Model(), "data": loader(data=Vectors(STEPS, sleep))},
+    PARTS["batch_to_device"]: lambda: {"model": SleepsInTransfer()},
+    PARTS["training_step"]: lambda: {"model": Model(sleep)},
+    PARTS["backward"]: lambda: {"model": SleepsBackward()},
+    PARTS["optimizer_step"]: lambda: {"model": SleepsInOptimizer()},
+    REST: lambda: {"model": Model(), "callbacks": [SleepsBetween()]},
+}
+
+
+@pytest.mark.parametrize("plugins", [[], [AccelPlugin]], ids=["plain", "accelerated"])
+@pytest.mark.parametrize("part", SLEEPERS)
+def test_time_goes_to_the_part_that_takes_it(part: str, plugins: Any, tmp_path: Path) -> None:
+    found = recorded(tmp_path, **SLEEPERS[part](), plugins=[make() for make in plugins]).parts_ms
+    assert max(found, key=lambda name: found[name]) == part
+    assert found[part] >= 1e3 * SLEEP_S
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_manual_optimization_has_parts_too(part: str, tmp_path: Path) -> None:
+    found = recorded(tmp_path, Manual(part)).parts_ms
+    assert max(found, key=lambda name: found[name]) == part
+
+
+def test_parts_are_of_every_sixteenth_step(tmp_path: Path) -> None:
+    (some,) = recorded(tmp_path, Model()).steps
+    assert some.looked_at == STEPS // 16
+
+
+def test_steps_with_validation_in_between_are_left_out(tmp_path: Path) -> None:
+    fits = {"val_dataloaders": loader(1)}
+    (some,) = recorded(tmp_path, Model(), val_check_interval=15, fit_options=fits).steps
+    assert some.looked_at == STEPS // 16 - 1  # the first one: it comes between steps 15 and 16
+
+
+def test_the_strategy_is_left_as_it_was(tmp_path: Path) -> None:
+    strategies: list[Any] = []
+
+    class Looks(Callback):
+        def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
+            strategies.append(trainer.strategy)
+
+    recorded(tmp_path, Model(), callbacks=[Looks()])
+    assert not PARTS.keys() & vars(strategies[0]).keys()

@@ -3,83 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from torch import nn
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
-from typing_extensions import override
 
 from lightning_accel.core.compiled import is_compiled
-from lightning_accel.core.torch_private import DispatchMode, dynamo_is_loaded, is_in_backward
-
-_aten = torch.ops.aten
-
-# Under inference mode, and within jagged tensors, these arrive whole; elsewhere autograd has taken them apart before.
-_COMPOSITE = {
-    *(_aten.linear, _aten.matmul, _aten.einsum, _aten.scaled_dot_product_attention),
-    *(_aten.conv1d, _aten.conv2d, _aten.conv3d),
-}
-
-
-class FlopMode(DispatchMode):
-    """Counts the FLOPs of the operations under it, by the formulas of :mod:`torch.utils.flop_counter`.
-
-    :class:`~torch.utils.flop_counter.FlopCounterMode` itself also hooks every module of the process, to say which
-    one spent what; and it counts a forward pass that gradient checkpointing repeats as if the model had asked for it.
-
-    Attributes:
-        flops: Counted so far.
-        saw_backward: Whether an operation ran in a backward pass.
-        failure: What went wrong in a formula; the count is then worthless.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-        self.saw_backward = False
-        self.failure: Exception | None = None
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if any(kind.__name__ == "FakeTensor" for kind in types):  # DTensor asks about shapes: that is no work
-            return func(*args, **kwargs)
-        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
-            # A tensor subclass (DTensor, jagged tensor) unwraps first: what this rank really computes comes next.
-            return NotImplemented
-        operation = getattr(func, "overloadpacket", func)
-        if operation in _COMPOSITE:
-            with self:
-                return func.decompose(*args, **kwargs)
-        out = func(*args, **kwargs)
-        is_backward = is_in_backward()
-        self.saw_backward |= is_backward
-        # Backward passes run without grad mode, so an operation in one with grad mode is a forward pass repeated by
-        # checkpointing: work, but not the model's. (So is a backward pass under create_graph=True: it is left out.)
-        if not (is_backward and torch.is_grad_enabled()):
-            try:
-                self.flops += _formula(operation)(*args, **kwargs, out_val=out)
-            except Exception as error:  # a measurement must not end the user's run
-                self.failure = error
-        return out
-
-
-def _formula(operation: Any) -> Callable[..., int]:
-    if (known := flop_registry.get(operation)) is not None:
-        return known  # type: ignore[no-any-return]
-    # torch's table has the fused attention kernels of every GPU, and not the CPU's.
-    name = getattr(operation, "__name__", "")
-    if "scaled_dot_product" in name:
-        return sdpa_backward_flop if name.endswith("backward") else sdpa_flop
-    return lambda *args, **kwargs: 0
+from lightning_accel.core.torch_private import dynamo_is_loaded
+from lightning_accel.evidence.flops import FlopMode
 
 
 class FlopMeter:
@@ -101,25 +33,33 @@ class FlopMeter:
         self._mode: FlopMode | None = None
         self._contexts = ExitStack()
 
-    def open(self) -> None:
+    def open(self, mode: FlopMode) -> None:
+        """Enters the mode."""
         self._tries += 1
         if dynamo_is_loaded():
             # Under a dispatch mode torch.compile marks what it meets as never to be compiled, and forgets what it
             # has compiled: one counted step would turn compilation off for the rest of the run (torch 2.13). In this
             # stance it leaves its cache alone and runs the step eagerly, where every operation can be seen as well.
             self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
-        self._mode = self._contexts.enter_context(FlopMode())
+        self._mode = self._contexts.enter_context(mode)
         self.is_open = True
 
-    def close(self, *, keep: bool = False) -> None:
-        """Leaves the mode, in whatever state the step ended; ``keep`` takes its count if it is a whole step's."""
+    def close(self, *, keep: bool = False) -> FlopMode | None:
+        """Leaves the mode, in whatever state the step ended; ``keep`` takes its count if it is a whole step's.
+
+        Returns:
+            The mode, if its count was taken.
+        """
         mode, self._mode, self.is_open = self._mode, None, False
         self._contexts.close()
         if mode is not None and keep:
             # A step without a backward pass (training_step returned None) says nothing about the others.
             is_whole = mode.saw_backward and mode.failure is None
-            self.flops = mode.flops or None if is_whole else None
-            self.is_due = not is_whole and self._tries < self._MAX_TRIES
+            if is_whole:
+                self.flops = mode.flops or None
+            self.is_due = not is_whole and self.flops is None and self._tries < self._MAX_TRIES
+            return mode if is_whole else None
+        return None
 
 
 def has_room_for_eager_step(model: nn.Module, device: torch.device) -> bool:

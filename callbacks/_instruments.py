@@ -15,7 +15,7 @@ from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step,
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
 from lightning_accel.callbacks._parts import StepParts
 from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
-from lightning_accel.callbacks._record import FitRecord
+from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.callbacks._samples import SampleCounter
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.host import usable_cores
@@ -24,6 +24,8 @@ from lightning_accel.core.ranks import gather
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
+from lightning_accel.evidence.anatomy import AnatomyMode
+from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.lightning.private import FetchPatch
 
 
@@ -35,15 +37,19 @@ class FitInstruments:
         flops: Counts one of the steps.
         energy: Told of every pause.
         ends: Told of every step, where there are several ranks; else None.
+        steps: How many there were.
+        watch_from: The number of steps after which one is to be watched, operation by operation; None: none is.
         record: Told of every step and epoch, where the run has a folder, on rank 0; else None.
     """
 
     _FIRST_COUNTED_STEP = 3
+    _TAKEN_APART_AGAIN = 100  # when live trials have settled, as a rule
 
     def __init__(self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None) -> None:
         self._trainer = trainer
         self._device = trainer.strategy.root_device
-        self._steps = 0
+        self.steps = 0
+        self.watch_from: int | None = 0
         self._has_unknown_samples = False
         self._has_advised = False
         self._skipped_before = self._skipped_steps()
@@ -54,15 +60,18 @@ class FitInstruments:
         self.clock = clock_for(self._device)
         self.flops = FlopMeter()
         self.ends = EpochEnds.open(trainer)
-        self._parts = StepParts(trainer, self.clock)
-        self.record = FitRecord.open(trainer, self._parts)
-        fetches = self.clock if self.record is None else self._parts  # which tells the clock
+        self.record: FitRecord | None = None
+        self._parts: StepParts | None = None
+        if record_folder(trainer) is not None:
+            self._parts = StepParts(trainer, self.clock)
+            self.record = FitRecord.open(trainer, self._parts)
+        fetches = self._parts or self.clock  # the former tells the latter
         self._fetch_hooks = FetchPatch(trainer, fetches.fetch_began, fetches.fetch_ended)
         self._fetch_hooks.apply()
 
     def restart(self) -> None:
         self.flops.close()
-        self._parts.pause()
+        self.pause_parts()
         self.clock.restart()
         self._memory.restart()
         self._has_unknown_samples = False
@@ -74,27 +83,46 @@ class FitInstruments:
 
     def pause_clock(self) -> None:
         self.clock.pause()
-        self._parts.pause()
+        self.pause_parts()
 
-    def count_flops_if_time(self, batch_idx: int) -> None:
-        is_time = self._steps + 1 >= self._FIRST_COUNTED_STEP or self._is_last_chance(batch_idx)
-        if is_time and has_room_for_eager_step(self._trainer.lightning_module, self._device):
-            self.flops.open()
+    def pause_parts(self) -> None:
+        if self._parts is not None:
+            self._parts.pause()
+
+    def watch_if_time(self, batch: Any, batch_idx: int) -> None:
+        """Counts the FLOPs of the step that begins, if it is one to count; for the record it is taken apart, too."""
+        is_time = self.steps + 1 >= self._FIRST_COUNTED_STEP or self._is_last_chance(batch_idx)
+        module = self._trainer.lightning_module
+        if not (is_time and has_room_for_eager_step(module, self._device)):
+            return
+        if self._parts is None:
+            self.flops.open(FlopMode())
+            return
+        parts = self._parts
+        parts.watch()
+        mode = AnatomyMode(module, clock_for(self._device), lambda: parts.is_at_optimizer)
+        mode.begin(batch, self._trainer.optimizers)
+        self.flops.open(mode)
 
     def step_ended(self, batch: Any, outputs: Any) -> None:
         is_counted = self.flops.is_open
         if is_counted:
-            self.flops.close(keep=True)
+            mode = self.flops.close(keep=True)
+            if not self.flops.is_due:  # else it is tried again at the next one
+                is_to_come = self.record is not None and self.steps < self._TAKEN_APART_AGAIN
+                self.watch_from = self._TAKEN_APART_AGAIN if is_to_come else None
+            if isinstance(mode, AnatomyMode) and self.record is not None:
+                self.record.took_apart(lambda: mode.taken(self._trainer.optimizers))
         samples = self._samples.count(batch)
         if samples is None:
             self._has_unknown_samples = True
             if self.record is not None:
                 self.record.knows_samples = False
         self.clock.step_ended(samples or 0, is_counted)
-        self._steps += 1
+        self.steps += 1
         if self.ends is not None:
             self.ends.step_ended()
-        if self.record is not None:
+        if self.record is not None and self._parts is not None:
             self._parts.step_ended()
             self.record.step_ended(self.clock.timed, outputs)
 
@@ -167,7 +195,8 @@ class FitInstruments:
 
     def close(self) -> None:
         self.flops.close()
-        self._parts.pause()
+        if self._parts is not None:
+            self._parts.close()
         self._fetch_hooks.undo()
         self.energy.close()
 

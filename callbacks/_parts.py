@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,14 @@ from lightning.pytorch import Trainer
 from lightning_accel.core.clocks import StepClock
 from lightning_accel.core.parts import PartTimer
 from lightning_accel.core.patch import MethodPatch, PatchSet
+from lightning_accel.core.trial import one_line
 
 EVERY = 16
-"""Of so many steps one is looked at. The first ones, in which changes are tried, are not."""
+"""Of so many steps one is looked at, drawn by lot: what each fourth step does shows in a fourth of the looks."""
 
 DATA = "waiting for data"
-REST = "callbacks, logging and the loop"
+LOGGING = "logging"
+REST = "callbacks and the loop"
 PARTS = {
     "batch_to_device": "transfer and preprocessing",
     "training_step": "forward",
@@ -27,24 +30,45 @@ PARTS = {
 
 
 class StepParts:
-    """Times the parts of every sixteenth step; in others nothing is in the way.
+    """Times the parts of one step in sixteen; in the others every part is one call more.
 
     Communication between ranks is in the part that waits for it: gradients of DDP in the backward pass, say.
 
     Args:
-        trainer: In its fit.
+        trainer: In its fit. Its strategy and its loggers are told of by an edit, until :meth:`close`.
         clock: Its.
+
+    Attributes:
+        failure: Why no step is looked at; empty: they are.
     """
 
     def __init__(self, trainer: Trainer, clock: StepClock) -> None:
         self.timer = PartTimer(clock, REST)
-        self._clock, self._strategy = clock, trainer.strategy
-        self._told = PatchSet()
-        self._steps = 0
+        self._clock = clock
+        self._draw = random.Random(0)  # the same steps in every run
+        self._look_in = self._draw.randrange(EVERY)  # steps, the first ones, in which changes are tried, left out
+        self._left = EVERY + self._look_in
+        self._is_watched = False  # the step under way, by somebody who slows it
+        self._was_dropped = False
+        self.failure = ""
+        told = [(trainer.strategy, name, part) for name, part in PARTS.items()]
+        told += [(logger, name, LOGGING) for logger in trainer.loggers for name in ("log_metrics", "save")]
+        self._patches = PatchSet(
+            MethodPatch(f"{name} of {number}", "timed", owner, name, functools.partial(self._timed, part))
+            for number, (owner, name, part) in enumerate(told)
+        )
+        try:
+            self._patches.apply()
+        except Exception as error:  # objects of anybody's, which may not be edited
+            self._patches.undo()
+            self.failure = one_line(error)
 
     def fetch_began(self) -> None:
         """Told of a fetch, tells the clock, too."""
         self._clock.fetch_began()
+        if self._was_dropped and not self.timer.is_on:  # with its first fetch a cycle begins after a pause
+            self._was_dropped = False
+            self.timer.begin()
         self.timer.enter(DATA)
 
     def fetch_ended(self) -> None:
@@ -54,25 +78,35 @@ class StepParts:
 
     def step_ended(self) -> None:
         """Ends the step that was looked at, and begins the next one if it is one to look at."""
-        self._steps += 1
-        if self.timer.is_on:
+        if self._is_watched:
+            self._is_watched = False
+            self.timer.drop()
+        elif self.timer.is_on:
             self.timer.end()
-            self._told.undo()
             self.timer.read()
-        elif self._steps % EVERY == EVERY - 1:
-            # Made anew: what a strategy's method is may have changed since.
-            self._told = PatchSet(
-                MethodPatch(name, "timed", self._strategy, name, functools.partial(self._timed, part))
-                for name, part in PARTS.items()
-            )
-            self._told.apply()
+        self._left -= 1
+        if self._left == 0:
+            before, self._look_in = self._look_in, self._draw.randrange(EVERY)
+            self._left = EVERY - before + self._look_in
+            if not self.failure:
+                self.timer.begin()
+
+    def watch(self) -> None:
+        """Follows a step that has begun, so that it is known which part it is in; its times do not count."""
+        if not self.timer.is_on:
             self.timer.begin()
+        self._is_watched = True
+
+    @property
+    def is_at_optimizer(self) -> bool:
+        """Whether the step under way is in the optimizer's own, and not in the closure that it calls."""
+        return self.timer.part == PARTS["optimizer_step"]
 
     def pause(self) -> None:
-        """Forgets the step under way: something else than training comes in between."""
-        if self.timer.is_on:
-            self.timer.drop()
-            self._told.undo()
+        """Forgets the step under way, as something else than training comes in between, and looks at the next one."""
+        self._was_dropped |= self.timer.is_on and not self._is_watched
+        self._is_watched = False
+        self.timer.drop()
 
     def taken(self) -> tuple[dict[str, float], int]:
         """Milliseconds of each part, summed over the steps looked at since this was last asked, and their number."""
@@ -82,13 +116,20 @@ class StepParts:
         self.timer.steps = 0
         return found
 
+    def close(self) -> None:
+        """Leaves strategy and loggers as they were."""
+        self.timer.drop()
+        self._patches.undo()
+
     def _timed(self, part: str, original: Callable[..., Any]) -> Callable[..., Any]:
         timer = self.timer
 
-        def method(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if not timer.is_on:
+                return original(owner, *args, **kwargs)
             timer.enter(part)
             try:
-                return original(strategy, *args, **kwargs)
+                return original(owner, *args, **kwargs)
             finally:
                 timer.leave()
 

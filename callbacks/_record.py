@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -14,22 +15,31 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.callbacks._epoch import EpochSpeed
-from lightning_accel.callbacks._parts import StepParts
+from lightning_accel.callbacks._parts import EVERY, StepParts
 from lightning_accel.core.clocks import Tally
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.core.report import Report
+from lightning_accel.core.torch_private import graphs_captured
+from lightning_accel.core.tree import leaves
 from lightning_accel.core.trial import one_line
+from lightning_accel.evidence.anatomy import Anatomy
 from lightning_accel.evidence.record import FOLDER, MOST_PIECES, Header, RecordWriter, Steps, in_pieces
+from lightning_accel.memory.meter import device_memory_bytes
+from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.settings import Plan
 
 EVERY_S = 60.0
+_OF_LOADERS = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-accel")
+_SECRET = re.compile(r"key|token|secret|password|passwd|credential", re.IGNORECASE)
 
 
 class FitRecord:
@@ -47,27 +57,34 @@ class FitRecord:
     def __init__(self, trainer: Trainer, folder: Path, parts: StepParts) -> None:
         self.knows_samples = True
         self._trainer, self._folder, self._parts = trainer, folder, parts
+        self._device = trainer.strategy.root_device
         self._started = datetime.now(timezone.utc)
+        self._process = psutil.Process()
         self._writer: RecordWriter | None = None  # until there is something to write
         self._has_failed = False
         self._due = time.monotonic() + EVERY_S
         # Since training began, in whichever run: losses are compared at equal steps.
         self._steps = self._written = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        is_automatic = trainer.lightning_module.automatic_optimization
+        self._divided_by = trainer.accumulate_grad_batches if is_automatic else 1  # what Lightning shows of a loss
         self._cycle_ms: list[float] = []
         self._wait_ms: list[float] = []
         self._samples = 0
         self._losses: list[tuple[int, Tensor]] = []
         self._stride = 1
+        self._held_mib: list[float] = []
+        self._captured = graphs_captured()
         self._tally = Tally()  # the clock's latest
         self._taken = self._taken_samples = 0  # of it
+        if parts.failure:
+            self._say(f"no step is looked at part by part: {parts.failure}")
 
     @classmethod
     def open(cls, trainer: Trainer, parts: StepParts) -> FitRecord | None:
         """For the fit that begins, on rank 0, where a logger has a folder of this run's on this machine."""
-        if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
+        if (folder := record_folder(trainer)) is None:
             return None
-        folder = next(filter(None, map(_folder_of, trainer.loggers)), None)
-        return None if folder is None else cls(trainer, folder / FOLDER, parts)
+        return cls(trainer, folder, parts)
 
     def step_ended(self, tally: Tally, outputs: Any) -> None:
         """Told after each step.
@@ -77,10 +94,15 @@ class FitRecord:
             outputs: What Lightning says that ``training_step`` returned.
         """
         self._steps += 1
+        if self._has_failed:
+            return
+        if self._steps % EVERY == 0:
+            self._attempt(self._hold)
         if self._steps % self._stride == 0:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-            if type(loss) is Tensor and loss.numel() == 1:  # a DTensor's value may be a collective call
-                self._losses.append((self._steps, loss.detach()))
+            # A DTensor's value may be a collective call; a view would keep what it is a view of.
+            if type(loss) is Tensor and loss.numel() == 1:
+                self._losses.append((self._steps, loss.detach().clone()))
                 if len(self._losses) > MOST_PIECES:
                     self._stride *= 2
                     self._losses = [one for one in self._losses if one[0] % self._stride == 0]
@@ -88,25 +110,45 @@ class FitRecord:
             self._take(tally)
             self._write()
 
+    def took_apart(self, anatomy: Callable[[], Anatomy]) -> None:
+        """Told of a step that was watched, operation by operation."""
+        try:
+            found = anatomy()
+        except Exception as error:  # of tensors of any kind
+            self._say(f"a step could not be taken apart: {one_line(error)}")
+            return
+        self._attempt(lambda: self._file().anatomy(found))
+
     def epoch_ended(self, tally: Tally, speed: EpochSpeed) -> None:
         """Told at an epoch's end, before the clock begins anew."""
         self._take(tally)
-        self._write()
-        self._attempt(lambda writer: writer.epoch(asdict(speed)))
+        if self._writer is None or time.monotonic() >= self._due:
+            self._write()
+        self._attempt(lambda: self._file().epoch(asdict(speed)))
 
-    def end(self, tally: Tally, exception: BaseException | None) -> None:
-        """Says how the fit ended; once."""
-        if exception is not None:  # a device that has failed raises at every question
+    def training_ended(self, tally: Tally, exception: BaseException | None = None) -> None:
+        """Told when no step is to follow, and what has ended them."""
+        if exception is not None and self._device.type != "cpu":  # a device that has failed raises at every question
             self._losses = [one for one in self._losses if one[1].device.type == "cpu"]
+            self._parts.timer.drop_pending()
         self._take(tally)
+        self._write()
+
+    def end(self, exception: BaseException | None) -> None:
+        """Says how the fit ended; once."""
         if isinstance(exception, KeyboardInterrupt):
             status = "interrupted"
         else:
             status = "finished" if exception is None else one_line(exception)
-        report = getattr(self._trainer.precision_plugin, "report", None)
-        self._write()
-        self._attempt(lambda writer: writer.end(status, report.to_dict() if isinstance(report, Report) else None))
+        page = str(exception) if isinstance(exception, StepMemoryError) else ""
+        report = self._report()
+        self._attempt(lambda: self._file().end(status, None if report is None else report.to_dict(), page))
         self._has_failed = True  # nothing more is written
+
+    def _hold(self) -> None:
+        is_cuda = self._device.type == "cuda"
+        held = torch.cuda.memory_allocated(self._device) if is_cuda else self._process.memory_info().rss
+        self._held_mib.append(held / 2**20)
 
     def _take(self, tally: Tally) -> None:
         """Takes over from the clock what it has timed since it was last asked."""
@@ -119,9 +161,12 @@ class FitRecord:
 
     def _write(self) -> None:
         self._due = time.monotonic() + EVERY_S
-        if self._steps == self._written or self._has_failed:
-            return
+        if self._steps > self._written:
+            self._attempt(lambda: self._file().steps(self._some()))
+
+    def _some(self) -> Steps:
         parts_ms, looked_at = self._parts.taken()
+        captured = graphs_captured()
         some = Steps(
             first=self._written + 1,
             last=self._steps,
@@ -129,29 +174,47 @@ class FitRecord:
             cycle_ms=in_pieces(self._cycle_ms),
             wait_ms=in_pieces(self._wait_ms),
             samples=self._samples if self.knows_samples else None,
-            losses=[(step, float(loss)) for step, loss in self._losses],
+            losses=[(step, self._divided_by * value) for step, loss in self._losses for value in _value_of(loss)],
             looked_at=looked_at,
             parts_ms=parts_ms,
+            held_mib=in_pieces(self._held_mib),
+            captured=captured - self._captured,
         )
-        self._written, self._samples = self._steps, 0
-        self._cycle_ms, self._wait_ms, self._losses = [], [], []
-        self._attempt(lambda writer: writer.steps(some))
+        self._written, self._samples, self._captured = self._steps, 0, captured
+        self._cycle_ms, self._wait_ms, self._losses, self._held_mib = [], [], [], []
+        return some
 
-    def _attempt(self, write: Any) -> None:
+    def _file(self) -> RecordWriter:
+        if self._writer is None:
+            name = f"{self._started:%Y%m%dT%H%M%S%f}-{os.getpid()}.jsonl"
+            self._writer = RecordWriter(self._folder / name, header_of(self._trainer, self._started))
+        return self._writer
+
+    def _attempt(self, write: Callable[[], object]) -> None:
         if self._has_failed:
             return
         try:
-            if self._writer is None:
-                name = f"{self._started:%Y%m%dT%H%M%S}-{os.getpid()}.jsonl"
-                self._writer = RecordWriter(self._folder / name, header_of(self._trainer, self._started))
-            write(self._writer)
+            write()
         except Exception as error:  # whatever it is: the run is worth more than its record
             self._has_failed = True
-            line = f"this run's record could not be written: {one_line(error)}. The run goes on without one."
-            rank_zero_info(f"lightning-accel: {line}")
-            report = getattr(self._trainer.precision_plugin, "report", None)
-            if isinstance(report, Report):
-                report.note(line)
+            self._say(f"this run's record could not be written: {one_line(error)}. The run goes on without one.")
+
+    def _say(self, line: str) -> None:
+        rank_zero_info(f"lightning-accel: {line}")
+        if (report := self._report()) is not None:
+            report.note(line)
+
+    def _report(self) -> Report | None:
+        report = getattr(self._trainer.precision_plugin, "report", None)
+        return report if isinstance(report, Report) else None
+
+
+def record_folder(trainer: Trainer) -> Path | None:
+    """Where this rank keeps a fit's record; None: nowhere, as nobody has a folder for the run, or it is a rehearsal."""
+    if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
+        return None
+    folder = next(filter(None, map(_folder_of, trainer.loggers)), None)
+    return None if folder is None else folder / FOLDER
 
 
 def _folder_of(logger: Any) -> Path | None:
@@ -160,27 +223,55 @@ def _folder_of(logger: Any) -> Path | None:
         folder = getattr(logger, "log_dir", None)
     except Exception:  # somebody else's property: no reason to end the run
         return None
-    return Path(folder) if isinstance(folder, str) and "://" not in folder else None
+    return Path(folder) if isinstance(folder, str | os.PathLike) and "://" not in str(folder) else None
+
+
+def _value_of(loss: Tensor) -> list[float]:
+    """As a number, where it is one."""
+    return [float(loss)] if loss.is_floating_point() and not loss.is_meta else []
 
 
 def header_of(trainer: Trainer, started: datetime) -> Header:
     """What a Trainer runs, and where."""
-    module = trainer.lightning_module
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    host = Host.detect(device)
     plan = getattr(trainer.precision_plugin, "plan", None)
     parameters = list(module.parameters())
     return Header(
         started=started.isoformat(timespec="seconds"),
-        command=list(sys.argv),
+        command=_without_secrets(sys.argv),
         model=f"{type(module).__module__}.{type(module).__qualname__}",
         parameters=None if any(map(is_lazy, parameters)) else sum(one.numel() for one in parameters),
         settings=plan.to_dict() if isinstance(plan, Plan) else None,
         precision=str(trainer.precision),
         strategy=type(trainer.strategy).__name__,
-        machine=Host.detect(trainer.strategy.root_device).described,
+        machine=host.described,
         cores=usable_cores(),
         world_size=trainer.world_size,
         versions={"python": platform.python_version(), **_installed()},
+        native_bf16=host.native_bf16,
+        device_bytes=device_memory_bytes(device),
+        log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        loaders=[
+            {name: getattr(loader, name) for name in _OF_LOADERS if isinstance(getattr(loader, name, None), int)}
+            for loader in leaves(trainer.train_dataloader)
+        ],
     )
+
+
+def _without_secrets(command: list[str]) -> list[str]:
+    """A command line without the values of what is named like a secret."""
+    shown = list(command)
+    for place, word in enumerate(command):
+        name, equals, _ = word.partition("=")
+        if not _SECRET.search(name):
+            continue
+        if equals:
+            shown[place] = f"{name}=…"
+        elif word.startswith("-") and place + 1 < len(command):
+            shown[place + 1] = "…"
+    return shown
 
 
 def _installed() -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._instruments import FitInstruments
+from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.resilience.lost_ranks import is_broken_collective
 
@@ -78,6 +79,7 @@ class SpeedMemoryLogger(Callback):
         self.history: list[EpochSpeed] = []
         self._batch_size_fn = batch_size_fn
         self._fit: FitInstruments | None = None
+        self._ending: FitRecord | None = None  # of a fit whose steps are over
         self._passed_over = PatchSet()
 
     @property
@@ -112,8 +114,10 @@ class SpeedMemoryLogger(Callback):
         self._fit.clock.step_began()
         if self._fit.ends is not None:
             self._fit.ends.step_begins(batch_idx)
-        if self._fit.flops.is_due:
-            self._fit.count_flops_if_time(batch_idx)
+        watch_from = self._fit.watch_from
+        if watch_from is not None:
+            if self._fit.steps >= watch_from:
+                self._fit.watch_if_time(batch, batch_idx)
         elif self._fit.ends is None and is_told_of_fetches:
             self._pass_over({"on_train_batch_start": SpeedMemoryLogger.on_train_batch_start})
 
@@ -166,13 +170,26 @@ class SpeedMemoryLogger(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close(ended=True)
+        if self._fit is not None and self._fit.record is not None:
+            self._ending = self._fit.record
+            self._ending.training_ended(self._fit.clock.timed)
+        self._close()
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_record(None)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._fit is not None and self._fit.ends is not None and is_broken_collective(exception):
             self._fit.ends.explain(exception)
-        self._close(exception, ended=True)
+        try:
+            if self._fit is not None and self._fit.record is not None:
+                self._ending = self._fit.record
+                self._ending.training_ended(self._fit.clock.timed, exception)
+            self._end_record(exception)
+        finally:
+            self._close()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -188,15 +205,17 @@ class SpeedMemoryLogger(Callback):
                 self._passed_over.add(AttributePatch(name, "passed over", self, name, None))
         self._passed_over.apply()
 
-    def _close(self, exception: BaseException | None = None, *, ended: bool = False) -> None:
+    def _end_record(self, exception: BaseException | None) -> None:
+        record, self._ending = self._ending, None
+        if record is not None:
+            record.end(exception)
+
+    def _close(self) -> None:
         self._passed_over.undo()
         self._passed_over = PatchSet()
         fit, self._fit = self._fit, None
-        if fit is None:
-            return
-        if ended and fit.record is not None:
-            fit.record.end(fit.clock.timed, exception)
-        fit.close()
+        if fit is not None:
+            fit.close()
 
 
 def add_speed_memory_logger(trainer: Trainer, module: LightningModule) -> None:

@@ -31,7 +31,7 @@ def add_parser(subcommands: Any) -> None:
         type=_share,
         metavar="3%",
         help="status 1 where B is slower than A by more, with its whole 95%% interval, or needs more memory by more;"
-        " 2 where the machines differ, too",
+        " 2 also where the machines differ, one did not finish, or memory is not known",
     )
     parser.add_argument("--json", action="store_true", help="as JSON, and nothing else")
 
@@ -44,12 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         a, b = read_record(arguments.run_a), read_record(arguments.run_b)
         found = compare(a, b)
-        if arguments.gate is not None and a.header.machine != b.header.machine:
-            raise NotComparableError(
-                f"A gate needs one machine: {a.header.machine} in {a.path}, {b.header.machine} in {b.path}."
-            )
-        if arguments.gate is not None and found.speed.low == 0:
-            raise NotComparableError(f"A gate needs more steps: {'; '.join(found.remarks)}.")
+        if arguments.gate is not None:
+            check_gate(a, b, found)
     except (RecordError, NotComparableError, OSError) as error:
         print(f"lightning-accel compare: {error}", file=sys.stderr)
         return NOT_COMPARABLE
@@ -64,28 +60,54 @@ def run(arguments: argparse.Namespace) -> int:
     return WORSE if worse else COMPARED
 
 
+def check_gate(a: Record, b: Record, found: Comparison) -> None:
+    """Whether a gate can tell anything of these runs.
+
+    Raises:
+        NotComparableError: It cannot.
+    """
+    from lightning_accel.evidence.compare import NotComparableError
+
+    needs = ""
+    if a.header.machine != b.header.machine:
+        needs = f"one machine: {a.header.machine} in {a.path}, {b.header.machine} in {b.path}"
+    elif unfinished := [record for record in (a, b) if record.status != "finished"]:
+        needs = f"runs that have finished: {unfinished[0].path} {unfinished[0].status or 'has no end'}"
+    elif found.speed.low == 0:
+        needs = f"more steps: {'; '.join(found.remarks)}"
+    elif found.memory_mib is None or any("does not know its samples" in remark for remark in found.remarks):
+        needs = f"runs that were measured alike: {'; '.join(found.remarks)}"
+    if needs:
+        raise NotComparableError(f"A gate needs {needs}.")
+
+
 def _judged(found: Comparison, gate: float) -> list[tuple[str, bool]]:
     return [("speed", found.is_slower(gate)), ("memory", found.is_larger(gate))]
 
 
 def _show(a: Record, b: Record, found: Comparison) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("", "A", "B", "B by A", box=None)
+
+    def row(*cells: str) -> None:
+        table.add_row(*map(escape, cells))
+
     first, second = found.per_second
-    table.add_row(f"{found.unit}/s", f"{first:,.4g}", f"{second:,.4g}", str(found.speed).replace("[", "\\["))
+    row(f"{found.unit}/s", f"{first:,.4g}", f"{second:,.4g}", str(found.speed))
     for part, (first, second) in found.parts_ms.items():
-        table.add_row(f"  {part}, ms a step", f"{first:,.4g}", f"{second:,.4g}", f"{second - first:+,.3g} ms")
+        row(f"  {part}, ms a step", f"{first:,.4g}", f"{second:,.4g}", f"{second - first:+,.3g} ms")
     if found.memory_mib is not None:
         first, second = found.memory_mib
-        table.add_row("peak memory, MiB", f"{first:,.0f}", f"{second:,.0f}", f"{second / first:.2f}x")
+        row("peak memory, MiB", f"{first:,.0f}", f"{second:,.0f}", f"{second / first:.2f}x")
     if found.losses is not None:
         first, second = found.losses
         change = f"{(second - first) / abs(first):+.2%}" if first else ""
-        table.add_row(f"loss, to step {found.loss_step:,}", f"{first:.5g}", f"{second:.5g}", change)
+        row(f"loss, to step {found.loss_step:,}", f"{first:.5g}", f"{second:.5g}", change)
     for name, pair in found.differences.items():
-        table.add_row(name, *pair, "")
+        row(name, *pair, "")
     console = Console(width=max(100, Console().width))
     for letter, record in (("A", a), ("B", b)):
         started = record.header.started.replace("T", " ").removesuffix("+00:00")

@@ -23,23 +23,26 @@ class PartTimer:
     Attributes:
         ms: Part → milliseconds in all steps that were read.
         steps: How many these are.
+        is_on: Whether a step is being timed.
     """
 
     def __init__(self, clock: StepClock, rest: str) -> None:
         self.ms: defaultdict[str, float] = defaultdict(float)
         self.steps = 0
+        self.is_on = False
         self._clock, self._rest = clock, rest
         self._stack: list[str] = []
         self._switches: list[tuple[str, Any]] = []  # the part that begins, and when
         self._pending: deque[list[tuple[str, Any]]] = deque()  # of steps that are over
 
     @property
-    def is_on(self) -> bool:
-        """Whether a step is being timed."""
-        return bool(self._stack)
+    def part(self) -> str:
+        """That which a step under way is in; empty: none is."""
+        return self._stack[-1] if self._stack else ""
 
     def begin(self) -> None:
         """Begins a step, with the rest."""
+        self.is_on = True
         self._stack = [self._rest]
         self._switches = [(self._rest, self._clock.mark())]
 
@@ -64,7 +67,13 @@ class PartTimer:
 
     def drop(self) -> None:
         """Forgets the step under way, in which something else went on."""
+        self.is_on = False
         self._stack, self._switches = [], []
+
+    def drop_pending(self) -> None:
+        """Forgets all that was not read: the device is not to be asked any more."""
+        self.drop()
+        self._pending.clear()
 
     def read(self) -> None:
         """Adds up the steps that the device has passed; it is not waited for."""

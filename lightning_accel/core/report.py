@@ -47,6 +47,7 @@ class TechniqueReport:
         refusals: Site → why it was left alone or reverted.
         is_on: Whether the technique acts at all.
         details: What there is to say beyond sites: a table, say.
+        data: The same as plain values, for programs.
     """
 
     status: str = ""
@@ -54,6 +55,7 @@ class TechniqueReport:
     changes: dict[str, str] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     is_on: bool = False
+    data: dict[str, Any] = field(default_factory=dict)
 
     def outcome(self) -> str:
         """What came of the sites, in a line."""
@@ -136,6 +138,7 @@ class Report:
                     "applied": dict(record.changes),
                     "refused": dict(record.refusals),
                     "details": record.details,
+                    **({"data": record.data} if record.data else {}),
                 }
                 for name, record in self.techniques.items()
             },

@@ -123,6 +123,23 @@ def is_in_backward() -> bool:
     return _C._current_graph_task_id() != -1
 
 
+def node_under_way() -> int:
+    """The place, as :func:`sequence_number`, of the node that autograd computes the gradient of; -1: of none.
+
+    ``_current_autograd_node``, since torch 2.0. Without it a backward pass is not told apart by modules.
+    """
+    node = _C._current_autograd_node()
+    return -1 if node is None else sequence_number(node)
+
+
+def latest_node() -> int:
+    """The place of the node that was made last on this thread: ``torch.autograd._get_sequence_nr``, since torch 2.1.
+
+    Within an operation it is the operation's own. Without it a backward pass is not told apart by modules.
+    """
+    return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
+
+
 def call_after_backward(callback: Callable[[], Any]) -> None:
     """Has ``callback`` called when the backward pass under way is at its end; to be called from a hook within it.
 
@@ -299,6 +316,17 @@ def without_function_modes() -> Iterator[list[Any]]:
 def dynamo_is_loaded() -> bool:
     """Whether anything may have been compiled: ``torch._dynamo`` is imported with it, in a second, and only then."""
     return "torch._dynamo" in sys.modules
+
+
+def graphs_captured() -> int:
+    """How many graphs ``torch.compile`` has captured: ``torch._dynamo.utils.counters``, since torch 2.0.
+
+    What is captured at every step is never done compiling. Without it, none are said to be.
+    """
+    if not dynamo_is_loaded():
+        return 0
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    return int(counters["stats"]["unique_graphs"])
 
 
 def dynamo_is_off() -> bool:

@@ -1,10 +1,10 @@
 """Two runs beside each other: speed with an interval, memory, loss at equal steps, and what else was not the same.
 
-Speed is judged on consecutive pieces of each run, past its beginning, in which caches fill and live trials are made.
-The ratio is the median of all ratios of a piece of one run to a piece of the other (Hodges and Lehmann, "Estimates of
-Location Based on Rank Tests", 1963, https://doi.org/10.1214/aoms/1177704172), and the interval holds every ratio that
-the rank-sum test does not reject. It speaks of these two runs: what another hour of the machine would have done to
-either, only more runs can tell.
+Speed is the mean time of a run's steps past its beginning, in which caches fill and live trials are made: the mean and
+no median, as a step in a hundred that takes a second is waited for, too. Steps that follow each other are alike, so the
+interval is that of the means of ten long blocks of each run (Schmeiser, "Batch Size Effects in the Analysis of
+Simulation Output", 1982, https://doi.org/10.1287/opre.30.3.556), as Student's t has it of the logs of their ratio. It
+speaks of these two runs: what another hour of the machine would have done to either, only more runs can tell.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lightning_accel.tuning.pairs import Interval
 BEGINNING = 0.2
 """Of a run's steps, which are not compared."""
 
-FEWEST_PIECES = 6
-"""Of each run: of fewer, no interval is told."""
+BLOCKS = 10
+"""Of each run; of fewer pieces than that, no interval is told."""
 
-_Z = statistics.NormalDist().inv_cdf(0.975)
+_T = 2.262  # Student's t of 95%, two-sided, with one degree of freedom less than there are blocks
 _LAST_LOSSES = 8
 
 
@@ -39,10 +39,10 @@ class Comparison:
     Attributes:
         speed: How many times as fast B trains, per sample where both know their samples, else per step.
         unit: ``"samples"`` or ``"steps"``.
-        per_second: Of A and of B, in that unit, at the median piece.
+        per_second: Of A and of B, in that unit, of all ranks.
         parts_ms: What a step's time goes to, in milliseconds of A's and of B's mean step; empty where one is not known.
         memory_mib: The peaks of A and of B; None where one is not known, or they were not measured alike.
-        losses: Of A and of B, the mean over the last steps that both have; None: there are none.
+        losses: Of A and of B, the mean over the last steps that both have; None: there are none, or no finite ones.
         loss_step: The last of those steps.
         differences: What else is not the same: name → that of A, that of B.
         remarks: What to mind when this is read.
@@ -92,48 +92,58 @@ def compare(a: Record, b: Record) -> Comparison:
         NotComparableError: They are runs of different models, or on different kinds of device, or one has no steps.
     """
     _check(a, b)
-    knows_samples = all(some.samples for record in (a, b) for some in record.steps if some.timed)
-    a_ms, b_ms = (_ms_each(record, by_sample=knows_samples) for record in (a, b))
-    first, second = a.parts_ms, b.parts_ms
+    knows_samples = [all(some.samples for some in record.steps if some.timed) for record in (a, b)]
+    by_sample = all(knows_samples)
+    (a_ms, a_blocks), (b_ms, b_blocks) = (_blocks(record, by_sample=by_sample) for record in (a, b))
+    first, second = a.parts_ms(BEGINNING), b.parts_ms(BEGINNING)
     parts = dict.fromkeys([*first, *second]) if first and second else ()
     memory = a.peak_memory_mib, b.peak_memory_mib
     is_alike = _source(a) == _source(b)
     common = sorted(a.losses.keys() & b.losses.keys())[-_LAST_LOSSES:]
     losses = [statistics.fmean(record.losses[step] for step in common) for record in (a, b)] if common else []
+    is_finite = all(map(math.isfinite, losses))
+    remarks = list(_remarks(a, b))
+    if len(set(knows_samples)) > 1:
+        remarks.append("one of the runs does not know its samples: it is steps that are compared, whatever is in them")
+    if min(len(a_blocks), len(b_blocks)) < BLOCKS:
+        remarks.append(f"too few steps for an interval: it takes {BLOCKS} pieces of a run past its beginning")
+    if not is_finite:
+        remarks.append(f"the loss is no number any more: {losses[0]:g} of A, {losses[1]:g} of B at step {common[-1]:,}")
+    has_memory = is_alike and memory[0] is not None and memory[1] is not None
+    if not has_memory:
+        why = "they were not measured alike" if all(memory) else "not every run has a completed epoch"
+        remarks.append(f"the peaks of memory are not compared: {why}")
     return Comparison(
-        speed=ratio_of(a_ms, b_ms),
-        unit="samples" if knows_samples else "steps",
-        per_second=(1e3 / statistics.median(a_ms), 1e3 / statistics.median(b_ms)),
+        speed=_interval(a_ms / b_ms, a_blocks, b_blocks),
+        unit="samples" if by_sample else "steps",
+        per_second=(1e3 * a.header.world_size / a_ms, 1e3 * b.header.world_size / b_ms),
         parts_ms={part: (first.get(part, 0.0), second.get(part, 0.0)) for part in parts},
-        memory_mib=(memory[0], memory[1]) if is_alike and memory[0] and memory[1] else None,
-        losses=(losses[0], losses[1]) if common else None,
+        memory_mib=(memory[0] or 0.0, memory[1] or 0.0) if has_memory else None,
+        losses=(losses[0], losses[1]) if common and is_finite else None,
         loss_step=common[-1] if common else None,
         differences=dict(_differences(a, b)),
-        remarks=tuple(_remarks(a, b, is_alike, min(len(a_ms), len(b_ms)))),
+        remarks=tuple(remarks),
     )
 
 
-def ratio_of(a_ms: list[float], b_ms: list[float], z: float = _Z) -> Interval:
-    """How many times as fast B is as A, of the times of pieces of each.
-
-    Args:
-        a_ms: What A took.
-        b_ms: What B took.
-        z: The quantile of the normal distribution to which the rank-sum test rejects.
-    """
-    ratios = sorted(math.log(a / b) for a in a_ms for b in b_ms)
-    count_a, count_b = len(a_ms), len(b_ms)
-    middle = math.exp(statistics.median(ratios))
-    spread = z * math.sqrt(count_a * count_b * (count_a + count_b + 1) / 12)
-    rank = math.floor(len(ratios) / 2 - spread)
-    if min(count_a, count_b) < FEWEST_PIECES or rank < 1:
-        return Interval(middle, 0.0, math.inf)
-    return Interval(middle, math.exp(ratios[rank - 1]), math.exp(ratios[-rank]))
+def _interval(ratio: float, a_ms: list[float], b_ms: list[float]) -> Interval:
+    """Of a ratio of means, by the means of blocks of either."""
+    if min(len(a_ms), len(b_ms)) < BLOCKS:
+        return Interval(ratio, 0.0, math.inf)
+    error = math.sqrt(sum((statistics.stdev(ms) / statistics.fmean(ms)) ** 2 / len(ms) for ms in (a_ms, b_ms)))
+    return Interval(ratio, ratio * math.exp(-_T * error), ratio * math.exp(_T * error))
 
 
 def _check(a: Record, b: Record) -> None:
-    for what, name in (("model", "model"), ("number of parameters", "parameters"), ("number of ranks", "world_size")):
-        first, second = getattr(a.header, name), getattr(b.header, name)
+    # A script's classes are in __main__, or in a package, by how it is started; ranks with shards count their own.
+    parameters = [one.header.parameters if one.header.strategy == a.header.strategy else None for one in (a, b)]
+    models = [record.header.model for record in (a, b)]
+    is_same_model = models[0].rpartition(".")[2] == models[1].rpartition(".")[2]
+    for what, first, second in (
+        ("model", models[0], models[0] if is_same_model else models[1]),
+        ("number of parameters", *parameters),
+        ("number of ranks", a.header.world_size, b.header.world_size),
+    ):
         if first != second and None not in (first, second):
             raise NotComparableError(
                 f"The {what} is not the same: {first} in {a.path}, {second} in {b.path}. Only runs of one training can"
@@ -145,16 +155,26 @@ def _check(a: Record, b: Record) -> None:
             raise NotComparableError(f"{record.path} has no steps: {how}. Train for more steps.")
 
 
-def _ms_each(record: Record, *, by_sample: bool) -> list[float]:
-    """Milliseconds of a step, or of a sample, in each piece past the beginning; of a very short run in its last one."""
+def _blocks(record: Record, *, by_sample: bool) -> tuple[float, list[float]]:
+    """Mean milliseconds of a step, or of a sample, past the beginning; and of blocks of about as many steps each."""
+    pieces = [
+        (number, steps, ms / ((some.samples or 0) / some.timed if by_sample else 1.0))
+        for some in record.steps
+        for number, steps, ms in some.pieces()
+    ]
     begin = record.steps[0].first + BEGINNING * record.num_steps
-    found = []
-    for some in record.steps:
-        steps_a_piece = (some.last - some.first + 1) / max(1, len(some.cycle_ms))
-        samples = (some.samples or 0) / max(1, some.timed) if by_sample else 1.0
-        for index, ms in enumerate(some.cycle_ms):
-            found.append((some.first + index * steps_a_piece, ms / samples))
-    return [ms for step, ms in found if step >= begin] or [found[-1][1]]
+    late = [(steps, ms) for number, steps, ms in pieces if number >= begin] or [pieces[-1][1:]]
+    total = sum(steps for steps, _ in late)
+    blocks: list[list[tuple[int, float]]] = [[] for _ in range(min(BLOCKS, len(late)))]
+    passed = 0
+    for steps, ms in late:
+        blocks[min(len(blocks) - 1, passed * len(blocks) // total)].append((steps, ms))
+        passed += steps
+    return _mean(late), [_mean(block) for block in blocks if block]
+
+
+def _mean(pieces: list[tuple[int, float]]) -> float:
+    return sum(steps * ms for steps, ms in pieces) / sum(steps for steps, _ in pieces)
 
 
 def _source(record: Record) -> str:
@@ -163,7 +183,7 @@ def _source(record: Record) -> str:
 
 def _differences(a: Record, b: Record) -> Iterator[tuple[str, tuple[str, str]]]:
     first, second = a.header, b.header
-    for name in ("machine", "cores", "precision", "strategy"):
+    for name in ("machine", "cores", "precision", "strategy", "accumulate_grad_batches", "loaders"):
         yield from _where_other(name, getattr(first, name), getattr(second, name))
     for name in sorted(first.versions.keys() | second.versions.keys()):
         yield from _where_other(name, first.versions.get(name, "none"), second.versions.get(name, "none"))
@@ -180,13 +200,13 @@ def _where_other(name: str, first: Any, second: Any) -> Iterator[tuple[str, tupl
         yield name, (str(first), str(second))
 
 
-def _remarks(a: Record, b: Record, is_alike: bool, pieces: int) -> Iterator[str]:
+def _remarks(a: Record, b: Record) -> Iterator[str]:
+    if a.path == b.path:
+        yield "this is one run beside itself"
     if a.header.machine != b.header.machine:
         yield "the machines differ: the ratio is theirs as much as the runs'"
-    if pieces < FEWEST_PIECES:
-        yield f"too few steps for an interval: one of the runs has {pieces} pieces past its beginning"
-    if not is_alike and a.epochs and b.epochs:
-        yield "the peaks of memory were not measured alike, and are not compared"
     for record in (a, b):
         if record.status != "finished":
-            yield f"{record.path.parent} {record.status or 'has no end: it was killed, or still runs'}"
+            yield f"{record.path} {record.status or 'has no end: it was killed, or still runs'}"
+        for other in record.passed_over:
+            yield f"{other}, which is newer, has no steps; {record.path.name} is shown"

@@ -2,20 +2,22 @@
 
 A line is written whole, at most once a minute and at the end of an epoch, so that a process that is killed loses a
 minute of it. The first one (``"kind": "run"``) says what ran where; ``"steps"`` have times and losses of steps since
-the line before, ``"epoch"`` what :class:`~lightning_accel.callbacks.SpeedMemoryLogger` logs, and ``"end"`` how it ended
-and what the plugin did. A day of training is about one MiB; of thousands of epochs not every one is written.
+the line before, ``"epoch"`` what :class:`~lightning_accel.callbacks.SpeedMemoryLogger` logs, ``"anatomy"`` one step
+taken apart, and ``"end"`` how it ended and what the plugin did. A day of training is about one MiB; of thousands of
+epochs not every one is written.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from lightning_accel.evidence.anatomy import Anatomy
 
 FORMAT = 1
 FOLDER = "accel"
@@ -45,6 +47,11 @@ class Header:
         cores: That the process may use.
         world_size: How many ranks trained together.
         versions: Of Python and of packages, by name.
+        native_bf16: Whether the device computes in bfloat16 rather than emulates it.
+        device_bytes: All the memory of the device, on a CPU of the machine or container.
+        log_every_n_steps: The Trainer's.
+        accumulate_grad_batches: The Trainer's.
+        loaders: Of training batches: what each was made with, by the names of :class:`torch.utils.data.DataLoader`.
     """
 
     started: str
@@ -58,6 +65,11 @@ class Header:
     cores: int
     world_size: int
     versions: dict[str, str]
+    native_bf16: bool = False
+    device_bytes: int = 0
+    log_every_n_steps: int = 0
+    accumulate_grad_batches: int = 1
+    loaders: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +87,8 @@ class Steps:
         losses: Of some steps: their numbers, and what ``training_step`` returned.
         looked_at: Of how many steps the parts are.
         parts_ms: What these steps' time went to, in their sum; it adds up to all of it.
+        held_mib: Memory that was held at the end of each of these: of torch's allocator on a GPU, else of the process.
+        captured: How many graphs ``torch.compile`` has captured.
     """
 
     first: int
@@ -86,6 +100,16 @@ class Steps:
     losses: list[tuple[int, float]]
     looked_at: int = 0
     parts_ms: dict[str, float] = field(default_factory=dict)
+    held_mib: list[float] = field(default_factory=list)
+    captured: int = 0
+
+    def pieces(self) -> Iterator[tuple[int, int, float]]:
+        """Of each piece: the number of its first step, about; how many it has; their mean milliseconds."""
+        length = _piece_length(self.timed)
+        steps_each = (self.last - self.first + 1) / max(1, self.timed)
+        for index, ms in enumerate(self.cycle_ms):
+            begin = index * length
+            yield self.first + round(begin * steps_each), min(length, self.timed - begin), ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +125,9 @@ class Record:
             still runs.
         report: What the plugin did, as :meth:`Report.to_dict <lightning_accel.core.report.Report.to_dict>`; None
             without it, and without an end.
+        passed_over: Newer ones in the same folder, which have no steps.
+        page: What a run that died for want of memory ended with; else empty.
+        anatomy: The step that was taken apart last; None: none was.
     """
 
     path: Path
@@ -109,6 +136,9 @@ class Record:
     epochs: list[dict[str, Any]] = field(default_factory=list)
     status: str = ""
     report: dict[str, Any] | None = None
+    passed_over: list[Path] = field(default_factory=list)
+    page: str = ""
+    anatomy: Anatomy | None = None
 
     @property
     def num_steps(self) -> int:
@@ -119,12 +149,18 @@ class Record:
         """Step → its loss, of those that were kept."""
         return dict(pair for some in self.steps for pair in some.losses)
 
-    @property
-    def parts_ms(self) -> dict[str, float]:
-        """What a step's time goes to, in the mean of those that were looked at; empty where none was."""
-        looked_at = sum(some.looked_at for some in self.steps)
+    def parts_ms(self, beginning: float = 0.0) -> dict[str, float]:
+        """What a step's time goes to, in the mean of those that were looked at; empty where none was.
+
+        Args:
+            beginning: A share of the run that is left out, if any of them come after it.
+        """
+        begin = self.steps[0].first + beginning * self.num_steps if self.steps else 0
+        late = [some for some in self.steps if some.looked_at and some.first >= begin]
+        chosen = late or [some for some in self.steps if some.looked_at]
+        looked_at = sum(some.looked_at for some in chosen)
         total: defaultdict[str, float] = defaultdict(float)
-        for some in self.steps:
+        for some in chosen:
             for part, ms in some.parts_ms.items():
                 total[part] += ms
         return {part: ms / looked_at for part, ms in total.items()}
@@ -139,7 +175,7 @@ class RecordWriter:
     """Writes a record, line by line.
 
     Args:
-        path: To where; the folder is made, and the file with the first line.
+        path: To where; the folder is made, and the file with the first line, which must be a new one.
         header: What runs.
 
     Raises:
@@ -150,6 +186,7 @@ class RecordWriter:
         self.path = path
         self._epochs = 0
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(exist_ok=False)
         self._append("run", {"format": FORMAT, **asdict(header)})
 
     def steps(self, some: Steps) -> None:
@@ -163,9 +200,13 @@ class RecordWriter:
         if number % stride == 0:
             self._append("epoch", values)
 
-    def end(self, status: str, report: Mapping[str, Any] | None) -> None:
+    def anatomy(self, anatomy: Anatomy) -> None:
+        """Adds a step, taken apart."""
+        self._append("anatomy", asdict(anatomy))
+
+    def end(self, status: str, report: Mapping[str, Any] | None, page: str = "") -> None:
         """Says how it ended."""
-        self._append("end", {"status": status, "report": report})
+        self._append("end", {"status": status, "report": report, "page": page})
 
     def _append(self, kind: str, values: Mapping[str, Any]) -> None:
         # Opened anew for each line: nothing stays open in a process that forks, and a line is one write.
@@ -174,11 +215,14 @@ class RecordWriter:
 
 
 def in_pieces(values: Sequence[float], most: int = MOST_PIECES) -> list[float]:
-    """Means over consecutive pieces of equal length; what is left over at the end is in the last one."""
-    length = max(1, len(values) // most)
-    count = len(values) // length
-    bounds = [index * length for index in range(count)] + [len(values)]
-    return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    """Means over consecutive pieces of equal length; the last one may be shorter."""
+    length = _piece_length(len(values), most)
+    pieces = (values[begin : begin + length] for begin in range(0, len(values), length))
+    return [round(math.fsum(piece) / len(piece), 4) for piece in pieces]
+
+
+def _piece_length(count: int, most: int = MOST_PIECES) -> int:
+    return max(1, -(-count // most))
 
 
 def read_record(where: Path) -> Record:
@@ -187,7 +231,18 @@ def read_record(where: Path) -> Record:
     Raises:
         RecordError: There is none, or none that can be read.
     """
-    path = _found(where)
+    if where.is_file():
+        return _read(where)
+    found, passed_over = _found(where), []
+    for path in found:
+        record = _read(path)
+        if any(some.cycle_ms for some in record.steps):
+            return replace(record, passed_over=passed_over)
+        passed_over.append(path)
+    return _read(found[0])
+
+
+def _read(path: Path) -> Record:
     lines = _lines(path)
     first = next(lines, None)
     if first is None:
@@ -201,34 +256,60 @@ def read_record(where: Path) -> Record:
         )
     names = Header.__dataclass_fields__
     try:
-        header = Header(**{name: first[name] for name in names})
-        steps, epochs, status, report = [], [], "", None
+        header = Header(**{name: first[name] for name in names if name in first})
+        steps, epochs, status, report, page, anatomy = [], [], "", None, "", None
         for line in lines:
             kind = line.pop("kind", None)
             if kind == "steps":
-                losses = [(int(step), float(loss)) for step, loss in line.pop("losses")]
-                steps.append(Steps(losses=losses, **line))
+                steps.append(_steps(line))
             elif kind == "epoch":
                 epochs.append(line)
             elif kind == "end":
-                status, report = line["status"], line["report"]
-    except (KeyError, TypeError, ValueError) as error:
+                status, report, page = line["status"], line["report"], line.get("page", "")
+            elif kind == "anatomy":
+                anatomy = Anatomy.from_dict(line)
+    except RecordError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecordError(f"{path} is damaged: {type(error).__name__}: {error}. Run the training again.") from error
-    return Record(path=path, header=header, steps=steps, epochs=epochs, status=status, report=report)
+    return Record(
+        path=path,
+        header=header,
+        steps=steps,
+        epochs=epochs,
+        status=status,
+        report=report,
+        page=page,
+        anatomy=anatomy,
+    )
 
 
-def _found(where: Path) -> Path:
-    if where.is_file():
-        return where
+def _steps(line: dict[str, Any]) -> Steps:
+    """A line of steps, with numbers where numbers belong: who writes by hand, or over a bad disk, is told."""
+    losses = [(int(step), float(loss)) for step, loss in line.pop("losses")]
+    some = Steps(losses=losses, **line)
+    counts = [some.first, some.last, some.timed, some.looked_at, some.samples or 0]
+    times = [*some.cycle_ms, *some.parts_ms.values()]
+    if not all(isinstance(count, int) and count >= 0 for count in counts):
+        raise ValueError(f"steps {some.first!r} to {some.last!r} are not counted in whole numbers")
+    if not all(isinstance(ms, int | float) and 0 <= ms < math.inf for ms in times) or 0 in some.cycle_ms:
+        raise ValueError(f"the times of steps {some.first} to {some.last} are no milliseconds")
+    if len(some.cycle_ms) != -(-some.timed // _piece_length(some.timed)) or (some.parts_ms and not some.looked_at):
+        raise ValueError(f"the times of steps {some.first} to {some.last} are not those of {some.timed} steps")
+    return some
+
+
+def _found(where: Path) -> list[Path]:
+    """The records below a folder, the newest first: their names begin with the time."""
     if not where.exists():
         raise RecordError(f"{where} does not exist: give the folder of a run, as its logger made it, or a file in it.")
-    found = sorted(where.glob(f"**/{FOLDER}/*.jsonl"), key=lambda path: (path.stat().st_mtime, path.name))
+    found = sorted(where.glob(f"**/{FOLDER}/*-*.jsonl"), key=lambda path: path.name, reverse=True)
     if not found:
         raise RecordError(
             f"{where} holds no run ({FOLDER}/*.jsonl): train with AccelPlugin() or SpeedMemoryLogger() and"
             " TensorBoardLogger or CSVLogger, and give the folder that these write to."
         )
-    return found[-1]
+    return found
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -239,8 +320,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
         try:
             found = json.loads(line)
-        except ValueError as error:
-            if number == len(text) - 1:
+        except (ValueError, RecursionError) as error:
+            if number == len(text) - 1 and number > 0:
                 return
             raise RecordError(f"{path} is damaged in line {number + 1}: {error}. Run the training again.") from error
         if not isinstance(found, dict):

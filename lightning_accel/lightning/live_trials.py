@@ -301,6 +301,7 @@ class LiveTuning:
     def _record(self, tuning: Tuning) -> None:
         record = self._engine.report.of("tuning")
         record.is_on, record.status, record.details = bool(tuning.choices), tuning.line(), tuning.table()
+        record.data = tuning.to_dict()
 
     def _say(self, line: str) -> None:
         tuning = self.tuning

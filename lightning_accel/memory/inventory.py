@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,10 +17,8 @@ from torch.optim import Optimizer
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.out_of_memory import asked_bytes
 from lightning_accel.core.tree import tensors_in, unique_bytes
+from lightning_accel.core.users_lines import is_users
 from lightning_accel.memory.meter import device_memory_bytes
-
-_LIBRARIES = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")}
-_NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(torch.__file__).resolve().parents[1]), str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True)
@@ -141,7 +137,7 @@ def who_asked(error: BaseException, model: nn.Module) -> str:
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if not file.startswith((*_NOT_THE_USERS, "<")):
+        if is_users(file):
             place = f"{file}:{line}, in {frame.f_code.co_name}"
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and names.get(id(owner)):

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_accel.callbacks import _flops
-from lightning_accel.callbacks._flops import FlopMeter, FlopMode
+from lightning_accel.callbacks._flops import FlopMeter, peak_flops_per_sec
+from lightning_accel.evidence import flops
+from lightning_accel.evidence.flops import FlopMode
 
 LINEAR_FLOPS = 2 * 8 * 16 * 16  # one matrix product of an (8, 16) input and a (16, 16) weight
 
@@ -101,9 +102,9 @@ def test_a_failing_formula_does_not_fail_the_step(
     def broken(*args: Any, **kwargs: Any) -> int:
         raise TypeError("an operator's signature has changed")
 
-    monkeypatch.setitem(_flops.flop_registry, torch.ops.aten.addmm, broken)
+    monkeypatch.setitem(flops.flop_registry, torch.ops.aten.addmm, broken)
     meter = FlopMeter()
-    meter.open()
+    meter.open(FlopMode())
     linear(x).sum().backward()
     meter.close(keep=True)
     assert meter.flops is None
@@ -111,11 +112,11 @@ def test_a_failing_formula_does_not_fail_the_step(
 
 def test_a_step_without_a_backward_pass_is_tried_again(linear: nn.Linear, x: torch.Tensor) -> None:
     meter = FlopMeter()
-    meter.open()
+    meter.open(FlopMode())
     linear(x)
     meter.close(keep=True)
     assert (meter.flops, meter.is_due) == (None, True)
-    meter.open()
+    meter.open(FlopMode())
     linear(x).sum().backward()
     meter.close(keep=True)
     assert (meter.flops, meter.is_due) == (3 * LINEAR_FLOPS, False)
@@ -125,7 +126,7 @@ def test_a_run_without_backward_passes_is_left_alone_after_a_few_tries(linear: n
     meter = FlopMeter()
     tries = 0
     while meter.is_due:
-        meter.open()
+        meter.open(FlopMode())
         linear(x)
         meter.close(keep=True)
         tries += 1
@@ -134,7 +135,7 @@ def test_a_run_without_backward_passes_is_left_alone_after_a_few_tries(linear: n
 
 def test_closing_twice_is_closing_once() -> None:
     meter = FlopMeter()
-    meter.open()
+    meter.open(FlopMode())
     meter.close()
     meter.close(keep=True)
     assert (meter.flops, meter.is_open, meter.is_due) == (None, False, True)
@@ -163,7 +164,7 @@ def test_compilation_survives_a_counted_step(linear: nn.Linear, x: torch.Tensor)
     model.compile(backend=backend)
     model(x).sum().backward()
     meter = FlopMeter()
-    meter.open()
+    meter.open(FlopMode())
     model(x).sum().backward()
     meter.close(keep=True)
     assert meter.flops == 3 * LINEAR_FLOPS
@@ -174,7 +175,7 @@ def test_compilation_survives_a_counted_step(linear: nn.Linear, x: torch.Tensor)
 
 
 def test_the_peak_of_a_cpu_is_not_known() -> None:
-    assert _flops.peak_flops_per_sec(torch.device("cpu"), "32-true") is None
+    assert peak_flops_per_sec(torch.device("cpu"), "32-true") is None
 
 
 @pytest.mark.parametrize(
@@ -184,9 +185,9 @@ def test_the_peak_of_an_h200_is_its_dense_rate(
     precision: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert _flops.peak_flops_per_sec(torch.device("cuda", 0), precision) == peak
+    assert peak_flops_per_sec(torch.device("cuda", 0), precision) == peak
 
 
 def test_the_peak_of_an_unknown_card_is_left_out_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some Card 9000")
-    assert _flops.peak_flops_per_sec(torch.device("cuda", 0), "16-mixed") is None
+    assert peak_flops_per_sec(torch.device("cuda", 0), "16-mixed") is None

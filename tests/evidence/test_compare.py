@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -11,28 +12,30 @@ from typing import Any
 import pytest
 
 from evidence.test_record import HEADER
-from lightning_accel.evidence.compare import NotComparableError, compare, ratio_of
-from lightning_accel.evidence.record import Record, Steps
+from lightning_accel.evidence.compare import NotComparableError, compare
+from lightning_accel.evidence.record import Record, Steps, in_pieces
 
+_NUMBERS = itertools.count()
 EPOCH = {"peak_memory_mib": 100.0, "peak_memory_source": "the allocator"}
 
 
 def record(
-    cycle_ms: list[float], *, batch: int | None = 8, epoch: Any = EPOCH, losses: Any = (), **header: Any
+    step_ms: list[float], *, batch: int | None = 8, epoch: Any = EPOCH, losses: Any = (), **header: Any
 ) -> Record:
-    """Of a run whose pieces are steps."""
-    count = len(cycle_ms)
+    """Of a run that took so long for each of its steps."""
+    count = len(step_ms)
+    pieces = in_pieces(step_ms)
     some = Steps(
         first=1,
         last=count,
         timed=count,
-        cycle_ms=cycle_ms,
-        wait_ms=[0.0] * count,
+        cycle_ms=pieces,
+        wait_ms=[0.0] * len(pieces),
         samples=None if batch is None else batch * count,
         losses=list(losses),
     )
     return Record(
-        path=Path("run/accel/run.jsonl"),
+        path=Path(f"run{next(_NUMBERS)}/accel/run.jsonl"),
         header=replace(HEADER, **header),
         steps=[some],
         epochs=[epoch],
@@ -47,7 +50,7 @@ def noisy(ms: float, seed: int, count: int = 30) -> list[float]:
 
 
 def test_the_ratio_is_how_many_times_as_fast_the_second_one_is() -> None:
-    found = compare(record(noisy(11.0, 0)), record(noisy(10.0, 1)))
+    found = compare(record(noisy(11.0, 0, 300)), record(noisy(10.0, 1, 300)))
     assert found.speed.ratio == pytest.approx(1.1, rel=0.03)
     assert 1 < found.speed.low < found.speed.ratio < found.speed.high
 
@@ -55,9 +58,47 @@ def test_the_ratio_is_how_many_times_as_fast_the_second_one_is() -> None:
 def test_of_equal_runs_the_interval_holds_one_in_nineteen_of_twenty() -> None:
     held = 0
     for seed in range(400):
-        speed = ratio_of(noisy(10.0, 2 * seed), noisy(10.0, 2 * seed + 1))
+        speed = compare(record(noisy(10.0, 2 * seed)), record(noisy(10.0, 2 * seed + 1))).speed
         held += speed.low <= 1 <= speed.high
     assert 0.92 <= held / 400 <= 0.98
+
+
+def test_rare_slow_steps_are_waited_for_too() -> None:
+    stalls = [100.0 if step % 5 == 0 else 10.0 for step in range(60)]
+    assert compare(record([10.0] * 60), record(stalls)).speed.ratio == pytest.approx(10 / 28, rel=0.05)
+
+
+def test_the_same_steps_are_as_fast_in_a_short_run_and_in_a_long_one() -> None:
+    short, long = ([100.0 if step % 5 == 0 else 10.0 for step in range(count)] for count in (60, 6000))
+    assert compare(record(short), record(long)).speed.ratio == pytest.approx(1, rel=0.05)
+
+
+def test_runs_of_a_day_are_compared_in_a_moment() -> None:
+    a, b = record([10.0] * 32), record([20.0] * 32)
+    for one in (a, b):
+        one.steps[:] = [replace(one.steps[0], first=1 + 32 * n, last=32 * (n + 1)) for n in range(1440)]
+    assert compare(a, b).speed.ratio == 0.5
+
+
+def test_of_several_ranks_it_is_the_samples_of_all() -> None:
+    a, b = (record([10.0] * 30, batch=8, world_size=2) for _ in range(2))
+    assert compare(a, b).per_second == pytest.approx((1600, 1600))
+
+
+def test_a_script_is_the_same_training_as_a_module() -> None:
+    a, b = record([1.0] * 30, model="__main__.Model"), record([1.0] * 30, model="train.Model")
+    assert compare(a, b).speed.ratio == 1
+
+
+def test_shards_of_parameters_are_no_other_model() -> None:
+    a = record([1.0] * 30, parameters=18, world_size=2, strategy="DDPStrategy")
+    b = record([1.0] * 30, parameters=9, world_size=2, strategy="FSDPStrategy")
+    assert compare(a, b).differences["strategy"] == ("DDPStrategy", "FSDPStrategy")
+
+
+def test_a_loss_that_is_no_number_any_more_is_said() -> None:
+    found = compare(record([1.0] * 30, losses=[(8, 1.0)]), record([1.0] * 30, losses=[(8, math.nan)]))
+    assert (found.losses, "nan of B at step 8" in found.remarks[0]) == (None, True)
 
 
 def test_the_beginning_is_left_out() -> None:
@@ -96,7 +137,7 @@ def test_the_peak_of_memory_is_the_largest_of_an_epoch() -> None:
 def test_peaks_that_were_not_measured_alike_are_not_compared() -> None:
     found = compare(record([1.0] * 9), record([1.0] * 9, epoch=EPOCH | {"peak_memory_source": "the process"}))
     assert found.memory_mib is None
-    assert "not measured alike" in found.remarks[0]
+    assert any("not measured alike" in remark for remark in found.remarks)
 
 
 def test_losses_are_compared_at_steps_that_both_have() -> None:

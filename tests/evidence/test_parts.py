@@ -10,10 +10,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_accel import AccelPlugin
-from lightning_accel.callbacks._parts import DATA, PARTS, REST
+from lightning_accel.callbacks._parts import DATA, LOGGING, PARTS, REST
 from lightning_accel.evidence.record import Record, read_record
 from support.measured_runs import Model, Vectors, fit, loader
 
@@ -90,14 +91,14 @@ SLEEPERS = {
 @pytest.mark.parametrize("plugins", [[], [AccelPlugin]], ids=["plain", "accelerated"])
 @pytest.mark.parametrize("part", SLEEPERS)
 def test_time_goes_to_the_part_that_takes_it(part: str, plugins: Any, tmp_path: Path) -> None:
-    found = recorded(tmp_path, **SLEEPERS[part](), plugins=[make() for make in plugins]).parts_ms
+    found = recorded(tmp_path, **SLEEPERS[part](), plugins=[make() for make in plugins]).parts_ms()
     assert max(found, key=lambda name: found[name]) == part
     assert found[part] >= 1e3 * SLEEP_S
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_manual_optimization_has_parts_too(part: str, tmp_path: Path) -> None:
-    found = recorded(tmp_path, Manual(part)).parts_ms
+    found = recorded(tmp_path, Manual(part)).parts_ms()
     assert max(found, key=lambda name: found[name]) == part
 
 
@@ -106,10 +107,50 @@ def test_parts_are_of_every_sixteenth_step(tmp_path: Path) -> None:
     assert some.looked_at == STEPS // 16
 
 
-def test_steps_with_validation_in_between_are_left_out(tmp_path: Path) -> None:
+def test_a_look_that_validation_has_spoilt_is_taken_at_the_next_step(tmp_path: Path) -> None:
     fits = {"val_dataloaders": loader(1)}
-    (some,) = recorded(tmp_path, Model(), val_check_interval=15, fit_options=fits).steps
-    assert some.looked_at == STEPS // 16 - 1  # the first one: it comes between steps 15 and 16
+    (some,) = recorded(tmp_path, Model(), val_check_interval=1, fit_options=fits).steps
+    assert some.looked_at == STEPS // 16
+    assert set(some.parts_ms) == {DATA, REST, *PARTS.values()}
+
+
+def test_what_comes_in_every_fourth_step_is_seen_in_a_fourth_of_them(tmp_path: Path) -> None:
+    record = recorded(tmp_path, SleepsInOptimizer(), loader(1024), accumulate_grad_batches=4)
+    (some,) = record.steps
+    steps = some.parts_ms["optimizer"] / (1e3 * SLEEP_S)  # in which an optimizer has slept
+    assert 0.1 < steps / some.looked_at < 0.45
+
+
+def test_a_strategy_that_takes_no_edit_costs_the_parts_and_not_the_run(tmp_path: Path) -> None:
+    class Sealed(SingleDeviceStrategy):
+        is_sealed = False
+
+        def setup(self, trainer: Any) -> None:
+            super().setup(trainer)
+            self.is_sealed = True
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if self.is_sealed and name in PARTS:
+                raise TypeError("sealed")
+            super().__setattr__(name, value)
+
+    record = recorded(tmp_path, Model(), strategy=Sealed("cpu"))
+    assert (record.status, record.parts_ms()) == ("finished", {})
+
+
+def test_logging_is_a_part_of_its_own(tmp_path: Path) -> None:
+    class Slow(CSVLogger):
+        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+            sleep()
+            super().log_metrics(*args, **kwargs)
+
+    class Logs(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+            self.log("one", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    fit(Logs(), loader(STEPS), logger=Slow(tmp_path), log_every_n_steps=1)
+    assert read_record(tmp_path).parts_ms()[LOGGING] >= 1e3 * SLEEP_S
 
 
 def test_the_strategy_is_left_as_it_was(tmp_path: Path) -> None:

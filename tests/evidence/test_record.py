@@ -29,7 +29,7 @@ HEADER = Header(
     world_size=1,
     versions={"torch": "2.13.0"},
 )
-SOME = Steps(first=1, last=4, timed=4, cycle_ms=[1.0, 2.0], wait_ms=[0.1, 0.2], samples=16, losses=[(1, 3.0), (3, 2.5)])
+SOME = Steps(first=1, last=2, timed=2, cycle_ms=[1.0, 2.0], wait_ms=[0.1, 0.2], samples=8, losses=[(1, 3.0), (2, 2.5)])
 
 
 class Remembers(Model):
@@ -46,7 +46,7 @@ class Remembers(Model):
 
 
 def written(folder: Path, *lines: Any) -> Path:
-    writer = RecordWriter(folder / "accel" / "run.jsonl", HEADER)
+    writer = RecordWriter(folder / "accel" / "20261123-1.jsonl", HEADER)
     for line in lines:
         writer.steps(line)
     return writer.path
@@ -91,8 +91,8 @@ def test_times_add_up_to_the_epochs(tmp_path: Path) -> None:
     assert epoch is not None
     (some,) = record.steps
     assert (some.first, some.last, some.timed, some.samples) == (1, 8, 7, 7 * BATCH_SIZE)  # one was slowed by counting
-    assert sum(some.cycle_ms) / 1e3 == pytest.approx(epoch.train_seconds)
-    assert sum(some.wait_ms) / sum(some.cycle_ms) == pytest.approx(epoch.data_wait_frac)
+    assert sum(some.cycle_ms) / 1e3 == pytest.approx(epoch.train_seconds, rel=1e-3)
+    assert sum(some.wait_ms) / sum(some.cycle_ms) == pytest.approx(epoch.data_wait_frac, rel=1e-2)
 
 
 def test_epochs_are_what_is_logged(tmp_path: Path) -> None:
@@ -214,7 +214,8 @@ def test_of_thousands_of_epochs_ever_fewer_are_written(tmp_path: Path) -> None:
 
 
 def test_pieces_are_means_of_neighbours() -> None:
-    assert in_pieces([1.0, 3.0, 5.0, 7.0, 9.0], most=2) == [2.0, 7.0]
+    assert in_pieces([1.0, 3.0, 5.0, 7.0, 9.0], most=2) == [3.0, 8.0]
+    assert [len(in_pieces([1.0] * count, most=32)) for count in (33, 63, 64, 65, 1000)] == [17, 32, 32, 22, 32]
     assert in_pieces([1.0, 2.0], most=32) == [1.0, 2.0]
     assert in_pieces([], most=32) == []
 
@@ -225,11 +226,12 @@ def test_pieces_are_means_of_neighbours() -> None:
         ("", "is empty: the run ended before"),
         (json.dumps({"loss": 1.0}) + "\n", "does not begin as the record of a run"),
         (json.dumps({"kind": "run", "format": 9}) + "\n", r"format 9, of another version .* reads format 1"),
-        (json.dumps({"kind": "run", "format": 1}) + "\n", "is damaged: KeyError"),
+        (json.dumps({"kind": "run", "format": 1}) + "\n", "is damaged: TypeError: .* missing"),
         ("no JSON\nat all\n", "is damaged in line 1"),
+        ("no JSON", "is damaged in line 1"),
         ("[1]\n", "is damaged in line 1: it is no object"),
     ],
-    ids=["empty", "another file", "another version", "incomplete", "no JSON", "no object"],
+    ids=["empty", "another file", "another version", "incomplete", "no JSON", "no line", "no object"],
 )
 def test_what_is_no_record_is_said(tmp_path: Path, text: str, complaint: str) -> None:
     (tmp_path / "run.jsonl").write_text(text)
@@ -245,3 +247,97 @@ def test_a_folder_without_a_record_says_how_to_get_one(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="nowhere does not exist"):
         read_record(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"cycle_ms": ["a", 1.0]},
+        {"cycle_ms": [0.0, 1.0]},
+        {"cycle_ms": [-1.0, 1.0]},
+        {"cycle_ms": ["nan", 1.0]},
+        {"cycle_ms": [1.0]},
+        {"parts_ms": {"forward": 1.0}},
+        {"parts_ms": [1.0]},
+        {"first": None},
+        {"timed": "x"},
+        {"samples": "4"},
+    ],
+    ids=str,
+)
+def test_lines_that_are_no_measurement_are_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
+    path = written(tmp_path, SOME)
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{json.dumps(json.loads(second) | damage)}\n")
+    with pytest.raises(RecordError, match="is damaged"):
+        read_record(tmp_path)
+
+
+def test_a_fit_that_ended_before_its_first_step_does_not_hide_the_one_before(tmp_path: Path) -> None:
+    whole = written(tmp_path, SOME)
+    stub = RecordWriter(whole.with_name("20261124-2.jsonl"), HEADER).path
+    record = read_record(tmp_path)
+    assert (record.path, record.passed_over) == (whole, [stub])
+
+
+def test_fits_in_one_moment_have_a_record_each(tmp_path: Path) -> None:
+    for _ in range(3):
+        recorded(tmp_path, data=loader(2))
+    assert len(list(tmp_path.glob("**/accel/*.jsonl"))) == 3
+
+
+class Returns(Model):
+    """By hand, and returns what it is told to."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.register_buffer("running", torch.zeros(()))
+        self.what = what
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.running.fill_(batch_idx)
+        return {"loss": self.what(self)}
+
+
+@pytest.mark.parametrize(
+    "loss", [torch.zeros((), dtype=torch.complex64), torch.zeros((), device="meta")], ids=["complex", "meta"]
+)
+def test_losses_that_are_no_real_numbers_are_left_out(tmp_path: Path, loss: torch.Tensor) -> None:
+    record = recorded(tmp_path, Returns(lambda module: loss))
+    assert (record.losses, record.status) == ({}, "finished")
+
+
+def test_a_loss_that_is_written_to_later_is_kept_as_it_was(tmp_path: Path) -> None:
+    losses = recorded(tmp_path, Returns(lambda module: module.running)).losses
+    assert losses == {step: step - 1 for step in range(1, 9)}
+
+
+def test_accumulating_gradients_leaves_losses_what_they_are(tmp_path: Path) -> None:
+    class One(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return 0 * self.layer(batch).sum() + 8
+
+    record = recorded(tmp_path, One(), accumulate_grad_batches=4)
+    assert set(record.losses.values()) == {8.0}
+    assert record.header.accumulate_grad_batches == 4
+
+
+def test_secrets_on_the_command_line_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--api-key", "SECRET", "--token=SECRET", "--lr", "0.1"])
+    assert recorded(tmp_path).header.command == ["train.py", "--api-key", "…", "--token=…", "--lr", "0.1"]
+
+
+def test_an_error_after_the_last_step_is_its_end(tmp_path: Path) -> None:
+    class Late(Model):
+        def on_train_end(self) -> None:
+            raise ValueError("late")
+
+    with pytest.raises(ValueError, match="late"):
+        recorded(tmp_path, Late())
+    assert read_record(tmp_path).status == "ValueError: late"
+
+
+def test_of_short_epochs_not_every_one_is_a_line(tmp_path: Path) -> None:
+    record = recorded(tmp_path, data=loader(2), max_epochs=20)
+    assert (len(record.steps), record.num_steps, len(record.epochs)) == (2, 40, 20)

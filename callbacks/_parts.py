@@ -51,7 +51,7 @@ class StepParts:
         self._is_watched = False  # the step under way, by somebody who slows it
         self._was_dropped = False
         self.failure = ""
-        told = [(trainer.strategy, name, part) for name, part in PARTS.items()]
+        told: list[tuple[Any, str, str]] = [(trainer.strategy, name, part) for name, part in PARTS.items()]
         told += [(logger, name, LOGGING) for logger in trainer.loggers for name in ("log_metrics", "save")]
         self._patches = PatchSet(
             MethodPatch(f"{name} of {number}", "timed", owner, name, functools.partial(self._timed, part))

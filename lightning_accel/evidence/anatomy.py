@@ -123,7 +123,7 @@ class Anatomy:
         )
 
 
-class AnatomyMode(FlopMode):
+class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
     """Takes the step under it apart.
 
     Args:
@@ -166,13 +166,13 @@ class AnatomyMode(FlopMode):
             all_modules.register_module_forward_hook(self._module_ends, always_call=True),
         ):
             self._hooks.callback(handle.remove)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     @override
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def taken(self, optimizers: Iterable[Optimizer]) -> Anatomy:
         """What was seen; it waits for the device."""

@@ -233,7 +233,8 @@ def read_record(where: Path) -> Record:
     """
     if where.is_file():
         return _read(where)
-    found, passed_over = _found(where), []
+    found = _found(where)
+    passed_over: list[Path] = []
     for path in found:
         record = _read(path)
         if any(some.cycle_ms for some in record.steps):

@@ -1,4 +1,4 @@
-"""Every block of code in README.md and docs/ runs, every link leads somewhere, every page can be found."""
+"""Every block of code in the pages runs, every link leads somewhere, every page can be found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from lightning_accel.techniques.registry import declarations
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
-PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))}
+FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
+PAGES = {path: path.read_text(encoding="utf-8") for path in FILES}
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 BLOCK = re.compile(r"^ *```(\S*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
 

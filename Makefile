@@ -37,9 +37,10 @@ types: $(STAMP)  ## mypy, strict, on an installed copy of the package
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/typed .
 	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 
-# On the path, since mkdocstrings has ruff write signatures. The variable silences an advertisement of the theme's.
+# Not --quiet, by which warnings would not count. On the path: mkdocstrings has ruff write signatures. The variable silences
+# what the theme says of its successor.
 docs: $(STAMP)  ## The pages of docs/ as a site, in site/; a link or an anchor that leads nowhere is an error (seconds)
-	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(STAMP)  ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix $(SOURCES)

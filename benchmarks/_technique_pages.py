@@ -58,13 +58,9 @@ def _added(*starts: str) -> Figures:
 
 
 MEASURED = {
-    "precision": (_added("precision"),),
-    "matmul_precision": (_added("matmul_precision"),),
     "flash_attention": (_added("flash_attention"), Figures("attention_cpu", starts=("hand-written",))),
-    "memory_format": (_added("memory_format"),),
-    "inplace_activations": (_added("inplace_activations"),),
     "loss": (Figures("linear_cross_entropy", columns=(0, 1, 2, 3, 4, 6, 7, 8, 9, 13, 14, 15, 16)),),
-    "optimizer": (_added("optimizer"), Figures("optimizer_steps", starts=("a GPT's",), columns=(0, 1, 2, 3, 4, 5))),
+    "optimizer": (_added("optimizer="), Figures("optimizer_steps", starts=("a GPT's",), columns=(0, 1, 2, 3, 4, 5))),
     "compile": (_added("compile"), Figures("second_run", columns=(0, 1, 2, 3, 6, 7))),
     "memory_budget": (Figures("memory_budget"),),
     "gradient_checkpointing": (
@@ -74,13 +70,16 @@ MEASURED = {
     "activation_offloading": (Figures("memory_modes", column=1, starts=("plain", "disk")),),
     "sparse_activations": (Figures("packing_steps"),),
     "preprocess": (Figures("preprocessing"), Figures("device_pipeline")),
-    "allocator": (Figures("allocator"),),
-    "threads": (_added("threads"),),
+    "allocator": (_added("allocator"), Figures("allocator")),
 }
+"""Figures of a page; of a technique that is not named, what it adds to a step."""
+
 UNMEASURED = {
+    "inplace_activations": "it has no row in what `benchmarks/techniques.py` left; what operations in place save is"
+    " [claim](../claims.md) 9.",
     "float8": "it needs a GPU, and none was at hand.",
     "cudnn_benchmark": "it needs a GPU, and none was at hand.",
-    "graphs": "it needs a GPU, and none was at hand. `make gpu` tries it among the live trials of `gpu_tuning.py`.",
+    "graphs": "it needs a GPU, and none was at hand.",
     "optimizer_8bit": "what it saves is states of a large model on a GPU, and none was at hand.",
     "loader": "what it gains is what a run of yours waits for its loader, which its report says.",
     "padding": "what it gains is for kernels of a GPU, and none was at hand.",
@@ -173,19 +172,21 @@ def _section(text: str, heading: str) -> str:
 
 
 def _figures(name: str) -> Iterator[str]:
-    for figures in MEASURED.get(name, ()):
+    found = False
+    for figures in MEASURED.get(name, (_added(name),)):
         paths = [*RESULTS.glob(f"{figures.name}.json"), *sorted(RESULTS.glob(f"{figures.name}/*.json"))]
         for path in paths:
             record = json.loads(path.read_text(encoding="utf-8"))
             rows = [row for row in record["rows"] if row[figures.column].startswith(figures.starts or "")]
             if rows:
+                found = True
                 places = figures.columns or range(len(record["columns"]))
                 table = markdown(*_chosen(record["columns"], rows, places))
                 yield f"`{record['command']}` on {_where(record['machine'])}:\n\n{table}"
-    if name in UNMEASURED:
-        yield f"Not measured by a script yet: {UNMEASURED[name]}"
-    else:
+    if found:
         yield "What the columns mean, and all other figures: [results by machine](../results/README.md)."
+    else:
+        yield f"Not measured by a script yet: {UNMEASURED[name]}"
 
 
 def _chosen(

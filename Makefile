@@ -8,7 +8,7 @@ WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-cpus lint types format stub bench column results gpu clean
+.PHONY: help demo test test-slow test-cpus lint types docs format stub bench column results gpu clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,11 @@ types: $(STAMP)  ## mypy, strict, on an installed copy of the package
 	@rm -rf build
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/typed .
 	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+
+# Not --quiet, by which warnings would not count. On the path: mkdocstrings has ruff write signatures. The variable silences
+# what the theme says of its successor.
+docs: $(STAMP)  ## The pages of docs/ as a site, in site/; a link or an anchor that leads nowhere is an error (seconds)
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(STAMP)  ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix $(SOURCES)
@@ -73,7 +78,7 @@ gpu:  ## GPU tests, then GPU benchmarks, with the machine's own PYTHON=python3 a
 	exit $$status
 
 clean:  ## Remove everything that make and the tests have made, .venv too
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
 	find lightning_accel callbacks tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

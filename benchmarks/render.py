@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import _technique_pages
 from _plots import attention_memory_svg, device_pipeline_svg, memory_modes_svg
+from _technique_pages import filled, markdown
 
 from lightning_accel.claims.machine import title
 
@@ -139,11 +140,6 @@ PLOTS = {
 }
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
 def demo_table() -> str:
     """The tables of `make demo`, as in README.md: what it says of each model, a column for each machine."""
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((RESULTS / "demo").glob("*.json"))]
@@ -178,8 +174,7 @@ def _measured(record: dict[str, Any]) -> str:
 
 def readme() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = rf"\1\n{demo_table()}\n\2"
-    return re.sub(r"(<!-- demo:begin[^\n]*-->).*?(<!-- demo:end -->)", block, text, flags=re.DOTALL)
+    return filled(filled(text, "demo", demo_table()), "techniques", _technique_pages.short_list())
 
 
 def tuning_page() -> str:
@@ -195,8 +190,7 @@ def tuning_page() -> str:
         found = " and ".join(f"{name} found a winner in {won} of {runs}" for name, won, runs, *_ in record["rows"])
         parts.append(f"Among three arms that do nothing, {found}, on {_where(record)}.")
     text = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
-    block = "\n\n".join(parts)
-    return re.sub(r"(<!-- tuning:begin[^\n]*-->).*?(<!-- tuning:end -->)", rf"\1\n{block}\n\2", text, flags=re.DOTALL)
+    return filled(text, "tuning", "\n\n".join(parts))
 
 
 def results_page() -> str:
@@ -252,12 +246,21 @@ def gpu_section() -> str:
     return "## On a GPU\n\n`make gpu PYTHON=python3`\n\n" + "\n".join(p.read_text(encoding="utf-8") for p in pages)
 
 
+def pages() -> dict[Path, str]:
+    """Every page with figures in it, whole."""
+    return {
+        ROOT / "README.md": readme(),
+        ROOT / "docs" / "tuning.md": tuning_page(),
+        RESULTS / "README.md": results_page(),
+        **_technique_pages.pages(),
+    }
+
+
 def main() -> None:
     for name, (draw, _) in PLOTS.items():
         (RESULTS / f"{name}.svg").write_text(draw(), encoding="utf-8")
-    (ROOT / "README.md").write_text(readme(), encoding="utf-8")
-    (ROOT / "docs" / "tuning.md").write_text(tuning_page(), encoding="utf-8")
-    (RESULTS / "README.md").write_text(results_page(), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

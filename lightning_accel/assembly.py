@@ -167,18 +167,18 @@ def accelerate(
 ) -> Handle:
     """Accelerates a model in a plain PyTorch loop.
 
-    .. code-block:: python
-
-        optimizer = torch.optim.AdamW(model.parameters())
-        handle = accelerate(model, Plan(precision="bf16-mixed"), optimizers=optimizer)
-        for inputs, targets in loader:
-            with handle.step():
-                loss = loss_fn(model(handle.batch(inputs)), targets)
-            handle.scaler.scale(loss).backward()
-            handle.scaler.step(optimizer)
-            handle.scaler.update()
-            optimizer.zero_grad()
-        handle.undo()
+    ```python
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = accelerate(model, Plan(precision="bf16-mixed"), optimizers=optimizer)
+    for inputs, targets in loader:
+        with handle.step():
+            loss = loss_fn(model(handle.batch(inputs)), targets)
+        handle.scaler.scale(loss).backward()
+        handle.scaler.step(optimizer)
+        handle.scaler.update()
+        optimizer.zero_grad()
+    handle.undo()
+    ```
 
     Args:
         model: The module, on its device.

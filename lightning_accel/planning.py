@@ -36,17 +36,17 @@ def plan_memory(
 ) -> MemorySchedule:
     """Finds what each block of ``model`` should do so that a training step fits into ``budget``, at the least time.
 
-    .. code-block:: python
+    ```python
+    def train_step(model, batch):
+        loss = loss_fn(model(batch["x"]), batch["y"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        def train_step(model, batch):
-            loss = loss_fn(model(batch["x"]), batch["y"])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        plan = plan_memory(model, batch, "12GiB", train_step)
-        print(plan.table())
-        patches = plan.apply(model)  # patches.undo() takes it back
+    plan = plan_memory(model, batch, "12GiB", train_step)
+    print(plan.table())
+    patches = plan.apply(model)  # patches.undo() takes it back
+    ```
 
     It runs ``step_fn`` about ten times (over sixty more where no optimizer of torch's steps in it). Parameters,
     buffers, gradients, random streams and the state of the optimizers that stepped are afterwards as they were; what

@@ -124,7 +124,14 @@ def test_import_is_quick_and_touches_nothing() -> None:
 def test_every_direct_dependency_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = project["dependencies"] + extras["cli"] + extras["tensorboard"] + extras["examples"] + extras["dev"]
+    asked = (
+        project["dependencies"]
+        + extras["cli"]
+        + extras["tensorboard"]
+        + extras["examples"]
+        + extras["docs"]
+        + extras["dev"]
+    )
     names = {canonical(Requirement(line).name) for line in asked} - {"lightning-accel"}
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
     pins = [Requirement(line) for line in lines]
@@ -138,7 +145,19 @@ def test_every_direct_dependency_is_pinned() -> None:
 
 def test_make_lists_its_targets() -> None:
     listed = make("help", check=True).stdout
-    for target in ("demo", "test", "lint", "types", "format", "bench", "gpu", "test-slow", "test-cpus", "clean"):
+    for target in (
+        "demo",
+        "test",
+        "lint",
+        "types",
+        "docs",
+        "format",
+        "bench",
+        "gpu",
+        "test-slow",
+        "test-cpus",
+        "clean",
+    ):
         assert f"make {target} " in listed
 
 

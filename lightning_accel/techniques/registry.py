@@ -161,11 +161,11 @@ def register(
 ) -> Callable[[T], T]:
     """Declares a technique; the arguments are those of :class:`Declaration`.
 
-    .. code-block:: python
-
-        @register("fused_steps", settings=FusedSteps, default="auto", after="precision", before="compile")
-        class FusedStepsTechnique(Technique):
-            ...
+    ```python
+    @register("fused_steps", settings=FusedSteps, default="auto", after="precision", before="compile")
+    class FusedStepsTechnique(Technique):
+        ...
+    ```
 
     Raises:
         ValueError: The name is taken by another class, or is no name.

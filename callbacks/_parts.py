@@ -13,18 +13,16 @@ from lightning_accel.core.clocks import StepClock
 from lightning_accel.core.parts import PartTimer
 from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.core.trial import one_line
+from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, REST, TRANSFER
 
 EVERY = 16
 """Of so many steps one is looked at, drawn by lot: what each fourth step does shows in a fourth of the looks."""
 
-DATA = "waiting for data"
-LOGGING = "logging"
-REST = "callbacks and the loop"
 PARTS = {
-    "batch_to_device": "transfer and preprocessing",
-    "training_step": "forward",
-    "backward": "backward",
-    "optimizer_step": "optimizer",
+    "batch_to_device": TRANSFER,
+    "training_step": FORWARD,
+    "backward": BACKWARD,
+    "optimizer_step": OPTIMIZER,
 }
 """Methods of a strategy, which Lightning's loop and manual optimization call alike, and what they are."""
 
@@ -100,7 +98,7 @@ class StepParts:
     @property
     def is_at_optimizer(self) -> bool:
         """Whether the step under way is in the optimizer's own, and not in the closure that it calls."""
-        return self.timer.part == PARTS["optimizer_step"]
+        return self.timer.part == OPTIMIZER
 
     def pause(self) -> None:
         """Forgets the step under way, as something else than training comes in between, and looks at the next one."""

@@ -94,7 +94,9 @@ class Anatomy:
         memory: At the peak.
         operations: How many there were.
         operations_ms: What they took, without what lies between them.
-        work_ms: The same without what the least of them take, which is what it costs to have one at all.
+        work_ms: The same without what the least of them take, which is what it costs to have one at all, and without
+            the optimizer's: what grows with the batch.
+        product_ms: What those took that have FLOPs.
     """
 
     modules: list[ModuleCost] = field(default_factory=list)
@@ -104,6 +106,7 @@ class Anatomy:
     operations: int = 0
     operations_ms: float = 0.0
     work_ms: float = 0.0
+    product_ms: float = 0.0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Anatomy:
@@ -146,6 +149,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         self._stacks: defaultdict[int, list[str]] = defaultdict(list)  # of modules, thread by thread
         self._module_of: dict[int, str] = {}  # node → the module whose operation made it
         self._last: tuple[ModuleCost, bool] | None = None
+        self._products: list[int] = []  # places of spans with FLOPs
         self._made_by: dict[int, str] = {}  # id of a storage → what gave a view of it other strides
         self._hooks = ExitStack()
 
@@ -197,7 +201,10 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
             memory=memory,
             operations=len(self._spans),
             operations_ms=sum(each_ms),
-            work_ms=_above_least(each_ms),
+            work_ms=_above_least(
+                each_ms, [ms for ms, span in zip(each_ms, self._spans, strict=True) if span[2].module != OPTIMIZER]
+            ),
+            product_ms=sum(each_ms[place] for place in self._products),
         )
 
     @override
@@ -215,6 +222,8 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
     def counted(self, flops: int) -> None:
         if self._last is not None:
             cost, is_low = self._last
+            if flops:
+                self._products.append(len(self._spans) - 1)
             cost.flops += flops
             cost.low_precision_flops += flops if is_low else 0
 
@@ -292,11 +301,9 @@ MOST = 1000
 """Modules, lines and copies that are kept: those with the most time."""
 
 
-def _above_least(each_ms: list[float]) -> float:
-    if not each_ms:
-        return 0.0
+def _above_least(each_ms: list[float], chosen: list[float]) -> float:
     least = statistics.quantiles(each_ms, n=10)[0] if len(each_ms) > 1 else 0.0
-    return sum(max(0.0, ms - least) for ms in each_ms)
+    return sum(max(0.0, ms - least) for ms in chosen)
 
 
 def _strides(tensor: Tensor) -> list[int]:

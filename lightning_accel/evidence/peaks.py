@@ -1,0 +1,65 @@
+"""What a device can do at most, measured in a moment: products a second, and bytes read and written a second.
+
+A roofline (Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for Multicore
+Architectures", 2009, https://doi.org/10.1145/1498765.1498785) asks how near each module comes to either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lightning_accel.core.clocks import clock_for
+
+_SIZE = {"cpu": 1024, "cuda": 4096}  # of square matrices: large enough to be bound by products
+_COPIED = {"cpu": 1 << 24, "cuda": 1 << 27}  # elements: more than a cache has
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """The best of a few rounds.
+
+    Attributes:
+        float32_flops: FLOPs a second of a product of float32 matrices, at the precision that is set for them.
+        bfloat16_flops: Of one of bfloat16 matrices.
+        bytes_per_sec: Read and written, by a copy in memory.
+    """
+
+    float32_flops: float
+    bfloat16_flops: float
+    bytes_per_sec: float
+
+
+def measure_peaks(device: torch.device) -> Peaks:
+    """Measures a device, on a CPU with the threads that are set; it takes about a second, and 200 MB (a GPU: 1 GB)."""
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    size, copied = _SIZE[kind], _COPIED[kind]
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        seconds[dtype] = _best_seconds(device, lambda matrix=matrix: matrix @ matrix)  # type: ignore[misc]
+    source = torch.ones(copied, device=device)
+    result = torch.empty_like(source)
+    copy_s = _best_seconds(device, lambda: result.copy_(source))
+    return Peaks(
+        float32_flops=2 * size**3 / seconds[torch.float32],
+        bfloat16_flops=2 * size**3 / seconds[torch.bfloat16],
+        bytes_per_sec=2 * source.nbytes / copy_s,
+    )
+
+
+def _best_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    run()
+    clock = clock_for(device)
+    marks = []
+    with torch.no_grad():
+        for _ in range(_ROUNDS):
+            began = clock.mark()
+            run()
+            marks.append((began, clock.mark()))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return min(clock.ms_between(*pair) for pair in marks) / 1e3

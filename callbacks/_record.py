@@ -1,10 +1,14 @@
-"""Keeps the record of a fit in the folder of its first logger, for those who compare runs or ask what became of one."""
+"""Keeps the record of a fit, for those who compare runs or ask what became of one.
+
+It is in the folder of the first logger that has one for the run, or where ``$LIGHTNING_ACCEL_RECORD`` says.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,10 +29,19 @@ from lightning_accel.core.clocks import Tally
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.core.report import Report
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.record import FOLDER, MOST_PIECES, Header, RecordWriter, Steps, in_pieces
+from lightning_accel.evidence.record import (
+    FOLDER,
+    MOST_PIECES,
+    RECORD_VARIABLE,
+    Header,
+    RecordWriter,
+    Steps,
+    in_pieces,
+)
 from lightning_accel.settings import Plan
 
 EVERY_S = 60.0
+_INSTALLED = {"site-packages", "dist-packages"}
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-accel")
 
 
@@ -63,10 +76,11 @@ class FitRecord:
 
     @classmethod
     def open(cls, trainer: Trainer, parts: StepParts) -> FitRecord | None:
-        """For the fit that begins, on rank 0, where a logger has a folder of this run's on this machine."""
+        """For the fit that begins, on rank 0, where a folder is asked for or a logger has one of this run's here."""
         if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
             return None
-        folder = next(filter(None, map(_folder_of, trainer.loggers)), None)
+        asked_for = os.environ.get(RECORD_VARIABLE)
+        folder = Path(asked_for) if asked_for else next(filter(None, map(_folder_of, trainer.loggers)), None)
         return None if folder is None else cls(trainer, folder / FOLDER, parts)
 
     def step_ended(self, tally: Tally, outputs: Any) -> None:
@@ -180,6 +194,7 @@ def header_of(trainer: Trainer, started: datetime) -> Header:
         cores=usable_cores(),
         world_size=trainer.world_size,
         versions={"python": platform.python_version(), **_installed()},
+        source_folders=_source_folders(),
     )
 
 
@@ -189,3 +204,13 @@ def _installed() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
+
+
+def _source_folders() -> list[str]:
+    """Where modules come from that are neither Python's nor installed; of folders within each other the outermost."""
+    # Read as it stands: to ask a module for an attribute may make it import others.
+    files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
+    folders = {Path(file).resolve().parent for file in files if isinstance(file, str)}
+    python = Path(sysconfig.get_path("stdlib")).resolve()
+    own = {one for one in folders if not _INSTALLED & set(one.parts) and not one.is_relative_to(python)}
+    return sorted(str(one) for one in own if own.isdisjoint(one.parents))

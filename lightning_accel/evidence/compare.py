@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,23 +66,34 @@ class Comparison:
         """Whether B's peak of memory is larger than A's by more than a share of it."""
         return self.memory_mib is not None and self.memory_mib[1] > (1 + by) * self.memory_mib[0]
 
+    @property
+    def memory_change(self) -> str:
+        """B's peak of memory by A's, for people; empty where it is not known."""
+        return f"{self.memory_mib[1] / self.memory_mib[0]:.2f}x" if self.memory_mib else ""
+
+    @property
+    def loss_change(self) -> str:
+        """B's loss by A's, for people; empty where it is not known."""
+        return (
+            f"{(self.losses[1] - self.losses[0]) / abs(self.losses[0]):+.2%}" if self.losses and self.losses[0] else ""
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
-        low, high = self.speed.low, self.speed.high
-        interval = [low, None if math.isinf(high) else high]
         return {
-            "speed": {
-                "ratio": self.speed.ratio,
-                "interval": interval,
-                "unit": self.unit,
-                "per_second": self.per_second,
-            },
+            "speed": {**interval_to_dict(self.speed), "unit": self.unit, "per_second": self.per_second},
             "parts_ms": {part: list(pair) for part, pair in self.parts_ms.items()},
             "memory_mib": self.memory_mib,
             "loss": None if self.losses is None else {"step": self.loss_step, "values": self.losses},
             "differences": {name: list(pair) for name, pair in self.differences.items()},
             "remarks": list(self.remarks),
         }
+
+
+def interval_to_dict(interval: Interval) -> dict[str, Any]:
+    """As plain values; JSON has no infinity."""
+    high = None if math.isinf(interval.high) else interval.high
+    return {"ratio": interval.ratio, "interval": [interval.low, high]}
 
 
 def compare(a: Record, b: Record) -> Comparison:
@@ -92,8 +103,8 @@ def compare(a: Record, b: Record) -> Comparison:
         NotComparableError: They are runs of different models, or on different kinds of device, or one has no steps.
     """
     _check(a, b)
-    knows_samples = all(some.samples for record in (a, b) for some in record.steps if some.timed)
-    a_ms, b_ms = (_ms_each(record, by_sample=knows_samples) for record in (a, b))
+    by_sample = know_samples((a, b))
+    a_ms, b_ms = (ms_each(record, by_sample=by_sample) for record in (a, b))
     first, second = a.parts_ms, b.parts_ms
     parts = dict.fromkeys([*first, *second]) if first and second else ()
     memory = a.peak_memory_mib, b.peak_memory_mib
@@ -102,7 +113,7 @@ def compare(a: Record, b: Record) -> Comparison:
     losses = [statistics.fmean(record.losses[step] for step in common) for record in (a, b)] if common else []
     return Comparison(
         speed=ratio_of(a_ms, b_ms),
-        unit="samples" if knows_samples else "steps",
+        unit="samples" if by_sample else "steps",
         per_second=(1e3 / statistics.median(a_ms), 1e3 / statistics.median(b_ms)),
         parts_ms={part: (first.get(part, 0.0), second.get(part, 0.0)) for part in parts},
         memory_mib=(memory[0], memory[1]) if is_alike and memory[0] and memory[1] else None,
@@ -145,7 +156,12 @@ def _check(a: Record, b: Record) -> None:
             raise NotComparableError(f"{record.path} has no steps: {how}. Train for more steps.")
 
 
-def _ms_each(record: Record, *, by_sample: bool) -> list[float]:
+def know_samples(records: Iterable[Record]) -> bool:
+    """Whether all of them know how many samples their steps had, so that they can be compared by the sample."""
+    return all(some.samples for record in records for some in record.steps if some.timed)
+
+
+def ms_each(record: Record, *, by_sample: bool) -> list[float]:
     """Milliseconds of a step, or of a sample, in each piece past the beginning; of a very short run in its last one."""
     begin = record.steps[0].first + BEGINNING * record.num_steps
     found = []

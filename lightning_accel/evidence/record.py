@@ -21,6 +21,9 @@ FORMAT = 1
 FOLDER = "accel"
 """In the folder that a logger has for the run."""
 
+RECORD_VARIABLE = "LIGHTNING_ACCEL_RECORD"
+"""Of the environment: another folder for records, with any logger or none."""
+
 MOST_PIECES = 32
 _ALL_EPOCHS = 1000  # are written; of those after, ever fewer
 
@@ -45,6 +48,8 @@ class Header:
         cores: That the process may use.
         world_size: How many ranks trained together.
         versions: Of Python and of packages, by name.
+        source_folders: Where the code comes from that is neither Python's nor installed; of folders within each other
+            the outermost.
     """
 
     started: str
@@ -58,6 +63,7 @@ class Header:
     cores: int
     world_size: int
     versions: dict[str, str]
+    source_folders: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""``lightning-accel bench train.py --against main``: a training of this working tree beside that of another revision."""
+"""``lightning-accel bench train.py --against main``: a training of the working tree beside another revision's."""
 
 from __future__ import annotations
 

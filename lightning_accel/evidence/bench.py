@@ -92,15 +92,14 @@ def bench(a: Sequence[Record], b: Sequence[Record]) -> Bench:
     """Runs of B beside as many of A, in the order in which they ran.
 
     Raises:
-        NotComparableError: As of :func:`compare`; or a run did not begin at the beginning.
+        NotComparableError: As of :func:`compare`; or not all runs begin at the same step.
     """
-    for side, records in (("A", a), ("B", b)):
-        for number, record in enumerate(records, start=1):
-            if record.steps and record.steps[0].first > 1:
-                raise NotComparableError(
-                    f"Run {number} of {side} went on at step {record.steps[0].first:,}, where another one had ended. Let"
-                    " every run begin anew: without ckpt_path, or with one that is the same for all."
-                )
+    begins = sorted({record.steps[0].first for record in (*a, *b) if record.steps})
+    if len(begins) > 1:
+        raise NotComparableError(
+            f"The runs begin at different steps, {' and '.join(map(str, begins))}: some went on where others had ended."
+            " Let every run begin anew, or at a checkpoint that is the same for all."
+        )
     pairs = [compare(*pair) for pair in zip(a, b, strict=True)]
     by_sample = know_samples((*a, *b))
     each_a, each_b = ([1e3 / statistics.median(ms_each(one, by_sample=by_sample)) for one in some] for some in (a, b))

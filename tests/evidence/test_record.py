@@ -245,3 +245,22 @@ def test_a_folder_without_a_record_says_how_to_get_one(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="nowhere does not exist"):
         read_record(tmp_path / "nowhere")
+
+
+def test_a_folder_that_the_environment_names_is_written_to_with_any_logger_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_ACCEL_RECORD", str(tmp_path / "asked"))
+    fit(Model())
+    assert read_record(tmp_path / "asked").num_steps == 8
+    fit(Model(), logger=CSVLogger(tmp_path / "logs"), max_epochs=2)
+    assert read_record(tmp_path / "asked").num_steps == 16
+    assert not list(tmp_path.glob("logs/**/*.jsonl"))
+
+
+def test_it_says_where_code_comes_from_that_is_not_installed(tmp_path: Path) -> None:
+    folders = [Path(folder) for folder in recorded(tmp_path).header.source_folders]
+    assert any(Path(__file__).resolve().is_relative_to(folder) for folder in folders)
+    installed = [Path(torch.__file__).resolve(), Path(json.__file__).resolve()]
+    assert not any(file.is_relative_to(folder) for file in installed for folder in folders)
+    assert not any(one != other and one.is_relative_to(other) for one in folders for other in folders)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,14 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     made.git("init", "--initial-branch", "main")
     made.commit()
     monkeypatch.chdir(made.folder)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     return made
+
+
+@pytest.fixture
+def environment() -> Iterator[pytest.MonkeyPatch]:
+    """Its variables are put right before the test is asked what it has left behind."""
+    with pytest.MonkeyPatch.context() as patched:
+        yield patched
 
 
 Said = Callable[[], tuple[str, str]]
@@ -192,10 +198,10 @@ def test_a_branch_that_only_the_remote_has_is_named(repository: Repository, said
 
 
 def test_a_folder_without_git_is_said(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+    repository: Repository, tmp_path: Path, environment: pytest.MonkeyPatch, said: Said
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    environment.chdir(tmp_path)
+    environment.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     (tmp_path / "train.py").write_text(TRAIN)
     assert main(["bench", "train.py", "--against", "main"]) == 2
     assert "not a git repository" in said()[1]
@@ -220,19 +226,17 @@ def test_a_module_in_a_folder_below_runs_from_there(
 
 
 def test_packages_on_the_working_trees_path_come_from_the_checkout_in_it(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch, said: Said
+    repository: Repository, environment: pytest.MonkeyPatch, said: Said
 ) -> None:
     repository.git("mv", "speed.py", "src.py")
     repository.speed(path="src/speed.py")
     repository.commit()
     repository.speed(ms=10.0, path="src/speed.py")
-    monkeypatch.setenv("PYTHONPATH", str(repository.folder / "src"), prepend=os.pathsep)
+    environment.setenv("PYTHONPATH", str(repository.folder / "src"), prepend=os.pathsep)
     assert found_by(said, "--runs", "4")["speed"]["interval"][1] < 0.9
 
 
-def test_code_of_the_working_tree_in_the_other_revisions_run_is_found_out(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
-) -> None:
+def test_code_of_the_working_tree_in_the_other_revisions_run_is_found_out(repository: Repository, said: Said) -> None:
     repository.write("train.py", f"import sys\nsys.path.insert(0, {str(repository.folder)!r})\n{TRAIN}")
     repository.commit()
     assert main(["bench", "train.py", "--against", "main"]) == 2
@@ -268,7 +272,8 @@ def test_a_signal_ends_the_program_and_nothing_is_left(
     )
     repository.commit()
     command = [sys.executable, "-m", "lightning_accel", "bench", "train.py", "--against", "main"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL) as process:
         while not (started.exists() and started.read_text()):
             assert process.poll() is None
             time.sleep(0.01)

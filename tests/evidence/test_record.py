@@ -247,14 +247,13 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_record(tmp_path / "nowhere")
 
 
-def test_a_folder_that_the_environment_names_is_written_to_with_any_logger_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LIGHTNING_ACCEL_RECORD", str(tmp_path / "asked"))
-    fit(Model())
-    assert read_record(tmp_path / "asked").num_steps == 8
-    fit(Model(), logger=CSVLogger(tmp_path / "logs"), max_epochs=2)
-    assert read_record(tmp_path / "asked").num_steps == 16
+def test_a_folder_that_the_environment_names_is_written_to_with_any_logger_or_none(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("LIGHTNING_ACCEL_RECORD", str(tmp_path / "asked"))
+        fit(Model())
+        assert read_record(tmp_path / "asked").num_steps == 8
+        fit(Model(), logger=CSVLogger(tmp_path / "logs"), max_epochs=2)
+        assert read_record(tmp_path / "asked").num_steps == 16
     assert not list(tmp_path.glob("logs/**/*.jsonl"))
 
 

@@ -58,7 +58,7 @@ def run(given: Sequence[str]) -> int:
     except (RevisionError, RunError, RecordError, NotComparableError, OSError) as error:
         print(f"lightning-accel bench: {error}", file=sys.stderr)
         return NOT_COMPARABLE
-    remarks = [*_about(found), *remarks_on(found, worse, arguments.gate)]
+    remarks = remarks_on(found, worse, arguments.gate)
     if arguments.json:
         print(json.dumps({"a": a.name, "b": b.name, **found.to_dict(), "worse": worse}, indent=2))
     elif arguments.markdown:
@@ -66,7 +66,8 @@ def run(given: Sequence[str]) -> int:
     else:
         for side in (a, b):
             print(f"{side.letter}: {side.name}")
-        show([*_each(found), *rows_of(found)])
+        print(_about(found))
+        show(_rows(found))
         for remark in remarks:
             print(f"! {remark}")
     return WORSE if worse else COMPARED
@@ -122,7 +123,9 @@ def _both(arguments: argparse.Namespace, program: Sequence[str], temporary: Path
     here = Path.cwd().resolve()
     repository = Repository.around(here)
     commit, head = repository.commit(arguments.against), repository.commit("HEAD")
-    changes = ", with changes that are not committed" if repository.has_changes() else ""
+    changes = ", the same code" if commit == head else ""
+    if repository.has_changes():
+        changes = ", with changes that are not committed"
     checkout = temporary / "checkout"
     there = checkout / here.relative_to(repository.root)
     command = [*program]
@@ -152,21 +155,22 @@ def _both(arguments: argparse.Namespace, program: Sequence[str], temporary: Path
     return a, b
 
 
-def _about(found: Bench) -> list[str]:
-    if not found.confidence:
-        return []
-    return [f"[ ]: {found.confidence:.1%} intervals, over {found.runs} runs of each"]
+def _about(found: Bench) -> str:
+    count = f"{found.runs} {'run' if found.runs == 1 else 'runs'} of each"
+    return f"{count}, intervals of {found.confidence:.1%}" if found.confidence else count
 
 
-def _each(found: Bench) -> list[tuple[str, str, str, str]]:
-    spans = [f"{min(each):,.4g} … {max(each):,.4g}" for each in found.each_per_second]
-    return [(f"{found.unit}/s of the runs", spans[0], spans[1], "")]
+def _rows(found: Bench) -> list[tuple[str, str, str, str]]:
+    first, *others = rows_of(found)
+    lowest, highest = ([f"{limit(each):,.4g}" for each in found.each_per_second] for limit in (min, max))
+    return [first, ("  slowest run", *lowest, ""), ("  fastest run", *highest, ""), *others]
 
 
 def _markdown(a: Side, b: Side, found: Bench, remarks: Sequence[str]) -> str:
-    rows = [("", f"A: {a.name}", f"B: {b.name}", "B by A"), ("---",) * 4, *rows_of(found), *_each(found)]
+    rows = [("", f"A: {a.name}", f"B: {b.name}", "B by A"), ("---",) * 4, *_rows(found)]
     table = ["| " + " | ".join(cell.strip().replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join([f"**Speed: {found.speed}**", "", *table, "", *(f"- {remark}" for remark in remarks)])
+    summary = f"**B trains at {found.speed} the speed of A** ({_about(found)})"
+    return "\n".join([summary, "", *table, "", *(f"- {remark}" for remark in remarks)])
 
 
 def _count(text: str) -> int:

@@ -111,7 +111,9 @@ def take_turns(a: Side, b: Side, runs: int, folder: Path) -> None:
         except BaseException:
             print(file=sys.stderr)
             raise
-        print(f"{record.num_steps:,} steps, {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
+        fits = len(list(record.path.parent.glob("*.jsonl")))
+        last = f", the last of {fits} fits" if fits > 1 else ""
+        print(f"{record.num_steps:,} steps{last}, {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
         if counts:
             side.records.append(record)
 

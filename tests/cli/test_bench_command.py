@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lightning_accel.__main__ import main
+from lightning_accel.cli.revisions import Repository as WorkingTree
 
 TRAIN = """
 import os, sys, time
@@ -38,7 +41,7 @@ folders = [str(Path(speed.__file__).resolve().parent)]
 writer = RecordWriter(
     Path(os.environ["LIGHTNING_ACCEL_RECORD"], "accel", "run.jsonl"),
     Header(started="2026-11-23T12:00:00+00:00", command=sys.argv, model=speed.MODEL, parameters=1, settings=None,
-           precision="32-true", strategy="SingleDeviceStrategy", machine="a CPU", cores=1, world_size=1, versions={},
+           precision="32-true", strategy="SingleDeviceStrategy", machine=getattr(speed, "MACHINE", "a CPU"), cores=1, world_size=1, versions={},
            source_folders=folders),
 )
 ms = [step() for _ in range(8)]
@@ -148,7 +151,8 @@ def test_a_gate_stops_what_is_slower_or_larger(
     assert main(["bench", "train.py", "--against", "main", "--runs", "4", "--gate", "25%", "--markdown"]) == 1
     out, _ = said()
     assert f"- {worse}: B is worse than A by more than 25%" in out
-    assert out.startswith("**Speed: ")
+    assert out.startswith("**B trains at ")
+    assert "(4 runs of each, intervals of 97.1%)" in out
     assert "| samples/s |" in out
 
 
@@ -184,6 +188,37 @@ def test_different_models_are_not_compared(repository: Repository, said: Said) -
     repository.speed(model="mine.Other")
     assert main(["bench", "train.py", "--against", "main", "--runs", "1"]) == 2
     assert "The model is not the same" in said()[1]
+
+
+def test_the_same_code_is_called_so(repository: Repository, said: Said) -> None:
+    found = found_by(said, "--runs", "1")
+    assert found["b"].endswith(", the same code)")
+    assert found["worse"] == []
+
+
+def test_of_several_fits_the_last_one_counts_and_that_is_said(repository: Repository, said: Said) -> None:
+    repository.write("train.py", TRAIN + TRAIN.replace('"run.jsonl"', '"second.jsonl"').replace("range(8)", "range(9)"))
+    repository.commit()
+    assert main(["bench", "train.py", "--against", "main", "--runs", "1"]) == 0
+    assert "8 steps, the last of 2 fits" in said()[1]
+
+
+def test_the_workflow_of_the_docs_runs(repository: Repository, environment: pytest.MonkeyPatch, said: Said) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "comparing.md").read_text(encoding="utf-8")
+    workflow = yaml.safe_load(page.partition("```yml\n")[2].partition("```")[0])
+    commands = [step["run"] for step in workflow["jobs"]["bench"]["steps"] if "run" in step]
+    (command,) = [one for one in commands if one.startswith("lightning-accel bench")]
+    repository.git("update-ref", "refs/remotes/origin/main", "HEAD")
+    environment.setenv("GITHUB_BASE_REF", "main")
+    _, *arguments = shlex.split(os.path.expandvars(command.partition(">")[0]))
+    assert main(arguments) in (0, 1)
+    assert said()[0].startswith("**B trains at ")
+
+
+def test_a_gate_takes_one_machine(repository: Repository, said: Said) -> None:
+    repository.write("speed.py", "MS, MIB, MODEL, MACHINE = 1.0, 100.0, 'mine.Model', 'a GPU'\n")
+    assert main(["bench", "train.py", "--against", "main", "--runs", "4", "--gate", "3%"]) == 2
+    assert "A gate needs one machine: A ran on a CPU, B on a GPU" in said()[1]
 
 
 def test_a_revision_that_is_not_there_is_said_with_the_nearest(repository: Repository, said: Said) -> None:
@@ -236,6 +271,22 @@ def test_packages_on_the_working_trees_path_come_from_the_checkout_in_it(
     assert found_by(said, "--runs", "4")["speed"]["interval"][1] < 0.9
 
 
+def test_projects_that_are_installed_from_the_working_tree_come_from_the_checkout(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pip notes down that ``pip install -e`` was used."""
+    origin = {"url": repository.folder.as_uri(), "dir_info": {"editable": True}}
+    noted = tmp_path / "site" / "mine-1.0.dist-info"
+    noted.mkdir(parents=True)
+    (noted / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (noted / "direct_url.json").write_text(json.dumps(origin))
+    checkout = tmp_path / "checkout"
+    with WorkingTree.around(repository.folder).checked_out("main", checkout), monkeypatch.context() as patched:
+        patched.setattr(sys, "path", ["", str(tmp_path / "site")])
+        patched.delenv("PYTHONPATH", raising=False)
+        assert WorkingTree.around(repository.folder).python_path(checkout) == str(checkout)
+
+
 def test_code_of_the_working_tree_in_the_other_revisions_run_is_found_out(repository: Repository, said: Said) -> None:
     repository.write("train.py", f"import sys\nsys.path.insert(0, {str(repository.folder)!r})\n{TRAIN}")
     repository.commit()
@@ -271,7 +322,10 @@ def test_a_signal_ends_the_program_and_nothing_is_left(
         "train.py", f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
     )
     repository.commit()
-    command = [sys.executable, "-m", "lightning_accel", "bench", "train.py", "--against", "main"]
+    # A shell that starts pytest in the background has what it starts ignore Ctrl-C.
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    starts = f"import sys; {heeds}; from lightning_accel.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", starts, "bench", "train.py", "--against", "main"]
     variables = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL) as process:
         while not (started.exists() and started.read_text()):

@@ -210,7 +210,8 @@ def _source_folders() -> list[str]:
     """Where modules come from that are neither Python's nor installed; of folders within each other the outermost."""
     # Read as it stands: to ask a module for an attribute may make it import others.
     files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
-    folders = {Path(file).resolve().parent for file in files if isinstance(file, str)}
+    paths = [Path(file) for file in files if isinstance(file, str)]
+    folders = {path.resolve().parent for path in paths if not _INSTALLED & set(path.parts)}
     python = Path(sysconfig.get_path("stdlib")).resolve()
-    own = {one for one in folders if not _INSTALLED & set(one.parts) and not one.is_relative_to(python)}
+    own = {one for one in folders if not one.is_relative_to(python)}
     return sorted(str(one) for one in own if own.isdisjoint(one.parents))

@@ -126,8 +126,10 @@ def _both(arguments: argparse.Namespace, program: Sequence[str], temporary: Path
     changes = ", the same code" if commit == head else ""
     if repository.has_changes():
         changes = ", with changes that are not committed"
-    checkout = temporary / "checkout"
+    checkout = temporary.resolve() / "checkout"
     there = checkout / here.relative_to(repository.root)
+    if checkout.is_relative_to(repository.root):
+        raise RevisionError(f"{temporary} is within the repository: have TMPDIR name a folder elsewhere.")
     command = [*program]
     if command[0] != "-m":
         # Within the repository, by a path that leads into either checkout; elsewhere it is the same for both.
@@ -135,7 +137,7 @@ def _both(arguments: argparse.Namespace, program: Sequence[str], temporary: Path
         command[0] = os.path.relpath(path, here) if path.is_relative_to(repository.root) else str(path)
     with repository.checked_out(commit, checkout, arguments.link):
         if not there.is_dir() or (command[0] != "-m" and not (there / command[0]).exists()):
-            raise RevisionError(f"{arguments.against} ({commit[:9]}) has no {command[0]!r} in {there}.")
+            raise RevisionError(f"{arguments.against} ({commit[:9]}) has no {command[0]!r} in this folder.")
         a = Side(
             letter="A",
             name=f"{arguments.against} ({commit[:9]})",
@@ -167,7 +169,7 @@ def _rows(found: Bench) -> list[tuple[str, str, str, str]]:
 
 
 def _markdown(a: Side, b: Side, found: Bench, remarks: Sequence[str]) -> str:
-    rows = [("", f"A: {a.name}", f"B: {b.name}", "B by A"), ("---",) * 4, *_rows(found)]
+    rows = [("", f"A: {a.name}", f"B: {b.name}", "B by A"), ("---", "---", "---", "---"), *_rows(found)]
     table = ["| " + " | ".join(cell.strip().replace("|", "\\|") for cell in row) + " |" for row in rows]
     summary = f"**B trains at {found.speed} the speed of A** ({_about(found)})"
     return "\n".join([summary, "", *table, "", *(f"- {remark}" for remark in remarks)])

@@ -18,6 +18,9 @@ from urllib.request import url2pathname
 
 from lightning_accel.core.checks import nearest
 
+# By these git tells its hooks where they are: a checkout would be written into the index of the working tree.
+_OF_HOOKS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY"}
+
 
 class RevisionError(ValueError):
     """A revision cannot be had. It says why, and what to do."""
@@ -126,8 +129,11 @@ def _editable_projects() -> Iterator[str]:
 
 
 def _git(folder: Path, *arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_HOOKS}
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         raise RevisionError("git is not installed, or not on the PATH.") from None
     if done.returncode:

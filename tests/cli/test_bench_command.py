@@ -37,12 +37,13 @@ def step():
 print("training", *sys.argv[1:])
 with open("log.txt", "a") as log:
     log.write(" ".join(sys.argv[1:]) + "\\n")
-folders = [str(Path(speed.__file__).resolve().parent)]
 writer = RecordWriter(
     Path(os.environ["LIGHTNING_ACCEL_RECORD"], "accel", "run.jsonl"),
-    Header(started="2026-11-23T12:00:00+00:00", command=sys.argv, model=speed.MODEL, parameters=1, settings=None,
-           precision="32-true", strategy="SingleDeviceStrategy", machine=getattr(speed, "MACHINE", "a CPU"), cores=1, world_size=1, versions={},
-           source_folders=folders),
+    Header(
+        started="2026-11-23T12:00:00+00:00", command=sys.argv, model=speed.MODEL, parameters=1, settings=None,
+        precision="32-true", strategy="SingleDeviceStrategy", machine=getattr(speed, "MACHINE", "a CPU"), cores=1,
+        world_size=1, versions={}, source_folders=[str(Path(speed.__file__).resolve().parent)],
+    ),
 )
 ms = [step() for _ in range(8)]
 writer.steps(Steps(first=1, last=8, timed=8, cycle_ms=ms, wait_ms=[0.0] * 8, samples=32, losses=[(8, 1.0)]))
@@ -292,6 +293,15 @@ def test_code_of_the_working_tree_in_the_other_revisions_run_is_found_out(reposi
     repository.commit()
     assert main(["bench", "train.py", "--against", "main"]) == 2
     assert f"ran code of the working tree, in {repository.folder.resolve()}." in said()[1]
+
+
+def test_the_index_of_a_hook_of_git_is_left_alone(repository: Repository, environment: pytest.MonkeyPatch) -> None:
+    repository.speed(ms=2.0)
+    repository.git("mv", "speed.py", "moved.py")
+    repository.commit()
+    environment.setenv("GIT_INDEX_FILE", str(repository.folder / ".git" / "index"))  # as git sets it for them
+    assert main(["bench", "train.py", "--against", "HEAD~1"]) == 2  # there is no speed.py here
+    assert repository.git("status", "--porcelain") == ""
 
 
 def test_data_that_git_does_not_know_are_shared_and_survive(repository: Repository, said: Said) -> None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """Exit status, as of a program that Ctrl-C has ended."""
 
+_LIMITS = (("slowest", min), ("fastest", max))
+
 
 def run(given: Sequence[str]) -> int:
     """Runs both, prints the comparison; returns the exit status.
@@ -164,8 +166,9 @@ def _about(found: Bench) -> str:
 
 def _rows(found: Bench) -> list[tuple[str, str, str, str]]:
     first, *others = rows_of(found)
-    lowest, highest = ([f"{limit(each):,.4g}" for each in found.each_per_second] for limit in (min, max))
-    return [first, ("  slowest run", *lowest, ""), ("  fastest run", *highest, ""), *others]
+    a, b = found.each_per_second
+    limits = [(f"  {name} run", f"{limit(a):,.4g}", f"{limit(b):,.4g}", "") for name, limit in _LIMITS]
+    return [first, *limits, *others]
 
 
 def _markdown(a: Side, b: Side, found: Bench, remarks: Sequence[str]) -> str:

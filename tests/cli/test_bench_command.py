@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -302,6 +303,14 @@ def test_the_index_of_a_hook_of_git_is_left_alone(repository: Repository, enviro
     environment.setenv("GIT_INDEX_FILE", str(repository.folder / ".git" / "index"))  # as git sets it for them
     assert main(["bench", "train.py", "--against", "HEAD~1"]) == 2  # there is no speed.py here
     assert repository.git("status", "--porcelain") == ""
+
+
+def test_a_checkout_within_the_repository_is_refused(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(repository.folder))
+    assert main(["bench", "train.py", "--against", "main"]) == 2
+    assert "have TMPDIR name a folder elsewhere" in said()[1]
 
 
 def test_data_that_git_does_not_know_are_shared_and_survive(repository: Repository, said: Said) -> None:

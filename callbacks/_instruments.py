@@ -24,8 +24,8 @@ from lightning_accel.core.ranks import gather
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
-from lightning_accel.evidence.anatomy import AnatomyMode
 from lightning_accel.evidence.flops import FlopMode
+from lightning_accel.evidence.taking_apart import AnatomyMode
 from lightning_accel.lightning.private import FetchPatch
 
 

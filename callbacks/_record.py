@@ -1,4 +1,7 @@
-"""Keeps the record of a fit in the folder of its first logger, for those who compare runs or ask what became of one."""
+"""Keeps the record of a fit, for those who compare runs or ask what became of one.
+
+It is in the folder of the first logger that has one for the run, or where ``$LIGHTNING_ACCEL_RECORD`` says.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import platform
 import re
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -31,12 +35,21 @@ from lightning_accel.core.torch_private import graphs_captured
 from lightning_accel.core.tree import leaves
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.anatomy import Anatomy
-from lightning_accel.evidence.record import FOLDER, MOST_PIECES, Header, RecordWriter, Steps, in_pieces
+from lightning_accel.evidence.record import (
+    FOLDER,
+    MOST_PIECES,
+    RECORD_VARIABLE,
+    Header,
+    RecordWriter,
+    Steps,
+    in_pieces,
+)
 from lightning_accel.memory.meter import device_memory_bytes
 from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.settings import Plan
 
 EVERY_S = 60.0
+_INSTALLED = {"site-packages", "dist-packages"}
 _OF_LOADERS = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-accel")
 _SECRET = re.compile(r"key|token|secret|password|passwd|credential", re.IGNORECASE)
@@ -81,7 +94,7 @@ class FitRecord:
 
     @classmethod
     def open(cls, trainer: Trainer, parts: StepParts) -> FitRecord | None:
-        """For the fit that begins, on rank 0, where a logger has a folder of this run's on this machine."""
+        """For the fit that begins, on rank 0, where a folder is asked for or a logger has one of this run's here."""
         if (folder := record_folder(trainer)) is None:
             return None
         return cls(trainer, folder, parts)
@@ -213,7 +226,8 @@ def record_folder(trainer: Trainer) -> Path | None:
     """Where this rank keeps a fit's record; None: nowhere, as nobody has a folder for the run, or it is a rehearsal."""
     if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
         return None
-    folder = next(filter(None, map(_folder_of, trainer.loggers)), None)
+    asked_for = os.environ.get(RECORD_VARIABLE)
+    folder = Path(asked_for) if asked_for else next(filter(None, map(_folder_of, trainer.loggers)), None)
     return None if folder is None else folder / FOLDER
 
 
@@ -257,6 +271,7 @@ def header_of(trainer: Trainer, started: datetime) -> Header:
             {name: getattr(loader, name) for name in _OF_LOADERS if isinstance(getattr(loader, name, None), int)}
             for loader in leaves(trainer.train_dataloader)
         ],
+        source_folders=_source_folders(),
     )
 
 
@@ -280,3 +295,14 @@ def _installed() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
+
+
+def _source_folders() -> list[str]:
+    """Where modules come from that are neither Python's nor installed; of folders within each other the outermost."""
+    # Read as it stands: to ask a module for an attribute may make it import others.
+    files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
+    paths = [Path(file) for file in files if isinstance(file, str)]
+    folders = {path.resolve().parent for path in paths if not _INSTALLED & set(path.parts)}
+    python = Path(sysconfig.get_path("stdlib")).resolve()
+    own = {one for one in folders if not one.is_relative_to(python)}
+    return sorted(str(one) for one in own if own.isdisjoint(one.parents))

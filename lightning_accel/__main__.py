@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_accel.claims import command as claims_command
-from lightning_accel.cli import cache_command, compare_command, plan_command, run_command
+from lightning_accel.cli import bench_command, cache_command, compare_command, plan_command, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "tune", help="the fastest settings for a run that a configuration describes, into accel.yaml"
     )
     subcommands.add_parser("run", help="a program, started with the allocator that wins on this machine")
+    subcommands.add_parser("bench", help="a training of this working tree beside that of another revision")
     given = sys.argv[1:] if argv is None else list(argv)
     if given[:1] == ["tune"]:
         # Its options are those of Lightning's command line, which takes seconds to import.
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if given[:1] == ["run"]:
         return run_command.run(given[1:])
+    if given[:1] == ["bench"]:
+        return bench_command.run(given[1:])
     arguments = parser.parse_args(plan_command.with_values(given))
     if arguments.subcommand == "plan":
         try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_accel.evidence.compare import Comparison
-    from lightning_accel.evidence.record import Record
 
 COMPARED, WORSE, NOT_COMPARABLE = 0, 1, 2
 """Exit statuses."""
@@ -28,7 +28,7 @@ def add_parser(subcommands: Any) -> None:
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="the same")
     parser.add_argument(
         "--gate",
-        type=_share,
+        type=share,
         metavar="3%",
         help="status 1 where B is slower than A by more, with its whole 95%% interval, or needs more memory by more;"
         " 2 also where the machines differ, one did not finish, or memory is not known",
@@ -44,80 +44,79 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         a, b = read_record(arguments.run_a), read_record(arguments.run_b)
         found = compare(a, b)
-        if arguments.gate is not None:
-            check_gate(a, b, found)
+        worse = judged(found, arguments.gate)
     except (RecordError, NotComparableError, OSError) as error:
         print(f"lightning-accel compare: {error}", file=sys.stderr)
         return NOT_COMPARABLE
-    gate = arguments.gate
-    worse = [] if gate is None else [what for what, is_so in _judged(found, gate) if is_so]
     if arguments.json:
         print(json.dumps({"a": str(a.path), "b": str(b.path), **found.to_dict(), "worse": worse}, indent=2))
     else:
-        _show(a, b, found)
-        for what in worse:
-            print(f"! {what}: B is worse than A by more than {100 * gate:g}%")
+        for letter, record in (("A", a), ("B", b)):
+            started = record.header.started.replace("T", " ").removesuffix("+00:00")
+            print(f"{letter}: {record.path}, {record.num_steps:,} steps, {started} UTC")
+        show(rows_of(found))
+        for remark in remarks_on(found, worse, arguments.gate):
+            print(f"! {remark}")
     return WORSE if worse else COMPARED
 
 
-def check_gate(a: Record, b: Record, found: Comparison) -> None:
-    """Whether a gate can tell anything of these runs.
+def judged(found: Comparison, gate: float | None) -> list[str]:
+    """What of B a gate stops; nothing without one.
 
     Raises:
-        NotComparableError: It cannot.
+        NotComparableError: The gate cannot tell.
     """
     from lightning_accel.evidence.compare import NotComparableError
 
+    if gate is None:
+        return []
     needs = ""
-    if a.header.machine != b.header.machine:
-        needs = f"one machine: {a.header.machine} in {a.path}, {b.header.machine} in {b.path}"
-    elif unfinished := [record for record in (a, b) if record.status != "finished"]:
-        needs = f"runs that have finished: {unfinished[0].path} {unfinished[0].status or 'has no end'}"
+    if machines := found.differences.get("machine"):
+        needs = f"one machine: A ran on {machines[0]}, B on {machines[1]}"
+    elif found.unfinished:
+        needs = f"runs that have finished: {'; '.join(found.unfinished)}"
     elif found.speed.low == 0:
         needs = f"more steps: {'; '.join(found.remarks)}"
-    elif found.memory_mib is None or any("does not know its samples" in remark for remark in found.remarks):
+    elif found.memory_mib is None or not found.is_alike:
         needs = f"runs that were measured alike: {'; '.join(found.remarks)}"
     if needs:
         raise NotComparableError(f"A gate needs {needs}.")
+    return [what for what, is_so in (("speed", found.is_slower(gate)), ("memory", found.is_larger(gate))) if is_so]
 
 
-def _judged(found: Comparison, gate: float) -> list[tuple[str, bool]]:
-    return [("speed", found.is_slower(gate)), ("memory", found.is_larger(gate))]
+def rows_of(found: Comparison) -> list[tuple[str, str, str, str]]:
+    """What is compared, A's, B's, and B's by A's."""
+    first, second = found.per_second
+    rows = [(f"{found.unit}/s", f"{first:,.4g}", f"{second:,.4g}", str(found.speed))]
+    for part, (first, second) in found.parts_ms.items():
+        rows.append((f"  {part}, ms a step", f"{first:,.4g}", f"{second:,.4g}", f"{second - first:+,.3g} ms"))
+    if found.memory_mib is not None:
+        first, second = found.memory_mib
+        rows.append(("peak memory, MiB", f"{first:,.0f}", f"{second:,.0f}", found.memory_change))
+    if found.losses is not None:
+        first, second = found.losses
+        rows.append((f"loss, to step {found.loss_step:,}", f"{first:.5g}", f"{second:.5g}", found.loss_change))
+    return rows + [(name, *pair, "") for name, pair in found.differences.items()]
 
 
-def _show(a: Record, b: Record, found: Comparison) -> None:
+def show(rows: Iterable[tuple[str, str, str, str]]) -> None:
+    """Prints rows as a table."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("", "A", "B", "B by A", box=None)
-
-    def row(*cells: str) -> None:
-        table.add_row(*map(escape, cells))
-
-    first, second = found.per_second
-    row(f"{found.unit}/s", f"{first:,.4g}", f"{second:,.4g}", str(found.speed))
-    for part, (first, second) in found.parts_ms.items():
-        row(f"  {part}, ms a step", f"{first:,.4g}", f"{second:,.4g}", f"{second - first:+,.3g} ms")
-    if found.memory_mib is not None:
-        first, second = found.memory_mib
-        row("peak memory, MiB", f"{first:,.0f}", f"{second:,.0f}", f"{second / first:.2f}x")
-    if found.losses is not None:
-        first, second = found.losses
-        change = f"{(second - first) / abs(first):+.2%}" if first else ""
-        row(f"loss, to step {found.loss_step:,}", f"{first:.5g}", f"{second:.5g}", change)
-    for name, pair in found.differences.items():
-        row(name, *pair, "")
-    console = Console(width=max(100, Console().width))
-    for letter, record in (("A", a), ("B", b)):
-        started = record.header.started.replace("T", " ").removesuffix("+00:00")
-        print(f"{letter}: {record.path}, {record.num_steps:,} steps, {started} UTC")
-    console.print(table)
-    for remark in found.remarks:
-        print(f"! {remark}")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console(width=max(100, Console().width)).print(table)
 
 
-def _share(text: str) -> float:
+def remarks_on(found: Comparison, worse: Iterable[str], gate: float | None) -> list[str]:
+    """What to mind, and what a gate stops."""
+    return [*found.remarks, *(f"{what}: B is worse than A by more than {100 * (gate or 0):g}%" for what in worse)]
+
+
+def share(text: str) -> float:
     """``3%`` or ``0.03``."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)

@@ -82,8 +82,8 @@ def run(given: Sequence[str]) -> int:
     if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return 0
-    if arguments or not measures:
-        _check(arguments)
+    if (arguments or not measures) and (complaint := complaint_about(arguments)):
+        _fail(complaint)
     try:
         start = start_for(arguments, os.environ, measures=measures)
     except KeyboardInterrupt:
@@ -127,20 +127,20 @@ def start_for(arguments: Sequence[str], environment: Mapping[str, str], *, measu
     return _with_heap(measures=measures)
 
 
-def _check(arguments: Sequence[str]) -> None:
-    """Ends with an error where there is no program."""
+def complaint_about(arguments: Sequence[str]) -> str:
+    """What is wrong with a program and its arguments; empty: nothing that could be told beforehand."""
     program = arguments[0] if arguments else ""
     if not program:
-        _fail("which program? Give a file, or -m and a module.")
+        return "which program? Give a file, or -m and a module."
     if program == "-m":
-        if len(arguments) < 2:
-            _fail("-m: which module?")
-    elif program.startswith("-"):
-        _fail(f"{program!r} is no option of this command. Options of the program stand behind it.")
-    elif not Path(program).exists():
+        return "-m: which module?" if len(arguments) < 2 else ""
+    if program.startswith("-"):
+        return f"{program!r} is no option of this command. Options of the program stand behind it."
+    if not Path(program).exists():
         parent = Path(program).parent
         known = [str(path) for path in parent.glob("*.py")] if parent.is_dir() else []
-        _fail(f"there is no file {program!r} in {Path.cwd()}{nearest(program, known)}")
+        return f"there is no file {program!r} in {Path.cwd()}{nearest(program, known)}"
+    return ""
 
 
 def _fail(message: str) -> NoReturn:

@@ -1,40 +1,37 @@
-"""One training step taken apart, operation by operation: which module's time, FLOPs, bytes and memory are whose.
-
-A forward pass is told by the module that is being called, a backward pass by the node that autograd is at: its number
-is that of the operation that made it, and that operation was some module's. Nothing is inserted into the graph.
-"""
+"""One training step taken apart, in figures: which module's time, FLOPs, bytes and memory are whose."""
 
 from __future__ import annotations
 
-import statistics
-import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as all_modules
-from torch.optim import Optimizer
-from typing_extensions import Self, override
+OPTIMIZER = "(optimizer)"
+"""What stands for a module where an optimizer is at its step."""
 
-from lightning_accel.core.clocks import StepClock
-from lightning_accel.core.torch_private import is_in_backward, latest_node, node_under_way
-from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.users_lines import users_line
-from lightning_accel.evidence import blocks
-from lightning_accel.evidence.blocks import LiveBlocks, MemoryPeak
-from lightning_accel.evidence.flops import FlopMode
+PARAMETERS, GRADIENTS, STATES, BUFFERS, BATCH = "parameters", "gradients", "optimizer states", "buffers", "the batch"
+ACTIVATIONS = "activations kept for the backward pass"
+LOGITS = "logits, and what their loss keeps"
+COPIES = "copies of parameters in another dtype"
+WORKSPACE = "workspace of the forward pass"
+BACKWARD = "gradients of activations, and workspace of the backward pass"
+STEPPING = "workspace of the optimizer"
 
-# Operations, without the line that some names begin with.
-_COPYING = frozenset({"clone", "copy_", "to_copy"})
-_READS_CLASSES = frozenset({"log_softmax", "nll_loss_forward", "nll_loss2d_forward", "log_softmax_backward_data"})
-_MANY_CLASSES = 1024
-_LEAST_COPIED = 1 << 12  # elements: what is smaller costs nothing
-_WAITS = frozenset({"local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique2", "masked_select"})
-"""Operations whose result the host has to know before it can go on."""
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPeak:
+    """What was alive at the moment of a step at which most was.
+
+    Attributes:
+        peak_bytes: All of it: tensors' storages, each counted once. What an operation takes and gives back within
+            itself, and what allocators hold beside, is not among it.
+        parts: Category → bytes; they add up to the peak.
+        modules: Module → bytes of what its forward pass made, that were alive at the peak.
+    """
+
+    peak_bytes: int
+    parts: Mapping[str, int]
+    modules: Mapping[str, int]
 
 
 @dataclass(kw_only=True)
@@ -124,197 +121,3 @@ class Anatomy:
                 "memory": None if memory is None else MemoryPeak(**memory),
             }
         )
-
-
-class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
-    """Takes the step under it apart.
-
-    Args:
-        model: Whose modules are told apart.
-        clock: Whose marks are put around each operation.
-        is_stepping: Whether an optimizer is at its step, and not in a closure of it.
-    """
-
-    def __init__(self, model: nn.Module, clock: StepClock, is_stepping: Callable[[], bool]) -> None:
-        super().__init__()
-        self._model, self._clock, self._is_stepping = model, clock, is_stepping
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._blocks = LiveBlocks(device)
-        self._costs: dict[str, ModuleCost] = {}
-        self._copies: dict[tuple[str, str, str], LayoutCopy] = {}
-        self._waits: Counter[str] = Counter()
-        self._spans: list[tuple[Any, Any, ModuleCost, bool, LayoutCopy | None]] = []
-        self._stacks: defaultdict[int, list[str]] = defaultdict(list)  # of modules, thread by thread
-        self._module_of: dict[int, str] = {}  # node → the module whose operation made it
-        self._last: tuple[ModuleCost, bool] | None = None
-        self._products: list[int] = []  # places of spans with FLOPs
-        self._made_by: dict[int, str] = {}  # id of a storage → what gave a view of it other strides
-        self._hooks = ExitStack()
-
-    def begin(self, batch: Any, optimizers: Iterable[Optimizer]) -> None:
-        """Tells what was there before the step."""
-        parameters = list(self._model.parameters())
-        self._blocks.hold(_plain(parameters), blocks.PARAMETERS)
-        self._blocks.hold(_plain(self._model.buffers()), blocks.BUFFERS)
-        self._blocks.hold(_plain(p.grad for p in _plain(parameters)), blocks.GRADIENTS)
-        self._blocks.hold(_plain(_states(optimizers)), blocks.STATES)
-        self._blocks.hold(_plain(tensors_in(batch)), blocks.BATCH)
-
-    @override
-    def __enter__(self) -> Self:
-        # Called for every module of the process, of this model or not, in whichever thread.
-        for handle in (
-            all_modules.register_module_forward_pre_hook(self._module_begins),
-            all_modules.register_module_forward_hook(self._module_ends, always_call=True),
-        ):
-            self._hooks.callback(handle.remove)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    @override
-    def __exit__(self, *error: object) -> None:
-        self._hooks.close()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def taken(self, optimizers: Iterable[Optimizer]) -> Anatomy:
-        """What was seen; it waits for the device."""
-        self._clock.settle()
-        each_ms = []
-        for began, ended, cost, is_backward, copy in self._spans:
-            ms = self._clock.ms_between(began, ended)
-            each_ms.append(ms)
-            if is_backward:
-                cost.backward_ms += ms
-            else:
-                cost.forward_ms += ms
-            if copy is not None:
-                copy.ms += ms
-        gradients = _plain(p.grad for p in _plain(self._model.parameters()))
-        memory = self._blocks.peak(gradients, _plain(_states(optimizers)))
-        costs = sorted(self._costs.values(), key=lambda one: one.forward_ms + one.backward_ms, reverse=True)[:MOST]
-        return Anatomy(
-            modules=costs,
-            copies=sorted(self._copies.values(), key=lambda one: one.ms, reverse=True)[:MOST],
-            waits=dict(self._waits.most_common(MOST)),
-            memory=memory,
-            operations=len(self._spans),
-            operations_ms=sum(each_ms),
-            work_ms=_above_least(
-                each_ms, [ms for ms, span in zip(each_ms, self._spans, strict=True) if span[2].module != OPTIMIZER]
-            ),
-            product_ms=sum(each_ms[place] for place in self._products),
-        )
-
-    @override
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        began = self._clock.mark()
-        out = func(*args, **kwargs)
-        ended = self._clock.mark()
-        try:
-            self._note(func, args, kwargs, out, began, ended)
-        except Exception as error:  # a measurement must not end the user's run
-            self.failure = error
-        return out
-
-    @override
-    def counted(self, flops: int) -> None:
-        if self._last is not None:
-            cost, is_low = self._last
-            if flops:
-                self._products.append(len(self._spans) - 1)
-            cost.flops += flops
-            cost.low_precision_flops += flops if is_low else 0
-
-    def _note(self, func: Any, args: Any, kwargs: Any, out: Any, began: Any, ended: Any) -> None:
-        name = getattr(getattr(func, "overloadpacket", func), "__name__", "").lstrip("_")
-        node, is_backward = node_under_way(), is_in_backward()
-        stack = self._stacks[threading.get_ident()]
-        if node >= 0:
-            self._blocks.backward_begins()
-            module = self._module_of.get(node, "")
-        else:
-            module = stack[-1] if stack else ""
-            if torch.is_grad_enabled():
-                self._module_of[latest_node()] = module
-        read, written = tensors_in((args, kwargs)), tensors_in(out)
-        if self._is_stepping():
-            module, category = OPTIMIZER, blocks.STEPPING
-        elif is_backward and not torch.is_grad_enabled():
-            category = blocks.BACKWARD
-        else:
-            is_copy = name == "to_copy" and self._blocks.is_a(read[0], blocks.PARAMETERS)
-            category = blocks.COPIES if is_copy else blocks.ACTIVATIONS
-        cost = self._costs.get(module)
-        if cost is None:
-            cost = self._costs[module] = ModuleCost(module=module, kind=self._kinds.get(module, ""))
-        is_new = [self._blocks.made(tensor, category, module) for tensor in written]
-        if name in _READS_CLASSES and read and read[0].dim() and read[0].shape[-1] >= _MANY_CLASSES:
-            for tensor in (*read, *written):
-                if tensor.shape == read[0].shape:
-                    self._blocks.are_logits(tensor)
-        is_view = bool(written) and not any(is_new) and not name.endswith("_")
-        if not is_view:
-            cost.moved_bytes += sum(tensor.nbytes for tensor in (*read, *written) if not tensor.is_sparse)
-        cost.operations += 1
-        copy = self._layout_copy(name, module, read, written, is_view, is_backward)
-        if name in _WAITS and category == blocks.ACTIVATIONS:
-            self._waits[users_line()] += 1
-        self._spans.append((began, ended, cost, is_backward, copy))
-        is_low = bool(read) and read[0].is_floating_point() and read[0].element_size() <= 2
-        self._last = cost, is_low
-
-    def _layout_copy(
-        self, name: str, module: str, read: list[Tensor], written: list[Tensor], is_view: bool, is_backward: bool
-    ) -> LayoutCopy | None:
-        if not written or not read or written[0].layout is not torch.strided or read[-1].layout is not torch.strided:
-            return None
-        source, result = (read[-1] if name == "copy_" else read[0]), written[0]
-        if is_view:
-            if not is_backward and source.is_contiguous() and not result.is_contiguous():
-                self._made_by[id(result.untyped_storage())] = f"{name} at {users_line()}"
-            return None
-        is_copy = name in _COPYING and source.numel() >= _LEAST_COPIED and source.shape == result.shape
-        if not is_copy or (source.dtype, source.device) != (result.dtype, result.device):
-            return None
-        if _strides(source) == _strides(result):
-            return None
-        made_by = self._made_by.get(id(source.untyped_storage()), "")
-        key = module, "" if is_backward else users_line(), made_by
-        copy = self._copies.setdefault(key, LayoutCopy(module=key[0], line=key[1], made_by=key[2]))
-        copy.moved_bytes += result.nbytes
-        copy.count += 1
-        return copy
-
-    def _module_begins(self, module: nn.Module, args: Any) -> None:
-        stack = self._stacks[threading.get_ident()]
-        stack.append(self._names.get(id(module), stack[-1] if stack else ""))
-
-    def _module_ends(self, module: nn.Module, args: Any, out: Any) -> None:
-        if stack := self._stacks[threading.get_ident()]:
-            stack.pop()
-
-
-OPTIMIZER = "(optimizer)"
-MOST = 1000
-"""Modules, lines and copies that are kept: those with the most time."""
-
-
-def _above_least(each_ms: list[float], chosen: list[float]) -> float:
-    least = statistics.quantiles(each_ms, n=10)[0] if len(each_ms) > 1 else 0.0
-    return sum(max(0.0, ms - least) for ms in chosen)
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    """Of the dimensions that have several elements: those of others say nothing."""
-    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-
-
-def _plain(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """Those that have a storage to be looked at."""
-    return [t for t in tensors if t is not None and not nn.parameter.is_lazy(t) and t.layout is torch.strided]
-
-
-def _states(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    return [tensor for optimizer in optimizers for tensor in tensors_in(list(optimizer.state.values()))]

@@ -4,37 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_accel.core.tree import storages_of
-
-PARAMETERS, GRADIENTS, STATES, BUFFERS, BATCH = "parameters", "gradients", "optimizer states", "buffers", "the batch"
-ACTIVATIONS = "activations kept for the backward pass"
-LOGITS = "logits, and what their loss keeps"
-COPIES = "copies of parameters in another dtype"
-WORKSPACE = "workspace of the forward pass"
-BACKWARD = "gradients of activations, and workspace of the backward pass"
-STEPPING = "workspace of the optimizer"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryPeak:
-    """What was alive at the moment of a step at which most was.
-
-    Attributes:
-        peak_bytes: All of it: tensors' storages, each counted once. What an operation takes and gives back within
-            itself, and what allocators hold beside, is not among it.
-        parts: Category → bytes; they add up to the peak.
-        modules: Module → bytes of what its forward pass made, that were alive at the peak.
-    """
-
-    peak_bytes: int
-    parts: Mapping[str, int]
-    modules: Mapping[str, int]
+from lightning_accel.evidence.anatomy import ACTIVATIONS, GRADIENTS, LOGITS, STATES, WORKSPACE, MemoryPeak
 
 
 @dataclass

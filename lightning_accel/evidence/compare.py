@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,8 @@ class Comparison:
         loss_step: The last of those steps.
         differences: What else is not the same: name → that of A, that of B.
         remarks: What to mind when this is read.
+        unfinished: The runs that have not finished, and how they ended.
+        is_alike: Whether both were measured in the same way: by samples or by steps, their memory by the same books.
     """
 
     speed: Interval
@@ -57,6 +59,8 @@ class Comparison:
     loss_step: int | None
     differences: Mapping[str, tuple[str, str]]
     remarks: tuple[str, ...]
+    unfinished: tuple[str, ...]
+    is_alike: bool
 
     def is_slower(self, by: float) -> bool:
         """Whether B is slower than A by more than a share of A's speed, with the whole interval."""
@@ -66,23 +70,34 @@ class Comparison:
         """Whether B's peak of memory is larger than A's by more than a share of it."""
         return self.memory_mib is not None and self.memory_mib[1] > (1 + by) * self.memory_mib[0]
 
+    @property
+    def memory_change(self) -> str:
+        """B's peak of memory by A's, for people; empty where it is not known."""
+        return f"{self.memory_mib[1] / self.memory_mib[0]:.2f}x" if self.memory_mib else ""
+
+    @property
+    def loss_change(self) -> str:
+        """B's loss by A's, for people; empty where it is not known."""
+        return (
+            f"{(self.losses[1] - self.losses[0]) / abs(self.losses[0]):+.2%}" if self.losses and self.losses[0] else ""
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
-        low, high = self.speed.low, self.speed.high
-        interval = [low, None if math.isinf(high) else high]
         return {
-            "speed": {
-                "ratio": self.speed.ratio,
-                "interval": interval,
-                "unit": self.unit,
-                "per_second": self.per_second,
-            },
+            "speed": {**interval_to_dict(self.speed), "unit": self.unit, "per_second": self.per_second},
             "parts_ms": {part: list(pair) for part, pair in self.parts_ms.items()},
             "memory_mib": self.memory_mib,
             "loss": None if self.losses is None else {"step": self.loss_step, "values": self.losses},
             "differences": {name: list(pair) for name, pair in self.differences.items()},
             "remarks": list(self.remarks),
         }
+
+
+def interval_to_dict(interval: Interval) -> dict[str, Any]:
+    """As plain values; JSON has no infinity."""
+    high = None if math.isinf(interval.high) else interval.high
+    return {"ratio": interval.ratio, "interval": [interval.low, high]}
 
 
 def compare(a: Record, b: Record) -> Comparison:
@@ -92,13 +107,13 @@ def compare(a: Record, b: Record) -> Comparison:
         NotComparableError: They are runs of different models, or on different kinds of device, or one has no steps.
     """
     _check(a, b)
-    knows_samples = [all(some.samples for some in record.steps if some.timed) for record in (a, b)]
+    knows_samples = [know_samples([record]) for record in (a, b)]
     by_sample = all(knows_samples)
-    (a_ms, a_blocks), (b_ms, b_blocks) = (_blocks(record, by_sample=by_sample) for record in (a, b))
+    (a_ms, a_blocks), (b_ms, b_blocks) = (mean_ms(record, by_sample=by_sample) for record in (a, b))
     first, second = a.parts_ms(BEGINNING), b.parts_ms(BEGINNING)
     parts = dict.fromkeys([*first, *second]) if first and second else ()
     memory = a.peak_memory_mib, b.peak_memory_mib
-    is_alike = _source(a) == _source(b)
+    has_same_books = _source(a) == _source(b)
     common = sorted(a.losses.keys() & b.losses.keys())[-_LAST_LOSSES:]
     losses = [statistics.fmean(record.losses[step] for step in common) for record in (a, b)] if common else []
     is_finite = all(map(math.isfinite, losses))
@@ -109,7 +124,7 @@ def compare(a: Record, b: Record) -> Comparison:
         remarks.append(f"too few steps for an interval: it takes {BLOCKS} pieces of a run past its beginning")
     if not is_finite:
         remarks.append(f"the loss is no number any more: {losses[0]:g} of A, {losses[1]:g} of B at step {common[-1]:,}")
-    has_memory = is_alike and memory[0] is not None and memory[1] is not None
+    has_memory = has_same_books and memory[0] is not None and memory[1] is not None
     if not has_memory:
         why = "they were not measured alike" if all(memory) else "not every run has a completed epoch"
         remarks.append(f"the peaks of memory are not compared: {why}")
@@ -123,6 +138,8 @@ def compare(a: Record, b: Record) -> Comparison:
         loss_step=common[-1] if common else None,
         differences=dict(_differences(a, b)),
         remarks=tuple(remarks),
+        unfinished=tuple(f"{record.path} {how_ended(record)}" for record in (a, b) if record.status != "finished"),
+        is_alike=has_same_books and len(set(knows_samples)) == 1,
     )
 
 
@@ -155,7 +172,17 @@ def _check(a: Record, b: Record) -> None:
             raise NotComparableError(f"{record.path} has no steps: {how}. Train for more steps.")
 
 
-def _blocks(record: Record, *, by_sample: bool) -> tuple[float, list[float]]:
+def know_samples(records: Iterable[Record]) -> bool:
+    """Whether all of them know how many samples their steps had, so that they can be compared by the sample."""
+    return all(some.samples for record in records for some in record.steps if some.timed)
+
+
+def how_ended(record: Record) -> str:
+    """In words, of a run that did not finish."""
+    return record.status or "has no end: it was killed, or still runs"
+
+
+def mean_ms(record: Record, *, by_sample: bool) -> tuple[float, list[float]]:
     """Mean milliseconds of a step, or of a sample, past the beginning; and of blocks of about as many steps each."""
     pieces = [
         (number, steps, ms / ((some.samples or 0) / some.timed if by_sample else 1.0))
@@ -207,6 +234,6 @@ def _remarks(a: Record, b: Record) -> Iterator[str]:
         yield "the machines differ: the ratio is theirs as much as the runs'"
     for record in (a, b):
         if record.status != "finished":
-            yield f"{record.path} {record.status or 'has no end: it was killed, or still runs'}"
+            yield f"{record.path} {how_ended(record)}"
         for other in record.passed_over:
             yield f"{other}, which is newer, has no steps; {record.path.name} is shown"

@@ -10,11 +10,15 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lightning_accel.core.byte_size import format_bytes
-from lightning_accel.evidence import blocks, parts
-from lightning_accel.evidence.peaks import Peaks
+from lightning_accel.evidence import anatomy as categories
+from lightning_accel.evidence import parts
 from lightning_accel.evidence.record import Record
+
+if TYPE_CHECKING:
+    from lightning_accel.evidence.peaks import Peaks
 
 _WORTH = 0.05  # of a step: what takes less is not spoken of
 _LARGE_BATCH = 8  # times the batch
@@ -197,8 +201,8 @@ def _layouts(seen: _Seen) -> Iterator[Finding]:
         name="layouts",
         says=f"{share:.0%} of a step is spent copying tensors whose strides do not suit the next operation,"
         f" {format_bytes(sum(copy.moved_bytes for copy in anatomy.copies))} of them",
-        action=f"{made} a tensor that {where} has to copy: keep the order of its dimensions, or call .contiguous() once,"
-        " before several use it",
+        action=f"{made} a tensor that {where} has to copy: keep the order of its dimensions, or call .contiguous()"
+        " once, before several use it",
         speedup=1 / (1 - share),
         basis="all of these copies go",
     )
@@ -208,7 +212,7 @@ def _logits(seen: _Seen) -> Iterator[Finding]:
     anatomy, settings = seen.record.anatomy, seen.record.header.settings or {}
     if anatomy is None or anatomy.memory is None or settings.get("loss") == "on":
         return
-    size = anatomy.memory.parts.get(blocks.LOGITS, 0)
+    size = anatomy.memory.parts.get(categories.LOGITS, 0)
     if size > 0.2 * anatomy.memory.peak_bytes:
         yield Finding(
             name="logits",

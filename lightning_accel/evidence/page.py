@@ -334,10 +334,13 @@ def _technique(name: str, one: dict[str, Any]) -> dict[str, Any]:
 
 def _largest_batch(record: Record, memory: dict[str, int]) -> int | None:
     """By what does not grow with the batch, and what does, in the step that was taken apart."""
-    from lightning_accel.evidence import blocks
+    from lightning_accel.evidence import anatomy as categories
 
     size = next((one["batch_size"] for one in record.header.loaders if "batch_size" in one), None)
-    fixed = sum(memory.get(one, 0) for one in (blocks.PARAMETERS, blocks.GRADIENTS, blocks.STATES, blocks.BUFFERS))
+    fixed = sum(
+        memory.get(one, 0)
+        for one in (categories.PARAMETERS, categories.GRADIENTS, categories.STATES, categories.BUFFERS)
+    )
     grows = sum(memory.values()) - fixed
     if size is None or grows <= 0 or not record.header.device_bytes:
         return None

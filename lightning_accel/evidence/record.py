@@ -23,6 +23,9 @@ FORMAT = 1
 FOLDER = "accel"
 """In the folder that a logger has for the run."""
 
+RECORD_VARIABLE = "LIGHTNING_ACCEL_RECORD"
+"""Of the environment: another folder for records, with any logger or none."""
+
 MOST_PIECES = 32
 _ALL_EPOCHS = 1000  # are written; of those after, ever fewer
 
@@ -52,6 +55,8 @@ class Header:
         log_every_n_steps: The Trainer's.
         accumulate_grad_batches: The Trainer's.
         loaders: Of training batches: what each was made with, by the names of :class:`torch.utils.data.DataLoader`.
+        source_folders: Where the code comes from that is neither Python's nor installed; of folders within each other
+            the outermost.
     """
 
     started: str
@@ -70,6 +75,7 @@ class Header:
     log_every_n_steps: int = 0
     accumulate_grad_batches: int = 1
     loaders: list[dict[str, Any]] = field(default_factory=list)
+    source_folders: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

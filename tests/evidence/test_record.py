@@ -341,3 +341,21 @@ def test_an_error_after_the_last_step_is_its_end(tmp_path: Path) -> None:
 def test_of_short_epochs_not_every_one_is_a_line(tmp_path: Path) -> None:
     record = recorded(tmp_path, data=loader(2), max_epochs=20)
     assert (len(record.steps), record.num_steps, len(record.epochs)) == (2, 40, 20)
+
+
+def test_a_folder_that_the_environment_names_is_written_to_with_any_logger_or_none(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("LIGHTNING_ACCEL_RECORD", str(tmp_path / "asked"))
+        fit(Model())
+        assert read_record(tmp_path / "asked").num_steps == 8
+        fit(Model(), logger=CSVLogger(tmp_path / "logs"), max_epochs=2)
+        assert read_record(tmp_path / "asked").num_steps == 16
+    assert not list(tmp_path.glob("logs/**/*.jsonl"))
+
+
+def test_it_says_where_code_comes_from_that_is_not_installed(tmp_path: Path) -> None:
+    folders = [Path(folder) for folder in recorded(tmp_path).header.source_folders]
+    assert any(Path(__file__).resolve().is_relative_to(folder) for folder in folders)
+    installed = [Path(torch.__file__).resolve(), Path(json.__file__).resolve()]
+    assert not any(file.is_relative_to(folder) for file in installed for folder in folders)
+    assert not any(one != other and one.is_relative_to(other) for one in folders for other in folders)

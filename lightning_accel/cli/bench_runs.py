@@ -1,0 +1,169 @@
+"""Runs of a program in a folder, each in a process of its own, and the records that they leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_accel.evidence.record import Record
+
+_LAST_LINES = 20
+_PATIENCE_S = 10.0  # for a program that was asked to end
+
+
+class RunError(ValueError):
+    """A run that has come to nothing. It says how."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two that are compared.
+
+    Attributes:
+        letter: ``"A"`` or ``"B"``.
+        name: Which code it is, for people.
+        command: What is run.
+        folder: Where.
+        environment: With which variables.
+        elsewhere: A folder none of whose code may run; None: whatever runs.
+        records: What the runs have left that count, in their order.
+    """
+
+    letter: str
+    name: str
+    command: Sequence[str]
+    folder: Path
+    environment: Mapping[str, str]
+    elsewhere: Path | None = None
+    records: list[Record] = field(default_factory=list)
+
+    def run(self, folder: Path) -> Record:
+        """Runs it once; its output is shown where it fails.
+
+        Args:
+            folder: For the record; a new one.
+
+        Raises:
+            RunError: It failed, left no record, or ran code of the other side.
+            RecordError: What it left cannot be read.
+        """
+        from lightning_accel.evidence.record import FOLDER, RECORD_VARIABLE, read_record
+
+        folder.mkdir(parents=True)
+        output = folder / "output.txt"
+        status = _ended(self.command, self.folder, {**self.environment, RECORD_VARIABLE: str(folder)}, output)
+        if status:
+            with output.open(encoding="utf-8", errors="replace") as lines:
+                shown = "".join(f"  | {line.rstrip()}\n" for line in deque(lines, _LAST_LINES))
+            raise RunError(f"{self.letter} ({self.name}) ended with status {status}:\n{shown}{self._data_hint()}")
+        if not list((folder / FOLDER).glob("*.jsonl")):
+            raise RunError(
+                f"{self.letter} ({self.name}) left no record: its Trainer needs AccelPlugin() in its plugins or"
+                " SpeedMemoryLogger() in its callbacks, has to train, and not as a fast_dev_run."
+            )
+        record = read_record(folder)
+        for source in record.header.source_folders:
+            if self.elsewhere is not None and Path(source).is_relative_to(self.elsewhere):
+                raise RunError(
+                    f"{self.letter} ({self.name}) ran code of the working tree, in {source}. Have Python find it by a"
+                    " relative path, which leads into either checkout: `PYTHONPATH=src lightning-accel bench ...`, say."
+                )
+        return record
+
+    def _data_hint(self) -> str:
+        if self.elsewhere is None:
+            return ""
+        return "A checkout holds what git knows. What else both need, such as data, is shared with `--link data`."
+
+
+def take_turns(a: Side, b: Side, runs: int, folder: Path) -> None:
+    """Runs both, A B B A …, after a first run of each that fills caches and does not count. Progress is said.
+
+    Args:
+        a: Gets its records.
+        b: Likewise.
+        runs: How many of each count.
+        folder: For what they leave.
+
+    Raises:
+        RunError: One came to nothing.
+        RecordError: What one left cannot be read.
+    """
+    turns = [(a, False), (b, False)]
+    for pair in range(runs):
+        turns += [(side, True) for side in ((a, b) if pair % 2 == 0 else (b, a))]
+    for number, (side, counts) in enumerate(turns, start=1):
+        first = "" if counts else ", to fill caches"
+        _say(f"run {number} of {len(turns)}: {side.letter}, {side.name}{first} ... ", end="")
+        begun = time.monotonic()
+        try:
+            record = side.run(folder / f"{number}-{side.letter}")
+        except BaseException:
+            print(file=sys.stderr)
+            raise
+        fits = len(list(record.path.parent.glob("*.jsonl")))
+        last = f", the last of {fits} fits" if fits > 1 else ""
+        print(f"{record.num_steps:,} steps{last}, {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
+        if counts:
+            side.records.append(record)
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Lets SIGTERM, as CI sends it, end the block as an exception does, so that it is cleaned up after."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _ended(command: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path) -> int:
+    """Runs a program to its end and returns its status; where this is interrupted, ends it and all it has started."""
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group of its own: ranks and workers end with it
+        )
+        try:
+            return process.wait()
+        except BaseException:
+            _end(process)
+            raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if sys.platform == "win32":
+        process.kill()
+        process.wait()
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_PATIENCE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # those of the group that are left
+    process.wait()
+
+
+def _say(text: str, end: str = "\n") -> None:
+    print(f"lightning-accel bench: {text}", end=end, file=sys.stderr, flush=True)

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import yaml
+
 from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.evidence import anatomy as categories
 from lightning_accel.evidence import parts
 from lightning_accel.evidence.anatomy import OPTIMIZER, ModuleCost
 from lightning_accel.evidence.compare import Comparison, NotComparableError, compare
@@ -259,8 +262,6 @@ def _settings(record: Record, tuning: dict[str, Any]) -> dict[str, str]:
     if not other:
         return {"python": f"Trainer(plugins=[{PLAIN}])", "yaml": "accel: {}"}
     arguments = ", ".join(f"{name}={value!r}" for name, value in other.items())
-    import yaml
-
     return {
         "python": f"Trainer(plugins=[AccelPlugin({arguments})])",
         "yaml": yaml.safe_dump({"accel": other}, sort_keys=False).strip(),
@@ -334,8 +335,6 @@ def _technique(name: str, one: dict[str, Any]) -> dict[str, Any]:
 
 def _largest_batch(record: Record, memory: dict[str, int]) -> int | None:
     """By what does not grow with the batch, and what does, in the step that was taken apart."""
-    from lightning_accel.evidence import anatomy as categories
-
     size = next((one["batch_size"] for one in record.header.loaders if "batch_size" in one), None)
     fixed = sum(
         memory.get(one, 0)

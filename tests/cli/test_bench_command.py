@@ -199,15 +199,11 @@ def test_the_same_code_is_called_so(repository: Repository, said: Said) -> None:
 
 
 def test_of_several_fits_the_last_one_counts_and_that_is_said(repository: Repository, said: Said) -> None:
-    again = (
-        TRAIN.replace("1-run.jsonl", "2-second.jsonl")
-        .replace("range(8)", "range(9)")
-        .replace("=8, timed=8", "=9, timed=9")
-    )
-    repository.write("train.py", TRAIN + again)
+    nine = TRAIN.replace("range(8)", "range(9)").replace("last=8, timed=8", "last=9, timed=9")
+    repository.write("train.py", TRAIN + nine.replace("1-run.jsonl", "2-second.jsonl"))
     repository.commit()
     assert main(["bench", "train.py", "--against", "main", "--runs", "1"]) == 0
-    assert "8 steps, the last of 2 fits" in said()[1]
+    assert "9 steps, the last of 2 fits" in said()[1]
 
 
 def test_the_workflow_of_the_docs_runs(repository: Repository, environment: pytest.MonkeyPatch, said: Said) -> None:

@@ -17,11 +17,12 @@ from lightning_accel.callbacks._parts import StepParts
 from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._samples import SampleCounter
+from lightning_accel.callbacks._saying import say
+from lightning_accel.callbacks._teller import Teller
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.host import usable_cores
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
-from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
 from lightning_accel.lightning.private import FetchPatch
@@ -36,6 +37,7 @@ class FitInstruments:
         energy: Told of every pause.
         ends: Told of every step, where there are several ranks; else None.
         record: Told of every step and epoch, where the run has a folder, on rank 0; else None.
+        teller: Told where the run settles, on rank 0; else None.
     """
 
     _FIRST_COUNTED_STEP = 3
@@ -56,7 +58,9 @@ class FitInstruments:
         self.ends = EpochEnds.open(trainer)
         self._parts = StepParts(trainer, self.clock)
         self.record = FitRecord.open(trainer, self._parts)
-        fetches = self.clock if self.record is None else self._parts  # which tells the clock
+        self.teller = Teller.open(trainer, self._parts)
+        self._looks = self.record is not None or (self.teller is not None and self.teller.shows_figures)
+        fetches = self._parts if self._looks else self.clock  # which it tells in turn
         self._fetch_hooks = FetchPatch(trainer, fetches.fetch_began, fetches.fetch_ended)
         self._fetch_hooks.apply()
 
@@ -94,8 +98,9 @@ class FitInstruments:
         self._steps += 1
         if self.ends is not None:
             self.ends.step_ended()
-        if self.record is not None:
+        if self._looks:
             self._parts.step_ended()
+        if self.record is not None:
             self.record.step_ended(self.clock.timed, outputs)
 
     def measure(self) -> EpochSpeed | None:
@@ -111,6 +116,8 @@ class FitInstruments:
             self.ends.forget()
         if self.record is not None and speed is not None:
             self.record.epoch_ended(self.clock.timed, speed)
+        if self.teller is not None and speed is not None:
+            self.teller.epochs.append(speed)
         return speed
 
     def _measured(self) -> RankEpoch:
@@ -159,11 +166,14 @@ class FitInstruments:
         )
         # The wait is that of all ranks, but each times and sets up loaders of its own: what is said is of one run.
         lines = self._trainer.strategy.broadcast(lines)
-        report = getattr(plugin, "report", None)
-        if isinstance(report, Report):
-            for line in lines:
-                report.note(line)
-        rank_zero_info("\n  ".join(["lightning-accel:", *lines]))
+        say(self._trainer, *lines)
+
+    def end(self, exception: BaseException | None) -> None:
+        """Says how the fit ended, to the record, the loggers and the console."""
+        if self.record is not None:
+            self.record.end(self.clock.timed, exception)
+        if self.teller is not None and (exception is None or isinstance(exception, KeyboardInterrupt)):
+            self.teller.ended(None if self.record is None else self.record.path)
 
     def close(self) -> None:
         self.flops.close()

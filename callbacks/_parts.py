@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,8 @@ class StepParts:
         self._clock, self._strategy = clock, trainer.strategy
         self._told = PatchSet()
         self._steps = 0
+        self._taken_ms: defaultdict[str, float] = defaultdict(float)
+        self._taken_steps = 0
 
     def fetch_began(self) -> None:
         """Told of a fetch, tells the clock, too."""
@@ -78,9 +81,17 @@ class StepParts:
         """Milliseconds of each part, summed over the steps looked at since this was last asked, and their number."""
         self.timer.read()
         found = dict(self.timer.ms), self.timer.steps
+        for part, ms in found[0].items():
+            self._taken_ms[part] += ms
+        self._taken_steps += found[1]
         self.timer.ms.clear()
         self.timer.steps = 0
         return found
+
+    def mean_ms(self) -> dict[str, float]:
+        """Milliseconds of each part, in the mean of all steps looked at; empty where none was."""
+        self.taken()
+        return {part: ms / self._taken_steps for part, ms in self._taken_ms.items()}
 
     def _timed(self, part: str, original: Callable[..., Any]) -> Callable[..., Any]:
         timer = self.timer

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._parts import StepParts
+from lightning_accel.callbacks._saying import say
 from lightning_accel.core.clocks import Tally
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.core.report import Report
@@ -68,6 +68,11 @@ class FitRecord:
             return None
         folder = next(filter(None, map(_folder_of, trainer.loggers)), None)
         return None if folder is None else cls(trainer, folder / FOLDER, parts)
+
+    @property
+    def path(self) -> Path | None:
+        """Where it is; None while there is nothing in it, and where it could not be written."""
+        return None if self._writer is None else self._writer.path
 
     def step_ended(self, tally: Tally, outputs: Any) -> None:
         """Told after each step.
@@ -147,11 +152,10 @@ class FitRecord:
             write(self._writer)
         except Exception as error:  # whatever it is: the run is worth more than its record
             self._has_failed = True
-            line = f"this run's record could not be written: {one_line(error)}. The run goes on without one."
-            rank_zero_info(f"lightning-accel: {line}")
-            report = getattr(self._trainer.precision_plugin, "report", None)
-            if isinstance(report, Report):
-                report.note(line)
+            say(
+                self._trainer,
+                f"this run's record could not be written: {one_line(error)}. The run goes on without one.",
+            )
 
 
 def _folder_of(logger: Any) -> Path | None:

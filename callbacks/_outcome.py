@@ -135,7 +135,9 @@ class Outcome:
         """The run, and everything that its live trials compared; nothing without the plugin."""
         if self.settings is None:
             return
-        settings = {f"{PREFIX}{name}": _plain(value) for name, value in self.settings.items()}
+        # Without what is off, of which there is much: TensorBoard shows a few columns at first.
+        on = {name: value for name, value in self.settings.items() if value and value != "off"}
+        settings = {f"{PREFIX}{name}": _plain(value) for name, value in on.items()}
         yield Session("", settings, dict(self._metrics()))
         for name, result in ({} if self.tuning is None else self.tuning.results).items():
             settings = {f"{PREFIX}compared": name, f"{PREFIX}verdict": result.verdict}

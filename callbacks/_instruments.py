@@ -153,6 +153,8 @@ class FitInstruments:
         """Says what to change in a run that waits for its data, the first time that an epoch does so."""
         if self._has_advised or speed.data_wait_frac is None or speed.data_wait_frac <= WORTH_ADVICE:
             return
+        if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return  # of a batch, nothing can be told
         if speed.world_size != self._trainer.world_size:
             return  # the ranks are not here together to hear what rank 0 has to say
         self._has_advised = True

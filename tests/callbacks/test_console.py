@@ -32,7 +32,7 @@ def test_a_run_says_where_it_settles_and_what_has_come_of_it(tmp_path: Path) -> 
 def test_a_run_that_is_too_short_to_settle_says_one_line() -> None:
     with heard() as lines:
         measured_runs.fit(Model(), plugins=[AccelPlugin(precision="32-true")])
-    (line,) = lines
+    (line,) = (line for line in lines if "waiting for data" not in line)  # advice, which hangs on the machine
     assert "samples/s, peak" in line
     assert "Record" not in line  # there is no logger with a folder for one
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import csv
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from lightning_accel.callbacks._outcome import Session
 from lightning_accel.evidence.figures import pixels
 from lightning_accel.evidence.record import FOLDER
 
-_LAYOUT = {
+_LAYOUT: dict[str, dict[str, tuple[str, ...]]] = {
     "accel: speed": {
         "samples per second": ("samples_per_sec",),
         "steps per second": ("steps_per_sec",),
@@ -52,11 +54,15 @@ class Board(ABC):
         """Files a figure of matplotlib's."""
 
     @abstractmethod
-    def sessions(self, sessions: Iterable[Session], step: int) -> None:
-        """Files settings and what came of them, of the run and of what it compared."""
+    def conclude(self, run: Session, compared: Sequence[Session], metrics: AbstractSet[str], step: int) -> None:
+        """Files settings and what came of them, and puts charts in groups where it has charts.
 
-    def arrange(self, metrics: Iterable[str]) -> None:  # noqa: B027  # others have no arrangements
-        """Puts the charts of these metrics in groups."""
+        Args:
+            run: Of the run.
+            compared: Of what its live trials compared.
+            metrics: The names of all that were logged.
+            step: The optimizer's last.
+        """
 
 
 def boards_of(loggers: Iterable[Any]) -> list[Board]:
@@ -84,31 +90,24 @@ class TensorBoard(Board):
         self._logger.experiment.add_image(name, pixels(figure), step, dataformats="HWC")
 
     @override
-    def sessions(self, sessions: Iterable[Session], step: int) -> None:
-        if self._logger.hparams:
-            return
-        try:  # which of the two Lightning's logger writes with
-            from torch.utils.tensorboard.summary import hparams
-        except ImportError:
-            from tensorboardX.summary import hparams
-        for session in sessions:
-            with self._below(f"arms/{_slug(session.name)}" if session.name else "") as writer:
-                for summary in hparams(session.settings, session.metrics)[1:]:  # the first one is the experiment
-                    writer.file_writer.add_summary(summary, step)
-                for name, value in session.metrics.items():
-                    writer.add_scalar(name, value, step)
-
-    @override
-    def arrange(self, metrics: Iterable[str]) -> None:
-        had = set(metrics)
-        layout: dict[str, dict[str, Any]] = {}
-        for group, charts in _LAYOUT.items():
-            for chart, names in charts.items():
-                # By regular expressions, as the logger may put a prefix before the names.
-                if tags := [f".*{PREFIX}{name}$" for name in names if f"{PREFIX}{name}" in had]:
-                    layout.setdefault(group, {})[chart] = ["Multiline", tags]
+    def conclude(self, run: Session, compared: Sequence[Session], metrics: AbstractSet[str], step: int) -> None:
+        shows_hparams = run.settings and not self._logger.hparams
         with self._below("") as writer:
-            writer.add_custom_scalars(layout)
+            writer.add_custom_scalars(_layout(metrics))
+            if shows_hparams:
+                self._add(writer, run, step)
+        for session in compared if shows_hparams else ():
+            with self._below(f"arms/{_slug(session.name)}") as writer:
+                self._add(writer, session, step)
+
+    def _add(self, writer: Any, session: Session, step: int) -> None:
+        # Lightning's logger writes with either of two packages.
+        package, _, _ = type(writer).__module__.rpartition(".")
+        hparams: Any = import_module(f"{package}.summary").hparams
+        for summary in hparams(session.settings, session.metrics)[1:]:  # the first one is the experiment
+            writer.file_writer.add_summary(summary, step)
+        for name, value in session.metrics.items():
+            writer.add_scalar(name, value, step)
 
     def _below(self, folder: str) -> Any:
         """A writer of a run below the user's."""
@@ -131,8 +130,7 @@ class WeightsAndBiases(Board):
         self._logger.log_image(name, [figure], step=step)
 
     @override
-    def sessions(self, sessions: Iterable[Session], step: int) -> None:
-        run, *compared = sessions
+    def conclude(self, run: Session, compared: Sequence[Session], metrics: AbstractSet[str], step: int) -> None:
         self._logger.experiment.config.update(run.settings, allow_val_change=True)
         self._logger.experiment.summary.update(run.metrics)
         if compared:
@@ -155,8 +153,7 @@ class MLFlow(Board):
         self._logger.experiment.log_figure(self._logger.run_id, figure, f"{name}.png")
 
     @override
-    def sessions(self, sessions: Iterable[Session], step: int) -> None:
-        run, *compared = sessions
+    def conclude(self, run: Session, compared: Sequence[Session], metrics: AbstractSet[str], step: int) -> None:
         self._logger.log_hyperparams(run.settings)
         self._logger.log_metrics(run.metrics, step)
         arms = {session.name: {**session.settings, **session.metrics} for session in compared}
@@ -181,8 +178,7 @@ class Files(Board):
             figure.savefig(path)
 
     @override
-    def sessions(self, sessions: Iterable[Session], step: int) -> None:
-        _, *compared = sessions  # the plan is in the record
+    def conclude(self, run: Session, compared: Sequence[Session], metrics: AbstractSet[str], step: int) -> None:
         path = self._path(f"{PREFIX}arms.csv")
         if compared and path is not None:
             with path.open("w", newline="", encoding="utf-8") as file:
@@ -203,6 +199,17 @@ _BOARDS: dict[type, Any] = {
     MLFlowLogger: MLFlow,
     CSVLogger: Files,
 }
+
+
+def _layout(metrics: AbstractSet[str]) -> dict[str, dict[str, Any]]:
+    """As ``add_custom_scalars`` takes it, of those metrics that there are."""
+    layout: dict[str, dict[str, Any]] = {}
+    for group, charts in _LAYOUT.items():
+        for chart, names in charts.items():
+            # By regular expressions, as the logger may put a prefix before the names.
+            if tags := [f".*{PREFIX}{name}$" for name in names if f"{PREFIX}{name}" in metrics]:
+                layout.setdefault(group, {})[chart] = ["Multiline", tags]
+    return layout
 
 
 def _table(sessions: Iterable[Session]) -> tuple[list[str], list[list[Any]]]:

@@ -132,11 +132,9 @@ class Outcome:
             yield Picture(f"{PREFIX}step_time", "What a step's time goes to", "ms", self.parts_ms)
 
     def sessions(self) -> Iterator[Session]:
-        """The run, and everything that its live trials compared; nothing without the plugin."""
-        if self.settings is None:
-            return
+        """The run, and everything that its live trials compared."""
         # Without what is off, of which there is much: TensorBoard shows a few columns at first.
-        on = {name: value for name, value in self.settings.items() if value and value != "off"}
+        on = {name: value for name, value in (self.settings or {}).items() if value and value != "off"}
         settings = {f"{PREFIX}{name}": _plain(value) for name, value in on.items()}
         yield Session("", settings, dict(self._metrics()))
         for name, result in ({} if self.tuning is None else self.tuning.results).items():

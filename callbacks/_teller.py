@@ -71,14 +71,12 @@ class Teller:
 
     def _tell_end(self, record: Path | None) -> None:
         outcome, step = self._tell(self._parts.mean_ms()), self._trainer.global_step
-        sessions, metrics = list(outcome.sessions()), self._logged()
+        run, *compared = outcome.sessions()
         for board in self._boards:
             if can_draw():
                 for picture in outcome.pictures():
                     self._attempt(_draw, board, picture, step)
-            if sessions:
-                self._attempt(board.sessions, sessions, step)
-            self._attempt(board.arrange, metrics)
+            self._attempt(board.conclude, run, compared, self._logged(), step)
         rank_zero_info(f"lightning-accel: {outcome.line(record)}")
 
     def _logged(self) -> set[str]:

@@ -125,18 +125,20 @@ def test_csv_has_files_beside_its_metrics(run: tuple[Path, Path]) -> None:
 # -- what is the user's own ----------------------------------------------------------------------------------------
 
 
-class WithHparams(Model):
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__()
-        self.save_hyperparameters()
+class TimedWithHparams(Timed):
+    def __init__(self, time: Any, lr: float = 0.1) -> None:
+        super().__init__(time)
+        self.save_hyperparameters("lr")
 
 
 def test_a_modules_own_hyperparameters_are_all_that_the_hparams_tab_shows(tmp_path: Path) -> None:
     board = TensorBoardLogger(tmp_path)
-    measured_runs.fit(WithHparams(), logger=board, log_every_n_steps=1, plugins=[AccelPlugin()])
+    with simulated(1.5) as time:
+        fit(TimedWithHparams(time), logger=board, callbacks=[SpeedMemoryLogger()])
     assert hparams_of(board.log_dir) == {"lr": 0.1}
     assert "hp_metric" in events(board.log_dir).Tags()["scalars"]
     assert hparams_of(Path(board.log_dir) / "accel") == {}
+    assert not (Path(board.log_dir) / "accel" / "arms").exists()
 
 
 def test_a_users_own_arrangement_of_charts_stays(tmp_path: Path) -> None:

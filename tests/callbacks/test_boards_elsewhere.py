@@ -1,6 +1,6 @@
 """What Weights & Biases and MLflow are told beside metrics, offline, each in a process of its own.
 
-They are no part of what developers install: `make test-boards` does.
+They are no part of what developers install: `make test-browser` does.
 """
 
 from __future__ import annotations

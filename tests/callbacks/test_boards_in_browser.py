@@ -63,7 +63,7 @@ def _has_read_the_run(address: str) -> bool:
 @pytest.fixture(scope="module")
 def page() -> Iterator[Any]:
     """A page of a headless browser."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs a browser's driver: make test-boards")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs a browser's driver: make test-browser")
     browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser_path is None:
         pytest.skip(f"needs a browser, one of {', '.join(BROWSERS)}: apt-get install chromium, say")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
@@ -61,3 +62,13 @@ def test_what_is_found_on_the_way_is_in_the_report_and_not_on_the_console() -> N
     assert ["over plain" in line for line in lines] == [True, False]  # where it settles, and settles otherwise
     assert "a step takes longer than it did: what holds is tried against the plain run again" in notes
     assert any("speed is taken back" in note for note in notes)
+
+
+def test_a_run_that_is_interrupted_says_what_has_come_of_it_so_far() -> None:
+    def interrupt(module: Model, batch_idx: int) -> None:
+        if module.current_epoch == 1:
+            raise KeyboardInterrupt
+
+    with heard() as lines, pytest.raises((SystemExit, KeyboardInterrupt)):
+        measured_runs.fit(Model(interrupt), max_epochs=2)
+    assert "samples/s, peak" in lines[-1]

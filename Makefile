@@ -8,7 +8,7 @@ WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-cpus lint types docs format stub bench column results gpu clean
+.PHONY: help demo test test-slow test-cpus test-browser lint types docs format stub bench column results gpu clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -25,6 +25,11 @@ test-slow: $(STAMP)  ## The tests over ten seconds each
 
 test-cpus: $(STAMP)  ## The tests that compare numbers, with torch's libraries told to be on other processors
 	$(BIN)/python tests/as_other_cpus.py $(WORKERS)
+
+# Chromium is the system's: there is none on PyPI. Without one the tests in it are skipped, and say so.
+test-browser: $(STAMP)  ## Other people's loggers, and TensorBoard in a real browser (installs them; Chromium is yours to)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[boards]'
+	$(BIN)/python -m pytest -m "browser or slow" tests/callbacks/test_boards_elsewhere.py tests/callbacks/test_boards_in_browser.py
 
 lint: $(STAMP)  ## ruff: rules and formatting
 	$(BIN)/ruff check $(SOURCES)

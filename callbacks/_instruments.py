@@ -17,11 +17,12 @@ from lightning_accel.callbacks._parts import StepParts
 from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
 from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.callbacks._samples import SampleCounter
+from lightning_accel.callbacks._saying import say
+from lightning_accel.callbacks._teller import Teller
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.host import usable_cores
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
-from lightning_accel.core.report import Report
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
 from lightning_accel.evidence.flops import FlopMode
@@ -40,6 +41,7 @@ class FitInstruments:
         steps: How many there were.
         watch_from: The number of steps after which one is to be watched, operation by operation; None: none is.
         record: Told of every step and epoch, where the run has a folder, on rank 0; else None.
+        teller: Told where the run settles, on rank 0; else None.
     """
 
     _FIRST_COUNTED_STEP = 3
@@ -62,7 +64,8 @@ class FitInstruments:
         self.ends = EpochEnds.open(trainer)
         self.record: FitRecord | None = None
         self._parts: StepParts | None = None
-        if record_folder(trainer) is not None:
+        self.teller = Teller.open(trainer)
+        if record_folder(trainer) is not None or (self.teller is not None and self.teller.shows_figures):
             self._parts = StepParts(trainer, self.clock)
             self.record = FitRecord.open(trainer, self._parts)
         fetches = self._parts or self.clock  # the former tells the latter
@@ -122,8 +125,9 @@ class FitInstruments:
         self.steps += 1
         if self.ends is not None:
             self.ends.step_ended()
-        if self.record is not None and self._parts is not None:
+        if self._parts is not None:
             self._parts.step_ended()
+        if self.record is not None:
             self.record.step_ended(self.clock.timed, outputs)
 
     def measure(self) -> EpochSpeed | None:
@@ -139,6 +143,8 @@ class FitInstruments:
             self.ends.forget()
         if self.record is not None and speed is not None:
             self.record.epoch_ended(self.clock.timed, speed)
+        if self.teller is not None and speed is not None:
+            self.teller.epochs.append(speed)
         return speed
 
     def _measured(self) -> RankEpoch:
@@ -174,6 +180,8 @@ class FitInstruments:
         """Says what to change in a run that waits for its data, the first time that an epoch does so."""
         if self._has_advised or speed.data_wait_frac is None or speed.data_wait_frac <= WORTH_ADVICE:
             return
+        if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return  # of a batch, nothing can be told
         if speed.world_size != self._trainer.world_size:
             return  # the ranks are not here together to hear what rank 0 has to say
         self._has_advised = True
@@ -187,11 +195,15 @@ class FitInstruments:
         )
         # The wait is that of all ranks, but each times and sets up loaders of its own: what is said is of one run.
         lines = self._trainer.strategy.broadcast(lines)
-        report = getattr(plugin, "report", None)
-        if isinstance(report, Report):
-            for line in lines:
-                report.note(line)
-        rank_zero_info("\n  ".join(["lightning-accel:", *lines]))
+        say(self._trainer, *lines)
+
+    def ended(self, exception: BaseException | None) -> None:
+        """Tells record, loggers and console that no step is to follow, and what has ended them."""
+        if self.record is not None:
+            self.record.training_ended(self.clock.timed, exception)
+        if self.teller is not None and (exception is None or isinstance(exception, KeyboardInterrupt)):
+            parts_ms = {} if self._parts is None else self._parts.mean_ms()
+            self.teller.ended(parts_ms, None if self.record is None else self.record.path)
 
     def close(self) -> None:
         self.flops.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_accel.core.clocks import StepClock
 from lightning_accel.core.parts import PartTimer
 from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, REST, TRANSFER
+from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, ORDER, REST, TRANSFER
 
 EVERY = 16
 """Of so many steps one is looked at, drawn by lot: what each fourth step does shows in a fourth of the looks."""
@@ -48,6 +49,8 @@ class StepParts:
         self._left = EVERY + self._look_in
         self._is_watched = False  # the step under way, by somebody who slows it
         self._was_dropped = False
+        self._taken_ms: defaultdict[str, float] = defaultdict(float)
+        self._taken_steps = 0
         self.failure = ""
         told: list[tuple[Any, str, str]] = [(trainer.strategy, name, part) for name, part in PARTS.items()]
         told += [(logger, name, LOGGING) for logger in trainer.loggers for name in ("log_metrics", "save")]
@@ -110,6 +113,9 @@ class StepParts:
         """Milliseconds of each part, summed over the steps looked at since this was last asked, and their number."""
         self.timer.read()
         found = dict(self.timer.ms), self.timer.steps
+        for part, ms in found[0].items():
+            self._taken_ms[part] += ms
+        self._taken_steps += found[1]
         self.timer.ms.clear()
         self.timer.steps = 0
         return found
@@ -118,6 +124,11 @@ class StepParts:
         """Leaves strategy and loggers as they were."""
         self.timer.drop()
         self._patches.undo()
+
+    def mean_ms(self) -> dict[str, float]:
+        """Milliseconds of each part, in the mean of all steps looked at and in their order; empty where none was."""
+        self.taken()
+        return {part: self._taken_ms[part] / self._taken_steps for part in ORDER if part in self._taken_ms}
 
     def _timed(self, part: str, original: Callable[..., Any]) -> Callable[..., Any]:
         timer = self.timer

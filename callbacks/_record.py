@@ -22,12 +22,12 @@ from typing import Any
 import psutil
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._parts import EVERY, StepParts
+from lightning_accel.callbacks._saying import say
 from lightning_accel.core.clocks import Tally
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.core.report import Report
@@ -98,6 +98,11 @@ class FitRecord:
         if (folder := record_folder(trainer)) is None:
             return None
         return cls(trainer, folder, parts)
+
+    @property
+    def path(self) -> Path | None:
+        """Where it is; None while there is nothing in it, and where it could not be written."""
+        return None if self._writer is None else self._writer.path
 
     def step_ended(self, tally: Tally, outputs: Any) -> None:
         """Told after each step.
@@ -213,9 +218,7 @@ class FitRecord:
             self._say(f"this run's record could not be written: {one_line(error)}. The run goes on without one.")
 
     def _say(self, line: str) -> None:
-        rank_zero_info(f"lightning-accel: {line}")
-        if (report := self._report()) is not None:
-            report.note(line)
+        say(self._trainer, line)
 
     def _report(self) -> Report | None:
         report = getattr(self._trainer.precision_plugin, "report", None)

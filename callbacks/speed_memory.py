@@ -58,6 +58,11 @@ class SpeedMemoryLogger(Callback):
     times and losses of its steps, by which ``lightning-accel compare`` sets two runs beside each other. Once a minute,
     to be read, these losses are waited for.
 
+    **At the end**, and where live trials settle, the loggers that can show more than metrics get a text; at the end
+    also a figure of what a step's time goes to (with matplotlib), settings with what came of them, and an arrangement
+    of these charts: TensorBoard, Weights & Biases, MLflow and CSV, each what it can show. One line says it on the
+    console.
+
     **Several ranks** log the same values on each: rates and FLOPs add up, memory is the largest rank's, ``step_ms`` is
     of the steps of all. Ranks wait for each other in the backward pass, so that a slow one makes the steps of all long;
     ``before_backward_ms`` is what a rank takes before it comes there, and the one that takes longest holds the others
@@ -170,9 +175,9 @@ class SpeedMemoryLogger(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None and self._fit.record is not None:
+        if self._fit is not None:
             self._ending = self._fit.record
-            self._ending.training_ended(self._fit.clock.timed)
+            self._fit.ended(None)
         self._close()
 
     @override
@@ -184,9 +189,9 @@ class SpeedMemoryLogger(Callback):
         if self._fit is not None and self._fit.ends is not None and is_broken_collective(exception):
             self._fit.ends.explain(exception)
         try:
-            if self._fit is not None and self._fit.record is not None:
+            if self._fit is not None:
                 self._ending = self._fit.record
-                self._ending.training_ended(self._fit.clock.timed, exception)
+                self._fit.ended(exception)
             self._end_record(exception)
         finally:
             self._close()
@@ -194,6 +199,11 @@ class SpeedMemoryLogger(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
+
+    def settled(self) -> None:
+        """Told where live trials have settled."""
+        if self._fit is not None and self._fit.teller is not None:
+            self._fit.teller.settled()
 
     def _pass_over(self, idle: dict[str, Any]) -> None:
         """Has Lightning leave out those of these hooks that are not overridden: there is nothing to do in them.
@@ -216,6 +226,14 @@ class SpeedMemoryLogger(Callback):
         fit, self._fit = self._fit, None
         if fit is not None:
             fit.close()
+
+
+def tell_settled(trainer: Trainer) -> None:
+    """Has the loggers told that live trials have settled, where a SpeedMemoryLogger is at work."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, SpeedMemoryLogger):
+            callback.settled()
 
 
 def add_speed_memory_logger(trainer: Trainer, module: LightningModule) -> None:

@@ -65,7 +65,7 @@ def test_yaml_blocks_are_settings(text: str) -> None:
 def test_every_other_block_says_that_it_does_not_run() -> None:
     """A spelling that no test looks for would be a block that nobody runs."""
     languages = {language for text in PAGES.values() for language, _ in BLOCK.findall(text)}
-    assert languages <= {"python", "yaml", "console", "text", "toml"}
+    assert languages <= {"python", "yaml", "yml", "console", "text", "toml"}
 
 
 @pytest.mark.parametrize("text", blocks("console"))

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_accel.callbacks.speed_memory import tell_settled
 from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.patch import Patch
@@ -161,6 +162,7 @@ class LiveTuning:
     ) -> None:
         self._trainer, self._engine, self._settings = trainer, engine, settings
         self._own_arms, self.resumed = own_arms, resumed
+        self._told: Choices | None = None  # what the console has heard that it holds
         self._searches = Searches(trainer)
         self._key: Key | None = None
         self._known: Tuning | None = None
@@ -307,8 +309,15 @@ class LiveTuning:
         tuning = self.tuning
         assert tuning is not None
         self._record(tuning)
-        rank_zero_info(f"lightning-accel: {line}")
-        if tuning.whole is None or not tuning.is_settled:
+        if line != tuning.line():
+            self._engine.report.note(line)
+        if not tuning.is_settled:
+            return
+        if tuning.choices != self._told:  # not where an audit has found again what was known
+            self._told = dict(tuning.choices)
+            rank_zero_info(f"lightning-accel: from step {self._trainer.global_step:,} on {line}")
+            tell_settled(self._trainer)
+        if tuning.whole is None:
             return
         interval = tuning.whole.interval
         metrics = {"ratio": interval.ratio, "low": interval.low, "arms": float(len(tuning.choices))}

@@ -25,6 +25,7 @@ from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import check_optimizer, resolve_precision
+from lightning_accel.tuning.settled import Tuning
 
 
 class AccelPlugin(Arguments, AutocastingPrecision):
@@ -62,6 +63,12 @@ class AccelPlugin(Arguments, AutocastingPrecision):
     def report(self) -> Report:
         """What was done in the current or the last run, where, and why not elsewhere."""
         return self._report
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What live trials have come to in the current or the last run; None without them."""
+        live = None if self._run is None else self._run.live
+        return self._kept.tuning if live is None else live.tuning
 
     @property
     def memory_schedule(self) -> MemorySchedule | None:

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_accel.assembly import surroundings_for
@@ -140,7 +139,6 @@ class Run:
                 self._hook(self.live.turns.patches())
             if plan.log:
                 add_speed_memory_logger(trainer, self._module)
-            rank_zero_info(engine.report.summary())
         elif self._kept.tuning is not None and plan.tune == "auto":
             have(engine, [*own_arms, *engine.arms()], self._kept.tuning.choices)
 

@@ -1,0 +1,162 @@
+"""What a fit has come to, in the words and numbers that the console and loggers get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
+from lightning_accel.core.report import Report
+from lightning_accel.evidence.figures import MEND, can_draw
+from lightning_accel.settings import Plan
+from lightning_accel.tuning.pairs import Interval
+from lightning_accel.tuning.settled import Tuning
+
+_RUN = f"{PREFIX}run/"  # not the names of an epoch's metrics, with which they would share a chart
+
+
+@dataclass(frozen=True)
+class Session:
+    """Settings, and what came of them.
+
+    Attributes:
+        name: Of what was tried in live trials; empty: the run itself.
+        settings: Name → value.
+        metrics: Name → value.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Parts of a whole, for :func:`~lightning_accel.evidence.figures.share_bar`.
+
+    Attributes:
+        name: As loggers file it.
+        title: What the whole is.
+        unit: Of the values.
+        values: Part → its size.
+    """
+
+    name: str
+    title: str
+    unit: str
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What is known of a fit at its end, or where it has settled.
+
+    Attributes:
+        epochs: Those that have ended.
+        parts_ms: What a step's time goes to; empty where none was looked at.
+        report: What the plugin did; None without it.
+        tuning: What live trials have come to; None without them.
+        settings: Of the plan; None without the plugin.
+    """
+
+    epochs: Sequence[EpochSpeed]
+    parts_ms: Mapping[str, float]
+    report: Report | None
+    tuning: Tuning | None
+    settings: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, trainer: Trainer, epochs: Sequence[EpochSpeed], parts_ms: Mapping[str, float]) -> Outcome:
+        """Of a fit as it stands."""
+        plugin: Any = trainer.precision_plugin
+        report, tuning, plan = (getattr(plugin, name, None) for name in ("report", "tuning", "plan"))
+        return cls(
+            epochs=epochs,
+            parts_ms=parts_ms,
+            report=report if isinstance(report, Report) else None,
+            tuning=tuning if isinstance(tuning, Tuning) else None,
+            settings=plan.to_dict() if isinstance(plan, Plan) else None,
+        )
+
+    @property
+    def ratio(self) -> Interval | None:
+        """How many times as fast as plain it runs; None where that is not known, and where it runs as plain."""
+        tuning = self.tuning
+        return None if tuning is None or tuning.whole is None or not tuning.choices else tuning.whole.interval
+
+    @property
+    def peak_memory_mib(self) -> float | None:
+        return max((epoch.peak_memory_mib for epoch in self.epochs), default=None)
+
+    def line(self, record: Path | None = None) -> str:
+        """All of it in a line, for the console.
+
+        Args:
+            record: The run's, if it has one.
+        """
+        parts = []
+        if self.epochs:
+            last = self.epochs[-1]
+            rate = f"{last.steps_per_sec:,.4g} steps/s"
+            parts.append(rate if last.samples_per_sec is None else f"{last.samples_per_sec:,.4g} samples/s")
+        if self.ratio is not None:
+            parts.append(f"{self.ratio} over plain")
+        if self.peak_memory_mib is not None:
+            parts.append(f"peak {self.peak_memory_mib:,.0f} MiB")
+        techniques = {} if self.report is None else self.report.techniques
+        in_force = [name for name, one in techniques.items() if one.is_on and name != "tuning"]
+        parts.append(f"with {', '.join(in_force)}" if in_force else "as the user wrote it")
+        line = ", ".join(parts)
+        if record is None:
+            return line
+        run = record.parent.parent
+        return f"{line}. Record: {record}; beside another run's: lightning-accel compare OTHER_RUN {run}"
+
+    def markdown(self) -> str:
+        """For loggers that show text."""
+        lines = [f"**{self.line()}**"]
+        if self.report is not None:
+            lines.append(f"```\n{self.report.to_text()}\n```")
+        if not can_draw():
+            lines.append(MEND)
+        return "\n\n".join(lines) + "\n"
+
+    def pictures(self) -> Iterator[Picture]:
+        """What is to be drawn."""
+        if sum(self.parts_ms.values()) > 0:
+            yield Picture(f"{PREFIX}step_time", "What a step's time goes to", "ms", self.parts_ms)
+
+    def sessions(self) -> Iterator[Session]:
+        """The run, and everything that its live trials compared."""
+        # Without what is off, of which there is much: TensorBoard shows a few columns at first.
+        on = {name: value for name, value in (self.settings or {}).items() if value and value != "off"}
+        settings = {f"{PREFIX}{name}": _plain(value) for name, value in on.items()}
+        yield Session("", settings, dict(self._metrics()))
+        for name, result in ({} if self.tuning is None else self.tuning.results).items():
+            settings = {f"{PREFIX}compared": name, f"{PREFIX}verdict": result.verdict}
+            yield Session(name, settings, {**_of(result.interval), f"{_RUN}turns": float(result.turns)})
+
+    def _metrics(self) -> Iterator[tuple[str, float]]:
+        if self.ratio is not None:
+            yield from _of(self.ratio).items()
+        if self.epochs:
+            last = self.epochs[-1]
+            if last.samples_per_sec is not None:
+                yield f"{_RUN}samples_per_sec", last.samples_per_sec
+            yield f"{_RUN}steps_per_sec", last.steps_per_sec
+        if self.peak_memory_mib is not None:
+            yield f"{_RUN}peak_memory_mib", self.peak_memory_mib
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float | str) else str(value)
+
+
+def _of(interval: Interval) -> dict[str, float]:
+    bounds = {"speed_ratio": interval.ratio, "speed_ratio_low": interval.low, "speed_ratio_high": interval.high}
+    return {f"{_RUN}{name}": value for name, value in bounds.items() if math.isfinite(value)}

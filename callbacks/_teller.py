@@ -1,0 +1,96 @@
+"""Tells console and loggers where a fit has settled, and at its end what it has come to: once each, on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_accel.callbacks._boards import Board, boards_of
+from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
+from lightning_accel.callbacks._outcome import Outcome, Picture
+from lightning_accel.callbacks._saying import say
+from lightning_accel.core.trial import one_line
+from lightning_accel.evidence.figures import can_draw, share_bar
+
+_SUMMARY = f"{PREFIX}summary"
+
+
+class Teller:
+    """What there is to tell of one fit. It never fails a run: what cannot be told is said, once.
+
+    Args:
+        trainer: In its fit.
+
+    Attributes:
+        epochs: Those that have ended.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.epochs: list[EpochSpeed] = []
+        self._trainer = trainer
+        self._has_settled = self._has_failed = False
+        self._boards = boards_of(trainer.loggers)
+
+    @classmethod
+    def open(cls, trainer: Trainer) -> Teller | None:
+        """For the fit that begins, on rank 0, unless it is to be bare or over at once."""
+        if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
+            return None
+        return cls(trainer)
+
+    @property
+    def shows_figures(self) -> bool:
+        """Whether somebody wants to see what a step's time goes to."""
+        return bool(self._boards) and can_draw()
+
+    def settled(self) -> None:
+        """Tells the loggers that live trials have settled."""
+        self._has_settled = True
+        self._attempt(self._tell, {})
+
+    def ended(self, parts_ms: Mapping[str, float], record: Path | None) -> None:
+        """Tells what the fit has come to.
+
+        Args:
+            parts_ms: What a step's time goes to.
+            record: Where the run's is, if it has one.
+        """
+        if self.epochs:
+            self._attempt(self._tell_end, parts_ms, record)
+
+    def _tell(self, parts_ms: Mapping[str, float]) -> Outcome:
+        outcome = Outcome.of(self._trainer, self.epochs, parts_ms)
+        for board in self._boards:
+            self._attempt(board.text, _SUMMARY, outcome.markdown(), self._trainer.global_step)
+        return outcome
+
+    def _tell_end(self, parts_ms: Mapping[str, float], record: Path | None) -> None:
+        outcome, step = self._tell(parts_ms), self._trainer.global_step
+        run, *compared = outcome.sessions()
+        for board in self._boards:
+            if can_draw():
+                for picture in outcome.pictures():
+                    self._attempt(_draw, board, picture, step)
+            self._attempt(board.conclude, run, compared, self._logged(), step)
+        rank_zero_info(f"lightning-accel: {outcome.line(record)}")
+
+    def _logged(self) -> set[str]:
+        """The names of all metrics that this fit has logged."""
+        of_trials = {f"{PREFIX}tuning/ratio", f"{PREFIX}tuning/low"} if self._has_settled else set()
+        return of_trials.union(*(epoch.metrics() for epoch in self.epochs))
+
+    def _attempt(self, tell: Callable[..., Any], *values: Any) -> None:
+        try:
+            tell(*values)
+        except Exception as error:  # whatever it is: the run is worth more than what is told of it
+            if not self._has_failed:
+                self._has_failed = True
+                say(self._trainer, f"a logger could not be told all of this run: {one_line(error)}. The run goes on.")
+
+
+def _draw(board: Board, picture: Picture, step: int) -> None:
+    board.figure(picture.name, share_bar(picture.values, picture.unit, picture.title), step)

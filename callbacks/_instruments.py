@@ -28,6 +28,7 @@ from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.taking_apart import AnatomyMode
 from lightning_accel.lightning.private import FetchPatch
+from lightning_accel.tuning.settled import Tuning
 
 
 class FitInstruments:
@@ -45,7 +46,7 @@ class FitInstruments:
     """
 
     _FIRST_COUNTED_STEP = 3
-    _TAKEN_APART_AGAIN = 100  # when live trials have settled, as a rule
+    _TAKEN_APART_AGAIN = 100  # if live trials have settled by then, else so many later
 
     def __init__(self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None) -> None:
         self._trainer = trainer
@@ -95,6 +96,9 @@ class FitInstruments:
     def watch_if_time(self, batch: Any, batch_idx: int) -> None:
         """Counts the FLOPs of the step that begins, if it is one to count; for the record it is taken apart, too."""
         is_time = self.steps + 1 >= self._FIRST_COUNTED_STEP or self._is_last_chance(batch_idx)
+        if not self.flops.is_due and not self._has_settled():
+            self.watch_from = self.steps + self._TAKEN_APART_AGAIN
+            return
         module = self._trainer.lightning_module
         if not (is_time and has_room_for_eager_step(module, self._device)):
             return
@@ -106,6 +110,10 @@ class FitInstruments:
         mode = AnatomyMode(module, clock_for(self._device), lambda: parts.is_at_optimizer)
         mode.begin(batch, self._trainer.optimizers)
         self.flops.open(mode)
+
+    def _has_settled(self) -> bool:
+        tuning = getattr(self._trainer.precision_plugin, "tuning", None)
+        return not isinstance(tuning, Tuning) or tuning.is_settled
 
     def step_ended(self, batch: Any, outputs: Any) -> None:
         is_counted = self.flops.is_open

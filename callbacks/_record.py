@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._parts import EVERY, StepParts
+from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks._saying import say
 from lightning_accel.core.clocks import Tally
 from lightning_accel.core.host import Host, usable_cores
@@ -61,13 +62,13 @@ class FitRecord:
     Args:
         trainer: In its fit.
         folder: The record's.
-        parts: Of the steps that are looked at.
+        parts: Of the steps that are looked at; None: none is.
 
     Attributes:
         knows_samples: Whether every batch has told how many samples it holds.
     """
 
-    def __init__(self, trainer: Trainer, folder: Path, parts: StepParts) -> None:
+    def __init__(self, trainer: Trainer, folder: Path, parts: StepParts | None = None) -> None:
         self.knows_samples = True
         self._trainer, self._folder, self._parts = trainer, folder, parts
         self._device = trainer.strategy.root_device
@@ -89,7 +90,7 @@ class FitRecord:
         self._captured = graphs_captured()
         self._tally = Tally()  # the clock's latest
         self._taken = self._taken_samples = 0  # of it
-        if parts.failure:
+        if parts is not None and parts.failure:
             self._say(f"no step is looked at part by part: {parts.failure}")
 
     @classmethod
@@ -135,6 +136,7 @@ class FitRecord:
         except Exception as error:  # of tensors of any kind
             self._say(f"a step could not be taken apart: {one_line(error)}")
             return
+        found.step = self._steps + 1  # which it has not been told the end of
         self._attempt(lambda: self._file().anatomy(found))
 
     def epoch_ended(self, tally: Tally, speed: EpochSpeed) -> None:
@@ -148,7 +150,8 @@ class FitRecord:
         """Told when no step is to follow, and what has ended them."""
         if exception is not None and self._device.type != "cpu":  # a device that has failed raises at every question
             self._losses = [one for one in self._losses if one[1].device.type == "cpu"]
-            self._parts.timer.drop_pending()
+            if self._parts is not None:
+                self._parts.timer.drop_pending()
         self._take(tally)
         self._write()
 
@@ -161,6 +164,8 @@ class FitRecord:
         page = str(exception) if isinstance(exception, StepMemoryError) else ""
         report = self._report()
         self._attempt(lambda: self._file().end(status, None if report is None else report.to_dict(), page))
+        if self._writer is not None and not self._has_failed:
+            leave_report(self._trainer, self._writer.path, is_asked_by_memory=bool(page))
         self._has_failed = True  # nothing more is written
 
     def _hold(self) -> None:
@@ -183,7 +188,7 @@ class FitRecord:
             self._attempt(lambda: self._file().steps(self._some()))
 
     def _some(self) -> Steps:
-        parts_ms, looked_at = self._parts.taken()
+        parts_ms, looked_at = ({}, 0) if self._parts is None else self._parts.taken()
         captured = graphs_captured()
         some = Steps(
             first=self._written + 1,
@@ -231,6 +236,8 @@ def record_folder(trainer: Trainer) -> Path | None:
         return None
     asked_for = os.environ.get(RECORD_VARIABLE)
     folder = Path(asked_for) if asked_for else next(filter(None, map(_folder_of, trainer.loggers)), None)
+    if folder is None and (report := report_path(trainer)) is not None:
+        folder = report.parent
     return None if folder is None else folder / FOLDER
 
 

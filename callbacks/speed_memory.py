@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,6 +17,8 @@ from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._instruments import FitInstruments
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.core.patch import AttributePatch, PatchSet
+from lightning_accel.evidence.record import FOLDER
+from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.resilience.lost_ranks import is_broken_collective
 
 _HOOKS_OF_A_STEP = (
@@ -182,7 +185,7 @@ class SpeedMemoryLogger(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_record(None)
+        self._end_record(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -192,7 +195,7 @@ class SpeedMemoryLogger(Callback):
             if self._fit is not None:
                 self._ending = self._fit.record
                 self._fit.ended(exception)
-            self._end_record(exception)
+            self._end_record(trainer, exception)
         finally:
             self._close()
 
@@ -215,8 +218,10 @@ class SpeedMemoryLogger(Callback):
                 self._passed_over.add(AttributePatch(name, "passed over", self, name, None))
         self._passed_over.apply()
 
-    def _end_record(self, exception: BaseException | None) -> None:
+    def _end_record(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         record, self._ending = self._ending, None
+        if record is None and isinstance(exception, StepMemoryError) and trainer.is_global_zero:
+            record = FitRecord(trainer, Path(trainer.default_root_dir) / FOLDER)  # for the page that it leaves
         if record is not None:
             record.end(exception)
 

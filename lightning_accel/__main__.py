@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_accel.claims import command as claims_command
-from lightning_accel.cli import bench_command, cache_command, compare_command, plan_command, run_command
+from lightning_accel.cli import bench_command, cache_command, compare_command, plan_command, report_command, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     claims = claims_command.add_parser(subcommands)
     cache_command.add_parser(subcommands)
     compare_command.add_parser(subcommands)
+    report_command.add_parser(subcommands)
     subcommands.add_parser(
         "tune", help="the fastest settings for a run that a configuration describes, into accel.yaml"
     )
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.subcommand == "compare":
         return compare_command.run(arguments)
+    if arguments.subcommand == "report":
+        return report_command.run(arguments)
     if arguments.subcommand == "claims":
         try:
             return claims_command.run(arguments)

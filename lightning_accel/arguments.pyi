@@ -50,6 +50,7 @@ class Arguments:
         allocator: Literal["auto", "off"] | bool = "auto",
         tune: Literal["auto", "off"] = "auto",
         out_of_memory: Literal["answer", "split", "off"] = "answer",
+        report: str = "off",
         log: bool = True,
         strict: bool = False,
         verify: bool = True,
@@ -134,6 +135,10 @@ class Arguments:
                 ``"split"``: the same, and where nothing is left to put on, batches go through ``training_step`` in
                 halves, quarters, and so on, within one step; gradients are those of the whole batch where the loss
                 is a mean over samples and no batch norm trains. ``"off"``: it ends with the error as it is.
+            report: A file that ends in ``.html``, ``.md`` or ``.json``, in which each fit leaves its report: what
+                it has come to, where its time and memory went, what to do next. Where it cannot be written, it is
+                beside the run's record. ``"off"``: none, but for a run that dies of a lack of memory, which leaves
+                one beside its record.
             log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
             strict: Raise where the default is to warn and go on.
             verify: Try every change on the first batch and keep only those that agree with the original. Switched
@@ -172,6 +177,7 @@ class Values:
     allocator: Literal["auto", "off"] | bool
     tune: Literal["auto", "off"]
     out_of_memory: Literal["answer", "split", "off"]
+    report: str
     log: bool
     strict: bool
     verify: bool

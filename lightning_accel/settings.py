@@ -6,13 +6,14 @@ import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lightning_accel.arguments import Arguments, RunSettings, Values, arguments
-from lightning_accel.core.checks import check_bool, check_choice, check_names, switch
+from lightning_accel.core.checks import check_bool, check_choice, check_ending, check_names, switch
 from lightning_accel.techniques.registry import RUN_SETTINGS, declarations
 
 _RENAMED = {
@@ -47,8 +48,14 @@ class Plan(Arguments, Values):
         check_choice("tune", self.tune, ("auto", "off"))
         vars(self)["out_of_memory"] = switch(self.out_of_memory, on="answer")
         check_choice("out_of_memory", self.out_of_memory, ("answer", "split", "off"))
+        vars(self)["report"] = switch(self.report, on="report.html")
+        if isinstance(self.report, PathLike):
+            vars(self)["report"] = str(self.report)
+        check_ending("report", self.report, (".html", ".md", ".json"))
         for name in ("log", "strict", "verify"):
             check_bool(name, vars(self)[name])
+        if self.report != "off" and not self.log:
+            raise ValueError(f"report={self.report!r} with log=False: a report is made of what is logged. Drop one.")
         whole = self.settings()
         for name, declaration in declared.items():
             if not declaration.is_off(getattr(self, name)):

@@ -33,6 +33,12 @@ def check_choice(name: str, value: Any, allowed: Sequence[str], more: str = "") 
         raise ValueError(f"{name}={value!r}{nearest(str(value), allowed) or '.'} Allowed: {choices}.")
 
 
+def check_ending(name: str, value: Any, endings: Sequence[str]) -> None:
+    """Raises a ``ValueError`` unless ``value`` is ``"off"`` or the path of a file that ends in one of ``endings``."""
+    if value != "off" and not (isinstance(value, str) and value.endswith(tuple(endings))):
+        raise ValueError(f"{name}={value!r}. Allowed: 'off', and a file that ends in {', '.join(endings)}.")
+
+
 def check_bool(name: str, value: Any) -> None:
     """Raises a ``TypeError`` unless ``value`` is a bool."""
     if not isinstance(value, bool):

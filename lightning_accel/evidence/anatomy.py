@@ -85,6 +85,7 @@ class Anatomy:
     """A step, taken apart.
 
     Attributes:
+        step: Its number, as of :class:`~lightning_accel.evidence.record.Steps`.
         modules: Those with operations of their own, the most time first.
         copies: Of layouts, the most time first.
         waits: The user's line → how often in this step the host had to know a result of the device.
@@ -96,6 +97,7 @@ class Anatomy:
         product_ms: What those took that have FLOPs.
     """
 
+    step: int = 0
     modules: list[ModuleCost] = field(default_factory=list)
     copies: list[LayoutCopy] = field(default_factory=list)
     waits: dict[str, int] = field(default_factory=dict)

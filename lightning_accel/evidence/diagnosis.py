@@ -61,6 +61,7 @@ class _Seen:
     peaks: Peaks | None
     parts_ms: dict[str, float] = field(default_factory=dict)
     step_ms: float = 0.0
+    typical_ms: float = 0.0
 
     def share(self, part: str) -> float:
         return self.parts_ms.get(part, 0.0) / self.step_ms
@@ -76,7 +77,14 @@ def diagnose(record: Record, peaks: Peaks | None = None) -> list[Finding]:
     parts_ms = record.parts_ms(0.2)
     if not parts_ms:
         return list(_leak(_Seen(record=record, peaks=peaks)))
-    seen = _Seen(record=record, peaks=peaks, parts_ms=parts_ms, step_ms=sum(parts_ms.values()))
+    late = [ms for some in record.steps for _, _, ms in some.pieces()]
+    seen = _Seen(
+        record=record,
+        peaks=peaks,
+        parts_ms=parts_ms,
+        step_ms=sum(parts_ms.values()),
+        typical_ms=statistics.median(late[len(late) // 5 :]),
+    )
     found = [finding for find in _FINDERS for finding in find(seen)]
     return sorted(found, key=lambda one: (-(one.speedup or 1.0), -one.freed_bytes))
 
@@ -145,7 +153,7 @@ def _precision(seen: _Seen) -> Iterator[Finding]:
         return
     flops = sum(one.flops for one in anatomy.modules)
     low = sum(one.low_precision_flops for one in anatomy.modules)
-    share = anatomy.product_ms / seen.step_ms
+    share = anatomy.product_ms / seen.typical_ms
     if not flops or low > 0.1 * flops or share <= _WORTH:
         return
     gain = None
@@ -171,7 +179,8 @@ def _tiny_batches(seen: _Seen) -> Iterator[Finding]:
     if anatomy is None:
         return
     grows = anatomy.work_ms + seen.parts_ms.get(parts.DATA, 0.0) + seen.parts_ms.get(parts.TRANSFER, 0.0)
-    share = min(1.0, grows / seen.step_ms)
+    # One step's operations are set beside a typical step: in the mean there are the machine's pauses, too.
+    share = min(1.0, grows / seen.typical_ms)
     size = next((one["batch_size"] for one in seen.record.header.loaders if "batch_size" in one), None)
     if share > 0.5 or size is None:
         return
@@ -191,7 +200,7 @@ def _layouts(seen: _Seen) -> Iterator[Finding]:
     if anatomy is None or not anatomy.copies or not anatomy.operations_ms:
         return
     copied_ms = sum(copy.ms for copy in anatomy.copies)
-    share = min(0.9, copied_ms / seen.step_ms)
+    share = min(0.9, copied_ms / seen.typical_ms)
     if share <= _WORTH:
         return
     worst = anatomy.copies[0]

@@ -392,8 +392,8 @@ def _remarks(record: Record) -> Iterator[str]:
         yield "the record has no end: the run was killed, or still goes on"
     if record.anatomy is not None:
         yield (
-            "modules and memory are of one step that was watched operation by operation, uncompiled: shares hold,"
-            " milliseconds are longer than in others"
+            f"modules and memory are of step {record.anatomy.step:,}, watched operation by operation, uncompiled:"
+            " shares hold, milliseconds are longer than in others"
         )
     yield from (record.report or {}).get("notes", [])
     for other in record.passed_over:

@@ -249,6 +249,21 @@ def read_record(where: Path) -> Record:
     return _read(found[0])
 
 
+def read_earlier(record: Record, most: int = 20) -> list[Record]:
+    """The latest records of the same training, from before a run's, in the folders beside its own; oldest first."""
+    path = record.path.resolve()
+    files = {*path.parents[2].glob(f"*/{FOLDER}/*-*.jsonl"), *path.parent.glob("*-*.jsonl")}
+    found = []
+    for file in sorted((one for one in files if one.name < path.name), key=lambda one: one.name)[-most:]:
+        try:
+            other = _read(file)
+        except (RecordError, OSError):  # somebody else's, or damaged: nothing of this run
+            continue
+        if (other.header.model, other.header.parameters) == (record.header.model, record.header.parameters):
+            found.append(other)
+    return found
+
+
 def _read(path: Path) -> Record:
     lines = _lines(path)
     first = next(lines, None)

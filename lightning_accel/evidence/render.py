@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -28,6 +29,7 @@ def to_html(page: Page) -> str:
 def to_markdown(page: Page) -> str:
     """The same as text."""
     text = _environment(autoescape=False).get_template("report.md.j2").render(page=page)
+    text = re.sub(r"\s*\n(#+ )", r"\n\n\1", text)  # a heading stands by itself, whatever came of the part before
     return "\n".join(line.rstrip() for line in text.strip().split("\n")) + "\n"
 
 

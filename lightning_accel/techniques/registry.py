@@ -213,7 +213,7 @@ def register(
     return declare
 
 
-RUN_SETTINGS = ("tune", "out_of_memory", "log", "strict", "verify")
+RUN_SETTINGS = ("tune", "out_of_memory", "report", "log", "strict", "verify")
 """The settings of a plan that belong to no technique."""
 
 

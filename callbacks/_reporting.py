@@ -1,0 +1,53 @@
+"""Leaves a report of a fit where it was asked for, and of every one that died of a lack of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_accel.callbacks._saying import say
+from lightning_accel.core.trial import one_line
+from lightning_accel.evidence.record import read_earlier, read_record
+from lightning_accel.settings import Plan
+
+
+def report_path(trainer: Trainer) -> Path | None:
+    """Where the plan of a run wants its report; None: nowhere."""
+    plan = getattr(trainer.precision_plugin, "plan", None)
+    return Path(plan.report) if isinstance(plan, Plan) and plan.report != "off" else None
+
+
+def leave_report(trainer: Trainer, record: Path, *, is_asked_by_memory: bool) -> None:
+    """Writes it, if there is to be one. It never fails a run: what cannot be written is said.
+
+    Args:
+        trainer: Whose fit is over.
+        record: Of the fit, with its end.
+        is_asked_by_memory: Whether it died of a lack of memory: one is then left beside the record, at least.
+    """
+    wanted = report_path(trainer)
+    if wanted is None and not is_asked_by_memory:
+        return
+    beside = record.with_suffix(".html" if wanted is None else wanted.suffix)
+    try:
+        from lightning_accel.evidence.page import page_of  # late: few runs are asked for one
+        from lightning_accel.evidence.peaks import measure_peaks
+        from lightning_accel.evidence.render import write
+
+        found = read_record(record)
+        # A device without memory, or that has failed, is not to be asked for more.
+        peaks = measure_peaks(trainer.strategy.root_device) if found.status == "finished" else None
+        page = page_of(found, read_earlier(found), peaks)
+        try:
+            write(page, wanted or beside)
+        except OSError as error:
+            if wanted is None:
+                raise
+            write(page, beside)
+            say(trainer, f"report={str(wanted)!r} cannot be written ({one_line(error)}); the report is in {beside}")
+        else:
+            rank_zero_info(f"lightning-accel: the report is in {wanted or beside}")
+    except Exception as error:  # whatever it is: the run is worth more than its report
+        say(trainer, f"this run's report could not be written: {one_line(error)}")

@@ -1,0 +1,76 @@
+"""``lightning-accel report RUN``: the report of a run, from the record that it has left."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_accel.evidence.page import Page
+    from lightning_accel.evidence.peaks import Peaks
+    from lightning_accel.evidence.record import Record
+
+WRITTEN, NOT_WRITTEN = 0, 2
+"""Exit statuses."""
+
+
+def add_parser(subcommands: Any) -> None:
+    """Adds ``report`` to the subcommands of an ``argparse`` parser."""
+    parser: argparse.ArgumentParser = subcommands.add_parser(
+        "report",
+        help="one page on a run: where its time and memory went, what was done about it, what to do next",
+        description="Writes the report of a run from what it has left in the folder of its logger.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, or a record in it")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="where to: .html, .md or .json (default: report.html)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the report, and says the most of it; returns the exit status."""
+    from lightning_accel.evidence.record import RecordError, read_earlier, read_record  # late: --help without torch
+
+    try:
+        record = read_record(arguments.run)
+        from lightning_accel.evidence.page import page_of
+        from lightning_accel.evidence.render import form_of, write
+
+        form_of(arguments.out)
+        page = page_of(record, read_earlier(record), _peaks_of(record))
+        write(page, arguments.out)
+    except (RecordError, OSError, ValueError) as error:
+        print(f"lightning-accel report: {error}", file=sys.stderr)
+        return NOT_WRITTEN
+    _show(page, arguments.out)
+    return WRITTEN
+
+
+def _peaks_of(record: Record) -> Peaks | None:
+    """What the machine can do, if the run was on this one."""
+    from lightning_accel.core.host import Host
+    from lightning_accel.evidence.peaks import measure_peaks
+
+    host = Host.detect()
+    if host.described != record.header.machine or host.device_type not in ("cpu", "cuda"):
+        return None
+    import torch
+
+    return measure_peaks(torch.device(host.device_type))
+
+
+def _show(page: Page, path: Path) -> None:
+    print(page.headline)
+    print(page.verdict)
+    for one in page.findings[:1]:
+        gain = f" (predicted: {one.speedup:.2f}x)" if one.speedup and one.speedup > 1 else ""
+        print(f"Next: {one.action}{gain}")
+        for line in filter(None, (one.python,)):
+            print(f"  {line}")
+    print(f"All of it: {path}")

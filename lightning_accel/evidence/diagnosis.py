@@ -218,8 +218,8 @@ def _layouts(seen: _Seen) -> Iterator[Finding]:
 
 
 def _logits(seen: _Seen) -> Iterator[Finding]:
-    anatomy, settings = seen.record.anatomy, seen.record.header.settings or {}
-    if anatomy is None or anatomy.memory is None or settings.get("loss") == "on":
+    anatomy, report = seen.record.anatomy, seen.record.report or {"techniques": {}}
+    if anatomy is None or anatomy.memory is None or report["techniques"].get("loss", {}).get("applied"):
         return
     size = anatomy.memory.parts.get(categories.LOGITS, 0)
     if size > 0.2 * anatomy.memory.peak_bytes:

@@ -1,0 +1,57 @@
+"""Of torch's profilers there can be one at a time: whether one is at work, and how to make way for another."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.autograd import profiler, profiler_legacy
+
+from lightning_accel.core.patch import AttributePatch
+from lightning_accel.core.torch_private import before_profilers
+
+
+def is_profiling() -> bool:
+    """Whether a profiler is at work on this thread.
+
+    A second one of ``torch.profiler`` would start all the same, and empty the first. The one before it, which is
+    tried here, refuses.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        probe = profiler_legacy.profile()  # type: ignore[no-untyped-call]
+    try:
+        probe.__enter__()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return True
+    probe.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    return False
+
+
+@contextmanager
+def giving_way(end: Callable[[], Any], lose: Callable[[], Any]) -> Iterator[None]:
+    """For as long as a profiler of ours is at work, which has been started: tells when another one begins.
+
+    Args:
+        end: Called while ours still has what it has seen, where a new profiler is made.
+        lose: Called where one begins that was made before ours. Ours has then been cancelled: it is to be stopped,
+            and asked for nothing, as that ends the process (torch 2.13).
+    """
+
+    def made(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            end()
+            original(self, *args, **kwargs)
+
+        return __init__
+
+    patch = AttributePatch("", "makes way", profiler.profile, "__init__", made(profiler.profile.__init__))
+    patch.apply()
+    restore = before_profilers(lose)
+    try:
+        yield
+    finally:
+        restore()
+        patch.undo()

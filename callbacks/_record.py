@@ -66,7 +66,7 @@ class FitRecord:
         """For the fit that begins, on rank 0, where a logger has a folder of this run's on this machine."""
         if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
             return None
-        folder = next(filter(None, map(_folder_of, trainer.loggers)), None)
+        folder = next(filter(None, map(folder_of, trainer.loggers)), None)
         return None if folder is None else cls(trainer, folder / FOLDER, parts)
 
     def step_ended(self, tally: Tally, outputs: Any) -> None:
@@ -154,7 +154,7 @@ class FitRecord:
                 report.note(line)
 
 
-def _folder_of(logger: Any) -> Path | None:
+def folder_of(logger: Any) -> Path | None:
     """As TensorBoard's and CSV's have; others have one for all runs, or none."""
     try:
         folder = getattr(logger, "log_dir", None)

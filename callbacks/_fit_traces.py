@@ -186,7 +186,9 @@ class FitTraces:
         try:
             signal.signal(_SIGNAL, self._receive)
         except ValueError:
-            self._notes.say("this is not the main thread, which gets signals: TraceCallback(on='signal') traces nothing.")
+            self._notes.say(
+                "only the main thread gets signals, and this is another: TraceCallback(on='signal') traces nothing."
+            )
             return
         self._before = before
         rank_zero_info(f"lightning-accel: to trace {self._length} steps, kill -USR2 {os.getpid()}")

@@ -15,8 +15,12 @@ _REASONS = {
     0x20: "sw_thermal_slowdown",
     0x40: "hw_thermal_slowdown",
     0x80: "hw_power_brake_slowdown",
+    0x200: "board_limit",
+    0x400: "reliability",
 }
-"""Bits of ``nvmlClocksEventReasons``, of which idling and clocks that somebody has set are no throttling."""
+"""Bits that NVML calls reasons, without those that are no throttling: idling, and clocks that somebody has set."""
+
+_SM, _GPU = 1, 0  # NVML_CLOCK_SM, NVML_TEMPERATURE_GPU
 
 
 class NoCardError(RuntimeError):
@@ -36,7 +40,7 @@ class Card:
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
-        self.is_mig = bool(self._ask(lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle)))
+        self.is_mig = bool(self._ask(lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle).value))  # of ctypes
         self._whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if self.is_mig else handle
 
     @classmethod
@@ -68,19 +72,28 @@ class Card:
             raise NoCardError("nvidia-ml-py is not installed: pip install nvidia-ml-py") from error
         try:
             pynvml.nvmlInit()
-        except Exception as error:
+        except Exception as error:  # no driver, say
             raise NoCardError(f"NVML does not start: {error}") from error
         # Of an instance CUDA may have the UUID of its card. It is then named by its own in the variable.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         named = visible[index].strip() if index < len(visible) else ""
-        error: Exception | None = None
+        why: object = None
         for name in [named] * named.startswith("MIG-") + [f"GPU-{uuid}", f"MIG-{uuid}"]:
             try:
-                return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(name))
+                card = cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(name))
             except Exception as failed:
-                error = error or failed
+                why = why or failed
+                continue
+            if card.is_mig or not card.is_divided:
+                return card
+            why = "MIG divides it; name the instance in CUDA_VISIBLE_DEVICES=MIG-..."
         pynvml.nvmlShutdown()
-        raise NoCardError(f"NVML does not know the card with UUID {uuid}: {error}")
+        raise NoCardError(f"NVML does not tell of the card with UUID {uuid}: {why}")
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether MIG divides the card into instances, of which a process has one."""
+        return bool(self._ask(lambda: self._nvml.nvmlDeviceGetMigMode(self._whole)[0]))
 
     def utilisation_percent(self) -> float | None:
         """Of the time since the driver last looked, a second at most, how much had a kernel running."""
@@ -98,20 +111,16 @@ class Card:
         return self._of_all(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._whole) / 1e3)
 
     def sm_clock_mhz(self) -> float | None:
-        sm = 1  # NVML_CLOCK_SM
-        return self._ask(lambda: self._nvml.nvmlDeviceGetClockInfo(self._whole, sm))
+        return self._ask(lambda: self._nvml.nvmlDeviceGetClockInfo(self._whole, _SM))
 
     def temperature_c(self) -> float | None:
-        gpu = 0  # NVML_TEMPERATURE_GPU
-        return self._ask(lambda: self._nvml.nvmlDeviceGetTemperature(self._whole, gpu))
+        return self._ask(lambda: self._nvml.nvmlDeviceGetTemperature(self._whole, _GPU))
 
     def throttled_by(self) -> list[str] | None:
         """Why clocks are lower than they could be; empty: they are not."""
-        nvml = self._nvml
-        # Renamed in driver 535.
-        ask = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
-        ask = ask or nvml.nvmlDeviceGetCurrentClocksThrottleReasons
-        bits = self._ask(lambda: ask(self._whole))
+        bits = self._ask(lambda: self._nvml.nvmlDeviceGetCurrentClocksEventReasons(self._whole))
+        if bits is None:  # its name before driver 535
+            bits = self._ask(lambda: self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._whole))
         return None if bits is None else [name for bit, name in _REASONS.items() if int(bits) & bit]
 
     def close(self) -> None:

@@ -109,12 +109,16 @@ class Recording:
         written = [_written(folder / f"trace-{name}.json.gz", lambda to: self._profile.export_chrome_trace(str(to)))]
         if self._snapshot is not None:
             snapshot = self._snapshot
-            written.append(_written(folder / f"memory-{name}.pickle", lambda to: to.write_bytes(pickle.dumps(snapshot))))
+            written.append(
+                _written(folder / f"memory-{name}.pickle", lambda to: to.write_bytes(pickle.dumps(snapshot)))
+            )
         return written
 
     @contextmanager
     def _memory_history(self) -> Iterator[None]:
-        is_ours = not any(torch_private.memory_snapshot()["device_traces"])  # somebody else may have it kept, and goes on
+        is_ours = not any(
+            torch_private.memory_snapshot()["device_traces"]
+        )  # somebody else may have it kept, and goes on
         if is_ours:
             torch_private.record_memory_history(is_on=True)
         try:

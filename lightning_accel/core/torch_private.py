@@ -457,7 +457,9 @@ def record_memory_history(*, is_on: bool) -> None:
     Without the name: an AttributeError, and a trace comes without a snapshot of memory.
     """
     if is_on:
-        torch.cuda.memory._record_memory_history(max_entries=100_000)  # about 100 MB; a step of a large model has 10,000
+        torch.cuda.memory._record_memory_history(
+            max_entries=100_000
+        )  # about 100 MB; a step of a large model has 10,000
     else:
         torch.cuda.memory._record_memory_history(enabled=None)
 

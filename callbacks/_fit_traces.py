@@ -101,7 +101,7 @@ class FitTraces:
         if self._is_on and self._numbers and not self._times and self._recording is None:
             self._notes.say(
                 f"no step was traced: of TraceCallback's steps ({min(self._numbers)} to {max(self._numbers)}) none was"
-                f" among those of this fit, which ended after step {self._number() - 1}."
+                f" among those of this fit, which ended after step {self._number()}."
                 " Name steps that it has: TraceCallback(steps=range(5, 8))."
             )
 

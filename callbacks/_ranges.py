@@ -34,12 +34,12 @@ class Ranges(threading.local):
         """A range with this name."""
         with record_function(name):
             if self._has_nvtx:
-                torch.cuda.nvtx.range_push(name)
+                torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
             try:
                 yield
             finally:
                 if self._has_nvtx:
-                    torch.cuda.nvtx.range_pop()
+                    torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def enter(self, name: str) -> None:
         """Begins one, to be left."""

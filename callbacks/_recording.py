@@ -18,7 +18,7 @@ from lightning_accel.callbacks._parts import DATA, PartsPatch
 from lightning_accel.callbacks._ranges import ModuleRanges, Ranges, techniques_by_site, with_techniques
 from lightning_accel.core import torch_private
 from lightning_accel.core.patch import PatchSet
-from lightning_accel.core.profilers import giving_way
+from lightning_accel.core.profilers import closing_ranges, giving_way
 from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.resilience.atomic_checkpoint import commit, discard
 
@@ -62,6 +62,7 @@ class Recording:
         with ExitStack() as stack:
             self._profile.start()
             stack.callback(self._profile.stop)
+            stack.enter_context(closing_ranges())
             if device.type == "cuda":
                 stack.enter_context(self._memory_history())
             stack.enter_context(giving_way(give_way, lose))
@@ -108,17 +109,14 @@ class Recording:
         name = f"{stamp}-step{self._first}-rank{self._rank}"
         written = [_written(folder / f"trace-{name}.json.gz", lambda to: self._profile.export_chrome_trace(str(to)))]
         if self._snapshot is not None:
-            snapshot = self._snapshot
-            written.append(
-                _written(folder / f"memory-{name}.pickle", lambda to: to.write_bytes(pickle.dumps(snapshot)))
-            )
+            memory = pickle.dumps(self._snapshot)
+            written.append(_written(folder / f"memory-{name}.pickle", lambda to: to.write_bytes(memory)))
         return written
 
     @contextmanager
     def _memory_history(self) -> Iterator[None]:
-        is_ours = not any(
-            torch_private.memory_snapshot()["device_traces"]
-        )  # somebody else may have it kept, and goes on
+        # Where somebody else has it kept already, that goes on.
+        is_ours = not any(torch_private.memory_snapshot()["device_traces"])
         if is_ours:
             torch_private.record_memory_history(is_on=True)
         try:

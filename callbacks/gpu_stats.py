@@ -208,8 +208,8 @@ def put_together(cards: Sequence[CardEpoch]) -> dict[str, float]:
         for reason in sorted({reason for reasons in asked for reason in reasons}):
             found[f"throttled_frac_{reason}"] = _part(reason in reasons for reasons in asked)
     energy_j = [card.energy_j for card in cards if card.energy_j is not None]
-    samples = [card.samples for card in cards if card.samples is not None]
-    if len(energy_j) == len(samples) == len(cards) and sum(samples):
+    samples = [card.samples for card in cards if card.samples]
+    if len(energy_j) == len(samples) == len(cards):
         found["energy_j_per_sample"] = sum(energy_j) / sum(samples)
     return {f"{PREFIX}gpu/{name}": value for name, value in found.items()}
 

@@ -31,6 +31,34 @@ def is_profiling() -> bool:
 
 
 @contextmanager
+def closing_ranges() -> Iterator[None]:
+    """To be left before a profiler of ours is stopped: ends the ranges that began under it, whosever they are.
+
+    A range that ends under another profiler than it began under writes to memory that has been freed (torch 2.13), and
+    the process dies of it, then or later. Torch's own range around an optimizer's step is open where forward and
+    backward are called from within it. To end a range twice is no harm.
+    """
+    entered: list[profiler.record_function] = []
+
+    def tracking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def __enter__(self: profiler.record_function) -> Any:  # noqa: N807
+            entered.append(self)
+            return original(self)
+
+        return __enter__
+
+    kind = profiler.record_function
+    patch = AttributePatch("", "tracks ranges", kind, "__enter__", tracking(kind.__enter__))
+    patch.apply()
+    try:
+        yield
+    finally:
+        patch.undo()
+        for one in reversed(entered):
+            one.__exit__(None, None, None)
+
+
+@contextmanager
 def giving_way(end: Callable[[], Any], lose: Callable[[], Any]) -> Iterator[None]:
     """For as long as a profiler of ours is at work, which has been started: tells when another one begins.
 

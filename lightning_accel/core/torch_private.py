@@ -454,12 +454,10 @@ def record_memory_history(*, is_on: bool) -> None:
     """Has CUDA's allocator keep what it does, with the lines that asked: ``_record_memory_history``, since torch 2.1.
 
     Documented: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
-    Without the name: an AttributeError, and a trace comes without a snapshot of memory.
+    Without the name: an AttributeError, by which no step is traced on such a device, and the run goes on.
     """
     if is_on:
-        torch.cuda.memory._record_memory_history(
-            max_entries=100_000
-        )  # about 100 MB; a step of a large model has 10,000
+        torch.cuda.memory._record_memory_history(max_entries=100_000)  # a few hundred MiB at most
     else:
         torch.cuda.memory._record_memory_history(enabled=None)
 

@@ -47,7 +47,7 @@ class Recording:
         self._report = report_of(trainer)
         device = trainer.strategy.root_device
         self._acting = techniques_by_site(self._report)
-        self._snapshot: dict[str, Any] | None = None
+        self._memory: dict[str, Any] | None = None
         kinds = [ProfilerActivity.CPU, *filter(None, [_ACTIVITIES.get(device.type)])]
         # No shapes: with them the profiler holds tensors, and nothing could work in place.
         self._profile = profile(activities=kinds)
@@ -108,8 +108,8 @@ class Recording:
         """
         name = f"{stamp}-step{self._first}-rank{self._rank}"
         written = [_written(folder / f"trace-{name}.json.gz", lambda to: self._profile.export_chrome_trace(str(to)))]
-        if self._snapshot is not None:
-            memory = pickle.dumps(self._snapshot)
+        if self._memory is not None:
+            memory = pickle.dumps(self._memory)
             written.append(_written(folder / f"memory-{name}.pickle", lambda to: to.write_bytes(memory)))
         return written
 
@@ -122,7 +122,7 @@ class Recording:
         try:
             yield
         finally:
-            self._snapshot = torch_private.memory_snapshot()
+            self._memory = torch_private.memory_snapshot()
             if is_ours:
                 torch_private.record_memory_history(is_on=False)
 

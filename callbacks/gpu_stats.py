@@ -200,8 +200,8 @@ def put_together(cards: Sequence[CardEpoch]) -> dict[str, float]:
     for name in _VALUES:
         each = [card.values[name] for card in cards if name in card.values]
         if each:
-            found[f"{name}_mean"] = statistics.fmean(map(statistics.fmean, each))
-            found[f"{name}_max"] = max(map(max, each))
+            over_ranks = {"mean": statistics.fmean(map(statistics.fmean, each)), "max": max(map(max, each))}
+            found |= {f"{name}_{kind}": value for kind, value in over_ranks.items()}
     asked = [reasons for card in cards for reasons in card.throttled_by]
     if asked:
         found["throttled_frac"] = _part(bool(reasons) for reasons in asked)

@@ -39,7 +39,7 @@ class FitTraces:
     def __init__(self, trainer: Trainer, steps: int | Sequence[int], on: str, at_most: int, files: list[Path]) -> None:
         self._trainer, self._at_most, self._files = trainer, at_most, files
         self._notes = Notes(trainer)
-        self._stamp = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{os.getpid()}"
+        self._stamp = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S%f}-{os.getpid()}"
         self._recording: Recording | None = None
         self._times = 0
         self._is_asked = False

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from torch.profiler import ProfilerActivity, profile
 
@@ -63,7 +64,7 @@ class Recording:
             self._profile.start()
             stack.callback(self._profile.stop)
             stack.enter_context(closing_ranges())
-            if device.type == "cuda":
+            if has_memory_history(device):
                 stack.enter_context(self._memory_history())
             stack.enter_context(giving_way(give_way, lose))
             stack.callback(patches.undo)
@@ -125,6 +126,11 @@ class Recording:
             self._memory = torch_private.memory_snapshot()
             if is_ours:
                 torch_private.record_memory_history(is_on=False)
+
+
+def has_memory_history(device: torch.device) -> bool:
+    """Whether torch's allocator there can say what it does."""
+    return device.type == "cuda"
 
 
 def _written(path: Path, write: Callable[[Path], Any]) -> Path:

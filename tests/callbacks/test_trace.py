@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_accel import AccelPlugin
-from lightning_accel.callbacks import TraceCallback
+from lightning_accel.callbacks import SpeedMemoryLogger, TraceCallback
 from lightning_accel.callbacks._parts import DATA, PARTS
+from lightning_accel.core import torch_private
 from lightning_accel.core.profilers import is_profiling
 from lightning_accel.core.torch_private import compiled_call
+from lightning_accel.evidence.record import read_record
 from support.measured_runs import Model, loader
 
 
@@ -202,6 +204,20 @@ def test_manual_optimization_is_traced(make_trainer: Any) -> None:
     assert [found.count(part) for part in ("forward", "backward", "optimizer")] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_steps_whose_parts_the_record_takes_can_be_traced(make_trainer: Any, tmp_path: Path, is_first: bool) -> None:
+    """Both are told of a step's parts by one edit, whichever of them ends first."""
+    traces, measured = TraceCallback(steps=range(14, 19)), SpeedMemoryLogger()
+    callbacks = [traces, measured] if is_first else [measured, traces]
+    trainer = make_trainer(callbacks=callbacks, logger=CSVLogger(tmp_path))
+    trainer.fit(Blocks(), loader(40))
+    assert not PARTS.keys() & vars(trainer.strategy).keys()
+    assert traced_steps(traces) == [[14, 15, 16, 17, 18]]
+    (some,) = read_record(tmp_path).steps
+    assert some.looked_at == 2
+    assert set(some.parts_ms) >= {DATA, *PARTS.values()}
+
+
 def test_accumulated_steps_are_traced(make_trainer: Any) -> None:
     traces = TraceCallback(steps=[5, 6])
     fit(make_trainer, traces, accumulate_grad_batches=2)
@@ -247,7 +263,6 @@ def test_every_fit_has_traces_of_its_own(make_trainer: Any) -> None:
     traces = TraceCallback(steps=[2])
     for _ in range(2):
         fit(make_trainer, traces)
-        time.sleep(1.1)  # the seconds are in the names
     assert traced_steps(traces) == [[2], [2]]
     assert len(set(traces.files)) == 2
 
@@ -424,6 +439,28 @@ def test_a_step_that_raises_is_in_the_trace_and_nothing_is_left_behind(make_trai
 
 def test_the_callback_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(TraceCallback(on="slow"))).files == []
+
+
+def test_memory_is_kept_while_a_gpu_is_traced_and_no_longer(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a device that is simulated: what torch would be asked, and the file."""
+    switched: list[bool] = []
+    monkeypatch.setattr(torch_private, "record_memory_history", lambda *, is_on: switched.append(is_on))
+    monkeypatch.setattr(torch_private, "memory_snapshot", lambda: {"device_traces": [[]], "at": list(switched)})
+    monkeypatch.setattr("lightning_accel.callbacks._recording.has_memory_history", lambda device: True)
+    traces = TraceCallback(steps=[2])
+    fit(make_trainer, traces)
+    assert switched == [True, False]
+    assert [file.name.split("-")[0] for file in traces.files] == ["trace", "memory"]
+    assert pickle.loads(traces.files[1].read_bytes()) == {"device_traces": [[]], "at": [True]}
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_its_kernels_and_its_memory_traced(make_trainer: Any) -> None:
+    traces = TraceCallback(steps=[5, 6])
+    fit(make_trainer, traces, accelerator="gpu")
+    trace, memory = traces.files
+    assert any(event.get("cat") == "kernel" for event in read(trace)["traceEvents"])
+    assert pickle.loads(memory.read_bytes())["segments"]
 
 
 @pytest.mark.parametrize(

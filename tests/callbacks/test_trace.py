@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger, TraceCallback
 from lightning_accel.callbacks._parts import DATA, PARTS
 from lightning_accel.core import torch_private
+from lightning_accel.core.clocks import StepClock
 from lightning_accel.core.profilers import is_profiling
 from lightning_accel.core.torch_private import compiled_call
 from lightning_accel.evidence.record import read_record
@@ -267,30 +267,57 @@ def test_every_fit_has_traces_of_its_own(make_trainer: Any) -> None:
     assert len(set(traces.files)) == 2
 
 
-def slow_at(*steps: int) -> Any:
-    def hook(module: Any, batch_idx: int) -> None:
-        time.sleep(0.2 if batch_idx + 1 in steps else 0.005)
+class SetClock(StepClock):
+    """Goes as the steps say: no test rests on how long one really takes."""
 
+    now_ms = 0.0
+
+    def mark(self) -> float:
+        return self.now_ms
+
+    def ms_between(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+
+@pytest.fixture
+def slow_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes steps take 10 ms, and some of them 31."""
+    clock = SetClock()
+    monkeypatch.setattr("lightning_accel.callbacks._fit_traces.clock_for", lambda device: clock)
+
+    def hook(*steps: int) -> Any:
+        def takes(module: Any, batch_idx: int) -> None:
+            clock.now_ms += 31 if batch_idx + 1 in steps else 10
+
+        return takes
+
+    hook.clock = clock  # type: ignore[attr-defined]
     return hook
 
 
-def test_a_slow_step_has_the_next_ones_traced(make_trainer: Any) -> None:
+def test_a_slow_step_has_the_next_ones_traced(make_trainer: Any, slow_at: Any) -> None:
     traces = TraceCallback(steps=2, on="slow")
     fit(make_trainer, traces, Blocks(slow_at(22)), loader(28))
     assert traced_steps(traces) == [[23, 24]]
-    assert "step 22 took" in read(*traces.files)["lightning_accel"]["why"]
+    assert read(*traces.files)["lightning_accel"]["why"] == "step 22 took 31 ms, the median is 10 ms"
 
 
-def test_slow_steps_are_traced_so_many_times_at_most(make_trainer: Any) -> None:
+def test_slow_steps_are_traced_so_many_times_at_most(make_trainer: Any, slow_at: Any) -> None:
     traces = TraceCallback(steps=1, on="slow", at_most=2)
     fit(make_trainer, traces, Blocks(slow_at(20, 25, 30, 35)), loader(40))
     assert traced_steps(traces) == [[21], [26]]
 
 
-def test_a_validation_between_two_steps_makes_no_step_slow(make_trainer: Any) -> None:
+def test_the_first_steps_are_slow_without_being_traced(make_trainer: Any, slow_at: Any) -> None:
+    traces = TraceCallback(on="slow")
+    fit(make_trainer, traces, Blocks(slow_at(1, 2, 5)), loader(24))
+    assert traces.files == []
+
+
+def test_a_validation_between_two_steps_makes_no_step_slow(make_trainer: Any, slow_at: Any) -> None:
     class Validates(Blocks):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            time.sleep(0.2)
+            slow_at.clock.now_ms += 1_000
 
     traces = TraceCallback(on="slow")
     options = {"val_check_interval": 20, "validates": loader(1), "num_sanity_val_steps": 0}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_accel.callbacks._notes import Notes
@@ -22,6 +23,10 @@ from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.record import FOLDER
 
 _FIRST = 20  # of a schedule that names none: changes have been tried by then, and caches are warm
+_ANOTHER = (
+    "another profiler is at work, Trainer(profiler='pytorch') say, and there can be one at a time: TraceCallback traces"
+    " nothing beside it."
+)
 _SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR2", None)  # not on Windows
 
 
@@ -60,6 +65,9 @@ class FitTraces:
                 f"TraceCallback writes to local folders, and default_root_dir is {trainer.default_root_dir!r}: no step"
                 " is traced. Give Trainer(default_root_dir=...) a local one, or a logger with a local folder."
             )
+        elif isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined]
+            self._is_on = False  # it begins and ends in the midst of steps
+            self._notes.say(_ANOTHER)
         elif on == "signal":
             self._listen()
 
@@ -135,10 +143,7 @@ class FitTraces:
         try:
             if is_profiling():
                 self._left = 0
-                self._notes.say(
-                    "another profiler is at work, Trainer(profiler=...) say, and there can be one at a time:"
-                    " TraceCallback traces nothing beside it."
-                )
+                self._notes.say(_ANOTHER)
                 return
             self._recording = Recording(self._trainer, number, self._why, self._finish, self._lose)
         except Exception as error:  # whatever it is: the run is worth more than its trace

@@ -15,8 +15,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger, TraceCallback
@@ -416,6 +417,15 @@ def test_beside_another_profiler_nothing_is_traced_and_the_other_is_whole(make_t
     assert traces.files == []
     assert len([note for note in plugin.report.notes if "another profiler is at work" in note]) == 1
     assert sum(event.name == "aten::linear" for event in theirs.events()) >= 12
+
+
+def test_beside_lightnings_profiler_of_torch_nothing_is_traced(make_trainer: Any, tmp_path: Path) -> None:
+    plugin, traces = AccelPlugin(tune="off", log=False), TraceCallback(steps=[2, 3])
+    # It would begin in the seventh step.
+    later = PyTorchProfiler(dirpath=tmp_path, schedule=schedule(wait=5, warmup=1, active=1))
+    fit(make_trainer, traces, plugins=[plugin], profiler=later)
+    assert traces.files == []
+    assert len([note for note in plugin.report.notes if "another profiler is at work" in note]) == 1
 
 
 class Profiles(Callback):

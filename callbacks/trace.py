@@ -31,7 +31,8 @@ class TraceCallback(Callback):
 
     **What it costs.** Steps that are not traced have nothing in their way. A traced one takes longer, the first one of
     a process by a second or more, and a file of many megabytes is written after the last one, while the training waits.
-    :class:`SpeedMemoryLogger` counts these steps like others.
+    :class:`SpeedMemoryLogger` counts these steps like others, and AccelPlugin, which times its changes in the first two
+    steps of a run, may decide otherwise where these are traced.
 
     Validation is left out: a trace ends where it begins, and goes on in another file after it. Only one profiler can
     be at work: where there is another (``Trainer(profiler="pytorch")``), nothing is traced, and where one begins, a

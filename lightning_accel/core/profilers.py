@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.autograd import profiler, profiler_legacy
+from torch.profiler import ProfilerAction, profile
 
 from lightning_accel.core.patch import AttributePatch
 from lightning_accel.core.torch_private import before_profilers
 
 
 def is_profiling() -> bool:
-    """Whether a profiler is at work on this thread.
+    """Whether a profiler is at work on this thread, or has been prepared and is about to begin.
 
-    A second one of ``torch.profiler`` would start all the same, and empty the first. The one before it, which is
-    tried here, refuses.
+    A second one of ``torch.profiler`` would start all the same, and empty the first; one that was prepared, and begins
+    after that, ends the process (torch 2.13). The older profiler, which is tried here, refuses beside one at work; for
+    one that warms up by its schedule all objects are looked through, in a tenth of a second.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated
@@ -27,7 +30,13 @@ def is_profiling() -> bool:
     except RuntimeError:
         return True
     probe.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    return False
+    return any(issubclass(type(one), profile) and _warms_up(one) for one in gc.get_objects())
+
+
+def _warms_up(one: profile) -> bool:
+    # Some are half made, or never started.
+    is_prepared = getattr(one, "profiler", None) is not None
+    return is_prepared and getattr(one, "current_action", None) is ProfilerAction.WARMUP
 
 
 @contextmanager

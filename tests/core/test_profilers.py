@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import profiler, profiler_legacy
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lightning_accel.core.profilers import closing_ranges, giving_way, is_profiling
 
@@ -25,6 +25,18 @@ def test_a_profiler_at_work_is_seen_and_left_alone() -> None:
             torch.ones(2).add(1)
         assert not is_profiling()
     assert any(event.name == "aten::add" for event in theirs.function_events)
+
+
+def test_a_profiler_that_warms_up_is_seen() -> None:
+    """One that begins after another was there in between would take the process with it."""
+    theirs = profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=1))
+    seen = []
+    with theirs:
+        for _ in range(3):
+            seen.append(is_profiling())
+            theirs.step()
+    assert seen == [False, True, True]
+    assert not is_profiling()
 
 
 def test_a_range_that_is_open_when_a_profiler_stops_is_ended_with_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger, TraceCallback
 from lightning_accel.callbacks._parts import DATA, PARTS
+from lightning_accel.core import torch_private
 from lightning_accel.evidence.record import read_record
 from support.measured_runs import Model, loader
 from support.traced_runs import Blocks, fit, names, ranges, read, traced_steps
@@ -162,3 +164,29 @@ def test_accumulated_steps_are_traced(make_trainer: Any) -> None:
     fit(make_trainer, traces, accumulate_grad_batches=2)
     found = names(read(*traces.files))
     assert [found.count(part) for part in ("forward", "backward", "optimizer")] == [2, 2, 1]
+
+
+def test_memory_is_kept_while_a_gpu_is_traced_and_no_longer(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a device that is simulated: what torch would be asked, and the file."""
+    switched: list[bool] = []
+    monkeypatch.setattr(torch_private, "record_memory_history", lambda *, is_on: switched.append(is_on))
+    monkeypatch.setattr(torch_private, "memory_snapshot", lambda: {"device_traces": [[]], "at": list(switched)})
+    monkeypatch.setattr("lightning_accel.callbacks._recording.has_memory_history", lambda device: True)
+    traces = TraceCallback(steps=[2])
+    fit(make_trainer, traces)
+    assert switched == [True, False]
+    assert [file.name.split("-")[0] for file in traces.files] == ["trace", "memory"]
+    assert pickle.loads(traces.files[1].read_bytes()) == {"device_traces": [[]], "at": [True]}
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_its_kernels_and_its_memory_traced(make_trainer: Any) -> None:
+    traces = TraceCallback(steps=[5, 6])
+    fit(make_trainer, traces, accelerator="gpu")
+    trace, memory = traces.files
+    assert any(event.get("cat") == "kernel" for event in read(trace)["traceEvents"])
+    assert pickle.loads(memory.read_bytes())["segments"]
+
+
+def test_the_callback_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(TraceCallback(on="slow"))).files == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import threading
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import TraceCallback
-from lightning_accel.core import torch_private
 from lightning_accel.core.clocks import StepClock
 from support.measured_runs import loader
 from support.traced_runs import Blocks, fit, names, read, traced_steps
@@ -270,32 +268,6 @@ def test_a_step_that_raises_is_in_the_trace_and_nothing_is_left_behind(make_trai
         fit(make_trainer, traces, Blocks(fail))
     (file,) = traces.files
     assert "step 4" in names(read(file))
-
-
-def test_the_callback_can_be_pickled() -> None:
-    assert pickle.loads(pickle.dumps(TraceCallback(on="slow"))).files == []
-
-
-def test_memory_is_kept_while_a_gpu_is_traced_and_no_longer(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a device that is simulated: what torch would be asked, and the file."""
-    switched: list[bool] = []
-    monkeypatch.setattr(torch_private, "record_memory_history", lambda *, is_on: switched.append(is_on))
-    monkeypatch.setattr(torch_private, "memory_snapshot", lambda: {"device_traces": [[]], "at": list(switched)})
-    monkeypatch.setattr("lightning_accel.callbacks._recording.has_memory_history", lambda device: True)
-    traces = TraceCallback(steps=[2])
-    fit(make_trainer, traces)
-    assert switched == [True, False]
-    assert [file.name.split("-")[0] for file in traces.files] == ["trace", "memory"]
-    assert pickle.loads(traces.files[1].read_bytes()) == {"device_traces": [[]], "at": [True]}
-
-
-@pytest.mark.gpu
-def test_a_gpu_has_its_kernels_and_its_memory_traced(make_trainer: Any) -> None:
-    traces = TraceCallback(steps=[5, 6])
-    fit(make_trainer, traces, accelerator="gpu")
-    trace, memory = traces.files
-    assert any(event.get("cat") == "kernel" for event in read(trace)["traceEvents"])
-    assert pickle.loads(memory.read_bytes())["segments"]
 
 
 @pytest.mark.parametrize(

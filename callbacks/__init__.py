@@ -1,6 +1,8 @@
 """Lightning callbacks, imported as :mod:`lightning_accel.callbacks`."""
 
 from lightning_accel.callbacks._epoch import EpochSpeed, Stragglers
+from lightning_accel.callbacks.gpu_stats import GpuStats
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
+from lightning_accel.callbacks.trace import TraceCallback
 
-__all__ = ["EpochSpeed", "SpeedMemoryLogger", "Stragglers"]
+__all__ = ["EpochSpeed", "GpuStats", "SpeedMemoryLogger", "Stragglers", "TraceCallback"]

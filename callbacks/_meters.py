@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import psutil
 import torch
+
+from lightning_accel.callbacks._nvml import Card
 
 _MIB = 1024.0**2
 
@@ -17,31 +18,22 @@ def host_rss_mib() -> float:
 
 
 class EnergyMeter:
-    """The card's energy counter (NVML, Volta and later), read when training starts, stops, pauses.
+    """The card's energy counter, read when training starts, stops, pauses.
 
     Args:
-        nvml: The module ``pynvml``; None where there is no counter, and nothing is known.
-        handle: The card's, in it.
+        card: Whose; None where there is none, and nothing is known.
     """
 
-    def __init__(self, nvml: Any = None, handle: Any = None) -> None:
-        self._nvml = nvml
-        self._handle = handle
+    def __init__(self, card: Card | None = None) -> None:
+        self._card = card
         self._began_j: float | None = None
         self._spent_j = 0.0
 
     @classmethod
     def open(cls, device: torch.device) -> EnergyMeter:
         """The counter of ``device``."""
-        if device.type != "cuda":
-            return cls()
         try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            # By its UUID: NVML knows nothing of CUDA_VISIBLE_DEVICES.
-            uuid = torch.cuda.get_device_properties(device).uuid
-            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+            return cls(Card.open(device))
         except Exception:  # no pynvml, no driver, no permission: the metric is left out
             return cls()
 
@@ -63,13 +55,9 @@ class EnergyMeter:
         return None if math.isnan(self._spent_j) else self._spent_j
 
     def close(self) -> None:
-        if self._nvml is not None:
-            self._nvml.nvmlShutdown()
+        if self._card is not None:
+            self._card.close()
 
     def _read_j(self) -> float:
-        if self._nvml is None:
-            return math.nan
-        try:
-            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
-        except Exception:  # an older card, or one that has been taken away: no reason to end the user's run
-            return math.nan
+        joules = None if self._card is None else self._card.energy_j()
+        return math.nan if joules is None else joules

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_accel.callbacks._parts_patch import PartsPatch
 from lightning_accel.core.clocks import StepClock
 from lightning_accel.core.parts import PartTimer
-from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, ORDER, REST, TRANSFER
+from lightning_accel.evidence.parts import DATA, OPTIMIZER, ORDER, REST
 
 EVERY = 16
 """Of so many steps one is looked at, drawn by lot: what each fourth step does shows in a fourth of the looks."""
-
-PARTS = {
-    "batch_to_device": TRANSFER,
-    "training_step": FORWARD,
-    "backward": BACKWARD,
-    "optimizer_step": OPTIMIZER,
-}
-"""Methods of a strategy, which Lightning's loop and manual optimization call alike, and what they are."""
 
 
 class StepParts:
@@ -52,16 +41,10 @@ class StepParts:
         self._taken_ms: defaultdict[str, float] = defaultdict(float)
         self._taken_steps = 0
         self.failure = ""
-        told: list[tuple[Any, str, str]] = [(trainer.strategy, name, part) for name, part in PARTS.items()]
-        told += [(logger, name, LOGGING) for logger in trainer.loggers for name in ("log_metrics", "save")]
-        self._patches = PatchSet(
-            MethodPatch(f"{name} of {number}", "timed", owner, name, functools.partial(self._timed, part))
-            for number, (owner, name, part) in enumerate(told)
-        )
+        self._told = PartsPatch(trainer)
         try:
-            self._patches.apply()
+            self._told.apply()
         except Exception as error:  # objects of anybody's, which may not be edited
-            self._patches.undo()
             self.failure = one_line(error)
 
     def fetch_began(self) -> None:
@@ -69,7 +52,7 @@ class StepParts:
         self._clock.fetch_began()
         if self._was_dropped and not self.timer.is_on:  # with its first fetch a cycle begins after a pause
             self._was_dropped = False
-            self.timer.begin()
+            self._begin()
         self.timer.enter(DATA)
 
     def fetch_ended(self) -> None:
@@ -81,21 +64,21 @@ class StepParts:
         """Ends the step that was looked at, and begins the next one if it is one to look at."""
         if self._is_watched:
             self._is_watched = False
-            self.timer.drop()
+            self._drop()
         elif self.timer.is_on:
             self.timer.end()
+            self._told.forget(self.timer)
             self.timer.read()
         self._left -= 1
         if self._left == 0:
             before, self._look_in = self._look_in, self._draw.randrange(EVERY)
             self._left = EVERY - before + self._look_in
-            if not self.failure:
-                self.timer.begin()
+            self._begin()
 
     def watch(self) -> None:
         """Follows a step that has begun, so that it is known which part it is in; its times do not count."""
         if not self.timer.is_on:
-            self.timer.begin()
+            self._begin()
         self._is_watched = True
 
     @property
@@ -107,7 +90,16 @@ class StepParts:
         """Forgets the step under way, as something else than training comes in between, and looks at the next one."""
         self._was_dropped |= self.timer.is_on and not self._is_watched
         self._is_watched = False
+        self._drop()
+
+    def _begin(self) -> None:
+        if not self.failure:
+            self._told.tell(self.timer)
+            self.timer.begin()
+
+    def _drop(self) -> None:
         self.timer.drop()
+        self._told.forget(self.timer)
 
     def taken(self) -> tuple[dict[str, float], int]:
         """Milliseconds of each part, summed over the steps looked at since this was last asked, and their number."""
@@ -122,24 +114,10 @@ class StepParts:
 
     def close(self) -> None:
         """Leaves strategy and loggers as they were."""
-        self.timer.drop()
-        self._patches.undo()
+        self._drop()
+        self._told.undo()
 
     def mean_ms(self) -> dict[str, float]:
         """Milliseconds of each part, in the mean of all steps looked at and in their order; empty where none was."""
         self.taken()
         return {part: self._taken_ms[part] / self._taken_steps for part in ORDER if part in self._taken_ms}
-
-    def _timed(self, part: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        timer = self.timer
-
-        def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            if not timer.is_on:
-                return original(owner, *args, **kwargs)
-            timer.enter(part)
-            try:
-                return original(owner, *args, **kwargs)
-            finally:
-                timer.leave()
-
-        return method

@@ -28,10 +28,9 @@ from torch.nn.parameter import is_lazy
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._parts import EVERY, StepParts
 from lightning_accel.callbacks._reporting import leave_report, report_path
-from lightning_accel.callbacks._saying import say
+from lightning_accel.callbacks._saying import report_of, say
 from lightning_accel.core.clocks import Tally
 from lightning_accel.core.host import Host, usable_cores
-from lightning_accel.core.report import Report
 from lightning_accel.core.torch_private import graphs_captured
 from lightning_accel.core.tree import leaves
 from lightning_accel.core.trial import one_line
@@ -162,7 +161,7 @@ class FitRecord:
         else:
             status = "finished" if exception is None else one_line(exception)
         page = str(exception) if isinstance(exception, StepMemoryError) else ""
-        report = self._report()
+        report = report_of(self._trainer)
         self._attempt(lambda: self._file().end(status, None if report is None else report.to_dict(), page))
         if self._writer is not None and not self._has_failed:
             leave_report(self._trainer, self._writer.path, is_asked_by_memory=bool(page))
@@ -225,23 +224,19 @@ class FitRecord:
     def _say(self, line: str) -> None:
         say(self._trainer, line)
 
-    def _report(self) -> Report | None:
-        report = getattr(self._trainer.precision_plugin, "report", None)
-        return report if isinstance(report, Report) else None
-
 
 def record_folder(trainer: Trainer) -> Path | None:
     """Where this rank keeps a fit's record; None: nowhere, as nobody has a folder for the run, or it is a rehearsal."""
     if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
         return None
     asked_for = os.environ.get(RECORD_VARIABLE)
-    folder = Path(asked_for) if asked_for else next(filter(None, map(_folder_of, trainer.loggers)), None)
+    folder = Path(asked_for) if asked_for else next(filter(None, map(folder_of, trainer.loggers)), None)
     if folder is None and (report := report_path(trainer)) is not None:
         folder = report.parent
     return None if folder is None else folder / FOLDER
 
 
-def _folder_of(logger: Any) -> Path | None:
+def folder_of(logger: Any) -> Path | None:
     """As TensorBoard's and CSV's have; others have one for all runs, or none."""
     try:
         folder = getattr(logger, "log_dir", None)

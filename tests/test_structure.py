@@ -54,6 +54,8 @@ NOT_COUNTED = {
     "_raw_saved_result": "documented: https://docs.pytorch.org/docs/stable/notes/autograd.html#saved-tensors",
     "_saved_result": "documented: https://docs.pytorch.org/docs/stable/notes/autograd.html#saved-tensors",
     "_python_dispatch": "documented: https://docs.pytorch.org/docs/stable/notes/extending.html",
+    "_record_memory_history": "documented: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html",
+    "_snapshot": "documented: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html",
     "_init_weights": "of transformers",
     "_internal": "of torch_xla",
     "_actions": "of argparse",

@@ -21,15 +21,23 @@ from lightning_accel.core.patch import MethodPatch
 _NUMBERS = itertools.count()
 _FORWARD_PATCH = "lightning_accel_compiled_forward"
 
+RUNS_EAGERLY = "runs_eagerly"
+"""Set on what stands where a compiled call would, and compiles nothing: what names a module in a trace."""
+
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of this very module run compiled code, by ``module.compile()`` or ``torch.compile(module)``."""
     return (
         _was_compiled_by_lightning(module)
         or _FORWARD_PATCH in vars(module)
-        or torch_private.compiled_call(module) is not None
+        or _has_compiled_call(module)
         or type(module).__name__ == "OptimizedModule"
     )
+
+
+def _has_compiled_call(module: nn.Module) -> bool:
+    call = torch_private.compiled_call(module)
+    return call is not None and not getattr(call, RUNS_EAGERLY, False)
 
 
 def _was_compiled_by_lightning(module: nn.Module) -> bool:

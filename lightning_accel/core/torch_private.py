@@ -478,6 +478,27 @@ def before_profilers(tell: Callable[[], Any]) -> Callable[[], None]:
     return restore
 
 
+def record_memory_history(*, is_on: bool) -> None:
+    """Has CUDA's allocator keep what it does, with the lines that asked: ``_record_memory_history``, since torch 2.1.
+
+    Documented: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+    Without the name: an AttributeError, by which no step is traced on such a device, and the run goes on.
+    """
+    if is_on:
+        torch.cuda.memory._record_memory_history(max_entries=100_000)  # a few hundred MiB at most
+    else:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """What CUDA's allocator holds and has kept, as https://pytorch.org/memory_viz reads it: ``_snapshot``, torch 2.1.
+
+    Documented: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html. As for :func:`record_memory_history`.
+    """
+    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+    return snapshot
+
+
 # -- other libraries -------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
-from lightning_accel.callbacks._parts import DATA, REST
+from lightning_accel.evidence.parts import DATA, REST
 from support import measured_runs
 from support.console import heard
 from support.live_runs import Timed, fit, simulated

@@ -6,19 +6,8 @@ import pytest
 import torch
 
 from lightning_accel.callbacks._meters import EnergyMeter
-
-
-class SimulatedCard:
-    """Stands for the module ``pynvml``; its counter is in millijoules."""
-
-    def __init__(self) -> None:
-        self.spent_mj = 1_000_000.0
-        self.is_there = True
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> float:  # noqa: N802
-        if not self.is_there:
-            raise RuntimeError("NVML: not supported")
-        return self.spent_mj
+from lightning_accel.callbacks._nvml import Card
+from support.simulated_nvml import SimulatedCard, SimulatedNvml
 
 
 @pytest.fixture
@@ -28,29 +17,29 @@ def card() -> SimulatedCard:
 
 @pytest.fixture
 def meter(card: SimulatedCard) -> EnergyMeter:
-    return EnergyMeter(card, "a handle")
+    return EnergyMeter(Card(SimulatedNvml(card), card))
 
 
 def test_energy_is_counted_from_the_restart(meter: EnergyMeter, card: SimulatedCard) -> None:
     for _ in range(2):
         meter.restart()
-        card.spent_mj += 5_000
+        card.energy_mj += 5_000
         assert meter.joules() == 5
 
 
 def test_energy_of_a_pause_is_left_out(meter: EnergyMeter, card: SimulatedCard) -> None:
     meter.restart()
-    card.spent_mj += 5_000
+    card.energy_mj += 5_000
     meter.pause()
-    card.spent_mj += 80_000
+    card.energy_mj += 80_000
     meter.resume()
-    card.spent_mj += 2_000
+    card.energy_mj += 2_000
     assert meter.joules() == 7
 
 
 def test_energy_is_unknown_once_the_card_does_not_answer(meter: EnergyMeter, card: SimulatedCard) -> None:
     meter.restart()
-    card.is_there = False
+    card.unsupported.add("nvmlDeviceGetTotalEnergyConsumption")
     assert meter.joules() is None
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_accel import AccelPlugin
-from lightning_accel.callbacks._parts import PARTS
+from lightning_accel.callbacks._parts_patch import PARTS
 from lightning_accel.evidence.parts import DATA, LOGGING, REST
 from lightning_accel.evidence.record import Record, read_record
 from support.measured_runs import Model, Vectors, fit, loader

@@ -1,0 +1,128 @@
+"""Named ranges in a trace: the parts of a step, and modules by their names with what techniques do there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+from typing_extensions import override
+
+from lightning_accel.core.compiled import RUNS_EAGERLY
+from lightning_accel.core.patch import Patch
+from lightning_accel.core.report import Report
+from lightning_accel.core.torch_private import compiled_call, eager_call, set_compiled_call
+
+
+class Ranges(threading.local):
+    """Ranges by :func:`torch.profiler.record_function`, and by NVTX for nsys; each thread has its own.
+
+    Args:
+        has_nvtx: Whether CUDA is there.
+    """
+
+    def __init__(self, *, has_nvtx: bool) -> None:
+        self._has_nvtx = has_nvtx
+        self._open: list[ExitStack] = []
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """A range with this name."""
+        with record_function(name):
+            if self._has_nvtx:
+                torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+            try:
+                yield
+            finally:
+                if self._has_nvtx:
+                    torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+    def enter(self, name: str) -> None:
+        """Begins one, to be left."""
+        stack = ExitStack()
+        stack.enter_context(self.named(name))
+        self._open.append(stack)
+
+    def leave(self) -> None:
+        """Ends the one that was entered last; without effect where there is none."""
+        if self._open:
+            self._open.pop().close()
+
+    def close(self) -> None:
+        """Ends all."""
+        while self._open:
+            self.leave()
+
+
+class ModuleRanges(Patch):
+    """Names the modules of a model in a trace: those that hold others, and those with weights.
+
+    They are not hooked, nor is a forward rebound: techniques look at both. What calls a module is told instead, where
+    ``module.compile()`` puts its compiled form: outside of what is compiled, captured, replayed or counted. What holds
+    no weights and no modules, as activations do not, is left alone: whether such a one may work in place is counted
+    in references, to its caller's frame among them.
+
+    Args:
+        model: Whose modules they are.
+        ranges: Where they are named.
+        acting: Of each site, the techniques that act there, for its name.
+    """
+
+    def __init__(self, model: nn.Module, ranges: Ranges, acting: Mapping[str, list[str]]) -> None:
+        super().__init__("modules", "named in a trace")
+        self._model, self._ranges, self._acting = model, ranges, acting
+        self._named: list[tuple[nn.Module, Callable[..., Any], Callable[..., Any] | None]] = []
+
+    @override
+    def _apply(self) -> None:
+        for site, module in self._model.named_modules():
+            if site and _is_worth_a_name(module):
+                before = compiled_call(module)
+                call = self._naming(with_techniques(site, self._acting), before or eager_call(module))
+                if before is None:
+                    setattr(call, RUNS_EAGERLY, True)
+                set_compiled_call(module, call)
+                self._named.append((module, call, before))
+
+    @override
+    def _undo(self) -> None:
+        for module, call, before in self._named:
+            if compiled_call(module) is call:  # else somebody has compiled it since
+                set_compiled_call(module, before)
+        self._named = []
+
+    def _naming(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def named_call(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_applied:  # somebody has kept it
+                return call(*args, **kwargs)
+            with self._ranges.named(name):
+                return call(*args, **kwargs)
+
+        return named_call
+
+
+def _is_worth_a_name(module: nn.Module) -> bool:
+    # What torch.compile() returns passes on what is set on it.
+    if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
+        return False
+    return next(module.children(), None) is not None or next(module.parameters(recurse=False), None) is not None
+
+
+def techniques_by_site(report: Report | None) -> dict[str, list[str]]:
+    """The techniques that act at each site; at site ``""`` those that act on whole steps."""
+    found: dict[str, list[str]] = {}
+    for name, record in ({} if report is None else report.techniques).items():
+        if record.is_on:
+            for site in record.changes or [""]:
+                found.setdefault(site, []).append(name)
+    return found
+
+
+def with_techniques(name: str, acting: Mapping[str, list[str]], site: str | None = None) -> str:
+    """``encoder.layers.0 [gradient_checkpointing]``."""
+    techniques = acting.get(name if site is None else site)
+    return f"{name} [{', '.join(techniques)}]" if techniques else name

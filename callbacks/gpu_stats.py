@@ -1,0 +1,218 @@
+"""What the cards themselves say of every training epoch, to whatever logger the Trainer has."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_accel.callbacks._epoch import PREFIX
+from lightning_accel.callbacks._epoch_ends import EpochEnds
+from lightning_accel.callbacks._meters import EnergyMeter
+from lightning_accel.callbacks._nvml import Card, NoCardError
+from lightning_accel.callbacks._samples import SampleCounter
+from lightning_accel.callbacks._saying import Notes
+from lightning_accel.core.ranks import gather
+
+_EVERY_S = 1.0
+_VALUES: dict[str, Callable[[Card], float | None]] = {
+    "utilisation_percent": Card.utilisation_percent,
+    "memory_mib": Card.memory_mib,
+    "power_w": Card.power_w,
+    "sm_clock_mhz": Card.sm_clock_mhz,
+    "temperature_c": Card.temperature_c,
+}
+
+
+@dataclass(kw_only=True)
+class CardEpoch:
+    """One rank's card in one epoch.
+
+    Attributes:
+        values: What was read, by names that have the unit; a name that the card does not tell is not there.
+        throttled_by: Of each time that the card was asked, why it was throttled.
+        energy_j: What it spent, validation left out; None: not known.
+        samples: That its rank trained on; None: not known.
+    """
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+    throttled_by: list[list[str]] = field(default_factory=list)
+    energy_j: float | None = None
+    samples: int | None = 0
+
+
+class GpuStats(Callback):
+    """Logs what NVML says of the cards in every training epoch, under ``accel/gpu/``.
+
+    ``utilisation_percent``, ``memory_mib`` (in use by all processes), ``power_w``, ``sm_clock_mhz`` and
+    ``temperature_c``, each with ``_mean`` and ``_max``; ``throttled_frac``, the part of the epoch in which clocks were
+    lower than they could be, and ``throttled_frac_<reason>`` for each reason there was, by its name in NVML
+    (``sw_power_cap``, ``hw_thermal_slowdown``, ``sw_thermal_slowdown``, ``hw_power_brake_slowdown``, …), which is said
+    once, too; ``energy_j_per_sample``. Over all ranks: means of their cards, the largest of their maxima.
+
+    A card is asked at the end of a step, at most once a second; its own counters answer, and the device is not waited
+    for. It is asked by its UUID, so that it is the right one whatever ``CUDA_VISIBLE_DEVICES`` says. Of an instance of
+    MIG, memory is its own, clocks and temperature are those of the card, and the rest, in which others have a part, is
+    left out.
+
+    What a card does not tell is left out. Without an NVIDIA card, or without NVML (``pip install nvidia-ml-py``), that
+    is said once, and the run goes on.
+
+    Args:
+        batch_size_fn: As for :class:`SpeedMemoryLogger`.
+
+    Attributes:
+        history: What was logged for each epoch, by name.
+    """
+
+    def __init__(self, batch_size_fn: Callable[[Any], int] | None = None) -> None:
+        super().__init__()
+        self.history: list[dict[str, float]] = []
+        self._batch_size_fn = batch_size_fn
+        self._fit: _FitStats | None = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+        self._fit = _FitStats(trainer, self._batch_size_fn)
+        self._fit.restart()  # a run that resumes within an epoch has no on_train_epoch_start
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit is not None:
+            self._fit.restart()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._fit is not None and self._fit.ends is not None:
+            self._fit.ends.step_begins(batch_idx)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._fit is not None:
+            self._fit.step_ended(batch)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit is not None:
+            self._fit.energy.pause()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit is not None:
+            self._fit.energy.resume()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        metrics = {} if self._fit is None else self._fit.measure()
+        if not metrics:
+            return
+        self.history.append(metrics)
+        if not trainer.barebones:
+            # The ranks have been put together; see SpeedMemoryLogger.
+            pl_module.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, rank_zero_only=True, batch_size=1)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None and fit.card is not None:
+            fit.card.close()
+
+
+class _FitStats:
+    """One fit's card on this rank, and what the ranks know together."""
+
+    def __init__(self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None) -> None:
+        self._notes = Notes(trainer)
+        self._world_size = trainer.world_size
+        self.card: Card | None = None
+        try:
+            self.card = Card.open(trainer.strategy.root_device)
+        except NoCardError as error:
+            self._notes.say(f"GpuStats logs nothing of rank {trainer.global_rank}: {error}.")
+        self.energy = EnergyMeter(self.card)
+        self.ends = EpochEnds.open(trainer)
+        self._samples = SampleCounter(batch_size_fn, self._say_samples_unknown)
+        self._epoch = CardEpoch()
+        self._due = 0.0
+
+    def restart(self) -> None:
+        self._epoch, self._due = CardEpoch(), 0.0
+        self.energy.restart()
+
+    def step_ended(self, batch: Any) -> None:
+        if self.ends is not None:
+            self.ends.step_ended()
+        if self.card is None:
+            return
+        samples, epoch = self._samples.count(batch), self._epoch
+        epoch.samples = None if samples is None or epoch.samples is None else epoch.samples + samples
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + _EVERY_S
+            self._ask(self.card)
+
+    def measure(self) -> dict[str, float]:
+        """What is logged of the epoch; a collective call of ranks that end it together."""
+        self._epoch.energy_j = self.energy.joules()
+        is_together = self.ends is None or self.ends.are_together()
+        cards = gather(self._epoch) if is_together and self._world_size > 1 else [self._epoch]
+        if self.ends is not None and is_together:
+            self.ends.forget()
+        for reason in sorted({reason for card in cards for reasons in card.throttled_by for reason in reasons}):
+            self._notes.say(f"the clocks of a GPU were throttled: {reason} (accel/gpu/throttled_frac_{reason}).")
+        return put_together(cards)
+
+    def _ask(self, card: Card) -> None:
+        for name, read in _VALUES.items():
+            if (value := read(card)) is not None:
+                self._epoch.values.setdefault(name, []).append(value)
+        if (reasons := card.throttled_by()) is not None:
+            self._epoch.throttled_by.append(reasons)
+
+    def _say_samples_unknown(self, batch: Any) -> None:
+        self._notes.say(
+            f"GpuStats: a batch of type {type(batch).__name__} does not tell how many samples it holds, so"
+            " energy_j_per_sample is left out. Give GpuStats(batch_size_fn=...) to have it."
+        )
+
+
+def put_together(cards: Sequence[CardEpoch]) -> dict[str, float]:
+    """What is logged of the cards of all ranks, under ``accel/gpu/``; the same names on each."""
+    found: dict[str, float] = {}
+    for name in _VALUES:
+        each = [card.values[name] for card in cards if name in card.values]
+        if each:
+            over_ranks = {"mean": statistics.fmean(map(statistics.fmean, each)), "max": max(map(max, each))}
+            found |= {f"{name}_{kind}": value for kind, value in over_ranks.items()}
+    asked = [reasons for card in cards for reasons in card.throttled_by]
+    if asked:
+        found["throttled_frac"] = _part(bool(reasons) for reasons in asked)
+        for reason in sorted({reason for reasons in asked for reason in reasons}):
+            found[f"throttled_frac_{reason}"] = _part(reason in reasons for reasons in asked)
+    energy_j = [card.energy_j for card in cards if card.energy_j is not None]
+    samples = [card.samples for card in cards if card.samples]
+    if len(energy_j) == len(samples) == len(cards):
+        found["energy_j_per_sample"] = sum(energy_j) / sum(samples)
+    return {f"{PREFIX}gpu/{name}": value for name, value in found.items()}
+
+
+def _part(answers: Iterable[bool]) -> float:
+    return statistics.fmean(map(float, answers))

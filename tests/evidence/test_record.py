@@ -384,4 +384,4 @@ def test_graphs_that_are_captured_are_counted(tmp_path: Path) -> None:
             return self.layer(batch).sum()
 
     (some,) = recorded(tmp_path, Compiles()).steps
-    assert some.captured >= 7  # the one that is watched runs as it is written
+    assert some.captured >= 2  # for the first number, and for any other

@@ -26,7 +26,7 @@ from lightning_accel.callbacks._saying import report_of, say
 from lightning_accel.core.clocks import Tally
 from lightning_accel.core.torch_private import graphs_captured
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.anatomy import Anatomy
+from lightning_accel.evidence.anatomy import Anatomy, MemoryPeak
 from lightning_accel.evidence.record import (
     FOLDER,
     MOST_PIECES,
@@ -50,10 +50,12 @@ class FitRecord:
 
     Attributes:
         knows_samples: Whether every batch has told how many samples it holds.
+        memory: At the peak of the step that was taken apart last; None: none was.
     """
 
     def __init__(self, trainer: Trainer, folder: Path, parts: StepParts | None = None) -> None:
         self.knows_samples = True
+        self.memory: MemoryPeak | None = None
         self._trainer, self._folder, self._parts = trainer, folder, parts
         self._device = trainer.strategy.root_device
         self._started = datetime.now(timezone.utc)
@@ -121,6 +123,7 @@ class FitRecord:
             self._say(f"a step could not be taken apart: {one_line(error)}")
             return
         found.step = self._steps + 1  # which it has not been told the end of
+        self.memory = found.memory
         self._attempt(lambda: self._file().anatomy(found))
 
     def epoch_ended(self, tally: Tally, speed: EpochSpeed) -> None:

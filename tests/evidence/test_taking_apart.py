@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accel.core.clocks import StepClock
+from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.core.torch_private import hooks_on_all_modules
 from lightning_accel.evidence.anatomy import (
     ACTIVATIONS,
@@ -62,7 +62,7 @@ class Training:
 
     def __init__(self, net: nn.Module, loss: Callable[[Tensor], Tensor] = lambda y: y.square().mean()) -> None:
         self.net, self.loss = net, loss
-        self.batch = torch.randn(ROWS, DIM)
+        self.batch = torch.randn(ROWS, DIM, device=next(net.parameters()).device)
         self.optimizer = torch.optim.AdamW(net.parameters())
         self.is_stepping = False
         for _ in range(2):
@@ -221,3 +221,23 @@ def test_what_cannot_be_looked_at_costs_the_look_and_not_the_count_of_flops(monk
     assert mode.flops > 0
     with pytest.raises(TypeError, match="no such tensor"):
         mode.taken([])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_peak_is_the_allocators_and_every_operation_is_timed() -> None:
+    device = torch.device("cuda")
+    training = Training(Net().to(device))
+    states = [tensor for state in training.optimizer.state.values() for tensor in state.values()]
+    gradients = [p.grad for p in training.net.parameters() if p.grad is not None]
+    known = sum(t.nbytes for t in [*training.net.parameters(), *gradients, *states, training.batch] if t.is_cuda)
+    outside = torch.cuda.memory_allocated(device) - known  # what others hold, and what is left over of blocks
+    del gradients
+    torch.cuda.reset_peak_memory_stats(device)
+    mode = AnatomyMode(training.net, clock_for(device), lambda: training.is_stepping)
+    mode.begin(training.batch, [training.optimizer])
+    with mode:
+        training.step()
+    found = mode.taken([training.optimizer])
+    assert found.memory is not None
+    assert found.memory.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(device) - outside, rel=0.1)
+    assert all(one.forward_ms + one.backward_ms > 0 for one in found.modules)

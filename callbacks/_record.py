@@ -6,16 +6,10 @@ It is in the folder of the first logger that has one for the run, or where ``$LI
 from __future__ import annotations
 
 import os
-import platform
-import re
-import sys
-import sysconfig
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +17,29 @@ import psutil
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.nn.parameter import is_lazy
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.callbacks._epoch import EpochSpeed
+from lightning_accel.callbacks._header import header_of
 from lightning_accel.callbacks._parts import EVERY, StepParts
 from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks._saying import report_of, say
 from lightning_accel.core.clocks import Tally
-from lightning_accel.core.host import Host, usable_cores
-from lightning_accel.core.torch_private import graphs_captured
-from lightning_accel.core.tree import leaves
+from lightning_accel.core.torch_private import exposed_communication, graphs_captured
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.anatomy import Anatomy
+from lightning_accel.evidence.anatomy import Anatomy, MemoryPeak
+from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION
 from lightning_accel.evidence.record import (
     FOLDER,
     MOST_PIECES,
     RECORD_VARIABLE,
-    Header,
     RecordWriter,
     Steps,
     in_pieces,
 )
-from lightning_accel.memory.meter import device_memory_bytes
 from lightning_accel.memory.page import StepMemoryError
-from lightning_accel.settings import Plan
 
 EVERY_S = 60.0
-_INSTALLED = {"site-packages", "dist-packages"}
-_OF_LOADERS = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
-_PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-accel")
-_SECRET = re.compile(r"key|token|secret|password|passwd|credential", re.IGNORECASE)
 
 
 class FitRecord:
@@ -65,10 +52,12 @@ class FitRecord:
 
     Attributes:
         knows_samples: Whether every batch has told how many samples it holds.
+        memory: At the peak of the step that was taken apart last; None: none was.
     """
 
     def __init__(self, trainer: Trainer, folder: Path, parts: StepParts | None = None) -> None:
         self.knows_samples = True
+        self.memory: MemoryPeak | None = None
         self._trainer, self._folder, self._parts = trainer, folder, parts
         self._device = trainer.strategy.root_device
         self._started = datetime.now(timezone.utc)
@@ -136,6 +125,7 @@ class FitRecord:
             self._say(f"a step could not be taken apart: {one_line(error)}")
             return
         found.step = self._steps + 1  # which it has not been told the end of
+        self.memory = found.memory
         self._attempt(lambda: self._file().anatomy(found))
 
     def epoch_ended(self, tally: Tally, speed: EpochSpeed) -> None:
@@ -188,6 +178,7 @@ class FitRecord:
 
     def _some(self) -> Steps:
         parts_ms, looked_at = ({}, 0) if self._parts is None else self._parts.taken()
+        parts_ms = _with_communication(self._trainer, parts_ms)
         captured = graphs_captured()
         some = Steps(
             first=self._written + 1,
@@ -225,6 +216,15 @@ class FitRecord:
         say(self._trainer, line)
 
 
+def _with_communication(trainer: Trainer, parts_ms: dict[str, float]) -> dict[str, float]:
+    """Tells apart what of a backward pass was nothing but communication, where DDP says so."""
+    wrapped = trainer.strategy.model
+    if not isinstance(wrapped, DistributedDataParallel) or BACKWARD not in parts_ms:
+        return parts_ms
+    exposed = parts_ms[BACKWARD] * exposed_communication(wrapped)
+    return {**parts_ms, BACKWARD: parts_ms[BACKWARD] - exposed, COMMUNICATION: exposed}
+
+
 def record_folder(trainer: Trainer) -> Path | None:
     """Where this rank keeps a fit's record; None: nowhere, as nobody has a folder for the run, or it is a rehearsal."""
     if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
@@ -248,66 +248,3 @@ def folder_of(logger: Any) -> Path | None:
 def _value_of(loss: Tensor) -> list[float]:
     """As a number, where it is one."""
     return [float(loss)] if loss.is_floating_point() and not loss.is_meta else []
-
-
-def header_of(trainer: Trainer, started: datetime) -> Header:
-    """What a Trainer runs, and where."""
-    module, device = trainer.lightning_module, trainer.strategy.root_device
-    host = Host.detect(device)
-    plan = getattr(trainer.precision_plugin, "plan", None)
-    parameters = list(module.parameters())
-    return Header(
-        started=started.isoformat(timespec="seconds"),
-        command=_without_secrets(sys.argv),
-        model=f"{type(module).__module__}.{type(module).__qualname__}",
-        parameters=None if any(map(is_lazy, parameters)) else sum(one.numel() for one in parameters),
-        settings=plan.to_dict() if isinstance(plan, Plan) else None,
-        precision=str(trainer.precision),
-        strategy=type(trainer.strategy).__name__,
-        machine=host.described,
-        cores=usable_cores(),
-        world_size=trainer.world_size,
-        versions={"python": platform.python_version(), **_installed()},
-        native_bf16=host.native_bf16,
-        device_bytes=device_memory_bytes(device),
-        log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-        loaders=[
-            {name: getattr(loader, name) for name in _OF_LOADERS if isinstance(getattr(loader, name, None), int)}
-            for loader in leaves(trainer.train_dataloader)
-        ],
-        source_folders=_source_folders(),
-    )
-
-
-def _without_secrets(command: list[str]) -> list[str]:
-    """A command line without the values of what is named like a secret."""
-    shown = list(command)
-    for place, word in enumerate(command):
-        name, equals, _ = word.partition("=")
-        if not _SECRET.search(name):
-            continue
-        if equals:
-            shown[place] = f"{name}=…"
-        elif word.startswith("-") and place + 1 < len(command):
-            shown[place + 1] = "…"
-    return shown
-
-
-def _installed() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
-def _source_folders() -> list[str]:
-    """Where modules come from that are neither Python's nor installed; of folders within each other the outermost."""
-    # Read as it stands: to ask a module for an attribute may make it import others.
-    files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
-    paths = [Path(file) for file in files if isinstance(file, str)]
-    folders = {path.resolve().parent for path in paths if not _INSTALLED & set(path.parts)}
-    python = Path(sysconfig.get_path("stdlib")).resolve()
-    own = {one for one in folders if not one.is_relative_to(python)}
-    return sorted(str(one) for one in own if own.isdisjoint(one.parents))

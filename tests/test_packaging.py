@@ -54,7 +54,7 @@ def test_the_wheel_holds_every_file_of_the_source_tree(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     package = ROOT / "lightning_accel"
-    sources = [*package.rglob("*.py"), *package.rglob("*.pyi"), *package.rglob("*.cu")]
+    sources = [one for ending in ("py", "pyi", "cu", "j2", "json") for one in package.rglob(f"*.{ending}")]
     expected = {source.relative_to(ROOT).as_posix() for source in sources}
     for folder in ("callbacks", "benchmarks/claims"):
         elsewhere = ROOT / folder

@@ -198,18 +198,18 @@ def strided_input(steps: int, mended: bool) -> Training:
 
 
 class Lengths(Dataset[tuple[Tensor, Tensor]]):
-    """Batches of series of another length each."""
+    """Batches of series, nearly each of another length than all before."""
 
     def __init__(self, count: int) -> None:
-        self._lengths = torch.randperm(4096, generator=torch.Generator().manual_seed(0))[:count] // 16 + 64
+        self._count = count
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return self._count
 
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        length = int(self._lengths[index])
-        return torch.randn(16, length, 64), torch.randint(CLASSES, (16, length))
+        length = int(torch.randint(200, 2200, ()))
+        return torch.randn(4, length, 64), torch.randint(CLASSES, (4, length))
 
 
 def recompiles(steps: int, mended: bool) -> Training:
@@ -255,9 +255,7 @@ def logs_each_step(steps: int, mended: bool) -> Training:
 
 _RESIDUAL = ("RESIDUAL_HEAVY",)
 FAULTS = {
-    "loader": Fault(
-        title="slow loader", finding="loader", steps=64, build=slow_loader, traceml=("INPUT_BOUND",)
-    ),
+    "loader": Fault(title="slow loader", finding="loader", steps=64, build=slow_loader, traceml=("INPUT_BOUND",)),
     "item": Fault(title="`.item()` each step", finding="waits", steps=64, build=asks_for_numbers, traceml=_RESIDUAL),
     "tiny": Fault(title="tiny batches", finding="tiny batches", steps=400, build=tiny_batches, traceml=_RESIDUAL),
     "strides": Fault(title="non-contiguous input", finding="layouts", steps=48, build=strided_input),
@@ -273,16 +271,14 @@ FAULTS = {
     "leak": Fault(
         title="a memory leak", finding="leak", steps=64, build=leaks, traceml=("CREEP_EARLY", "CREEP_CONFIRMED")
     ),
-    "logging": Fault(
-        title="logging each step", finding="logging", steps=64, build=logs_each_step, traceml=_RESIDUAL
-    ),
+    "logging": Fault(title="logging each step", finding="logging", steps=64, build=logs_each_step, traceml=_RESIDUAL),
 }
 HEALTHY = {
     "cnn": Fault(title="healthy: a CNN", finding="", steps=64, build=healthy_cnn),
     "gpt": Fault(title="healthy: a GPT", finding="", steps=48, build=healthy_gpt),
     "mlp": Fault(title="healthy: an MLP", finding="", steps=200, build=healthy_mlp),
 }
-
+TRAININGS = {**FAULTS, **HEALTHY}
 
 # -- how they are trained ----------------------------------------------------------------------------------------------
 
@@ -305,10 +301,10 @@ class TakesTurns(Callback):
 
 
 def train(job: Job, pipe: Connection) -> None:
-    """A fault, or the same mended, an epoch a turn; then where its record is."""
-    name, rounds = job.name, job.options["rounds"]
-    steps = max(2, round(job.options["scale"] * {**FAULTS, **HEALTHY}[name].steps))
-    fit(name, job.folder, steps, is_mended=job.mode == "mended", epochs=rounds, callbacks=[TakesTurns(pipe)])
+    """A training with its fault or mended, an epoch a turn; its record is in the job's folder."""
+    steps = max(2, round(job.options["scale"] * TRAININGS[job.name].steps))
+    callbacks = [SpeedMemoryLogger(), TakesTurns(pipe)]
+    fit(job.name, job.folder, steps, is_mended=job.mode == "mended", epochs=job.options["rounds"], callbacks=callbacks)
     pipe.send(None)
 
 
@@ -317,7 +313,7 @@ def fit(name: str, folder: Path, steps: int, *, is_mended: bool, epochs: int, ca
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     seed_everything(0, verbose=False)
-    made = {**FAULTS, **HEALTHY}[name].build(steps, is_mended)
+    made = TRAININGS[name].build(steps, is_mended)
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=epochs,
@@ -332,5 +328,4 @@ def fit(name: str, folder: Path, steps: int, *, is_mended: bool, epochs: int, ca
 
 
 if __name__ == "__main__":
-    fault, where, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    fit(fault, where, count, is_mended=False, epochs=1, callbacks=[SpeedMemoryLogger()] if "record" in sys.argv else [])
+    fit(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), is_mended=False, epochs=1, callbacks=[])

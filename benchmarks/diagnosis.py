@@ -71,6 +71,7 @@ def records(name: str, modes: tuple[str, ...], options: argparse.Namespace, fold
             accelerator="cpu",
             log_dir=folder,
             worker="_faults",
+            has_children=True,
             options={"rounds": options.rounds, "scale": options.scale},
         )
         for mode in modes

@@ -98,8 +98,8 @@ class Steps:
         held_mib: Memory that was held at the end of each of these: of torch's allocator on a GPU, else of the process.
         captured: How many graphs ``torch.compile`` has captured.
         compiling_ms: What it took for that.
-        loading_cpu_ms: Processor time of the training's own thread while it waited for data, summed over the steps looked
-            at: that of loading without workers.
+        loading_cpu_ms: Processor time of the training's own thread while it waited for data, in the sum of steps that
+            were looked at: what loading without workers takes.
     """
 
     first: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import threading
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -93,6 +94,9 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
             all_modules.register_module_forward_hook(self._module_ends, always_call=True),
         ):
             self._hooks.callback(handle.remove)
+        # Modules made by torch.compile warn of such hooks, which their users have not made.
+        self._hooks.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.evidence import parts
-from lightning_accel.evidence.anatomy import Anatomy, LayoutCopy
+from lightning_accel.evidence.anatomy import OPTIMIZER, Anatomy, LayoutCopy
 from lightning_accel.evidence.finding import WORTH, Finding, Seen
 from lightning_accel.evidence.peaks import Peaks
 
@@ -70,7 +70,8 @@ def _work_ms(anatomy: Anatomy, peaks: Peaks | None) -> float:
     """What grows with the batch: what operations take beyond the least of them, and no more than they have to do."""
     if peaks is None:
         return anatomy.work_ms
-    flops, moved = (sum(getattr(one, name) for one in anatomy.modules) for name in ("flops", "moved_bytes"))
+    modules = [one for one in anatomy.modules if one.module != OPTIMIZER]
+    flops, moved = (sum(getattr(one, name) for one in modules) for name in ("flops", "moved_bytes"))
     to_do_ms = 1e3 * (flops / peaks.float32_flops + moved / peaks.bytes_per_sec)
     return min(anatomy.work_ms, to_do_ms / _OF_PEAKS)
 

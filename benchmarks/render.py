@@ -85,10 +85,11 @@ REMARKS = {
     " a record and of what the machine does at most. *Predicted MiB* is what the peak should lose where memory is the"
     " fault. *Also found* is no error by itself: float32 can be worth changing in a run that has another fault, too."
     " Asking for numbers on a CPU waits for nothing, and none of it is to be gained there. TraceML trains each fault"
-    " once more and alone; *found* stands where one of its names can be read as the fault. Its findings on memory need a GPU.",
-    "evidence_cost": "Asked for: under 1% of a step of 50 ms. *Plain once more* shows what a difference of nothing looks"
-    " like here. In the first steps are the two that are taken apart, and at the end loggers are told, a figure drawn"
-    " and the record closed: those are paid once in a run.",
+    " once more and alone; *found* stands where one of its names can be read as the fault. Its findings on memory need"
+    " a GPU.",
+    "evidence_cost": "Asked for: under 1% of a step of 50 ms. *Plain once more* shows what a difference of nothing is"
+    " here. In the first steps are the two that are taken apart, and at the end loggers are told, a figure drawn and"
+    " the record closed: those are paid once in a run.",
     "evidence_sums": "Asked for: the parts of a step within 2% of its time, on another clock; the memory categories"
     " within 3% of the allocator's peak in the same step of a second run. What a kernel takes and gives back within"
     " itself, as convolutions and LSTMs do on a CPU, is in no category, and is what is missing from the sum there.",

@@ -14,6 +14,7 @@ from lightning_accel.evidence.peaks import Peaks
 _LARGE_BATCH = 8  # times the batch
 _OF_PEAKS = 0.25  # what operations reach at least where they have much to do
 _FEEDING_MS = 0.15  # DataLoader's and Lightning's own code for a batch, whatever is in it
+_BYTES_OF_WEIGHTS = 12  # of a parameter: read forward and backward, and its gradient written, whatever the batch
 _BYTES_CAST = 12  # of a parameter: it and its gradient are read and written, as float32 and as bfloat16
 
 
@@ -49,7 +50,7 @@ def tiny_batches(seen: Seen) -> Iterator[Finding]:
     if anatomy is None or not seen.typical_ms:
         return
     feeding_ms = seen.parts_ms.get(parts.DATA, 0.0) + seen.parts_ms.get(parts.TRANSFER, 0.0) - _FEEDING_MS
-    grows = _work_ms(anatomy, seen.peaks) + max(0.0, feeding_ms)
+    grows = _work_ms(anatomy, seen.record.header.parameters or 0, seen.peaks) + max(0.0, feeding_ms)
     # One step's operations are set beside a typical step: in the mean there are the machine's pauses, too.
     share = min(1.0, grows / seen.typical_ms)
     size = next((one["batch_size"] for one in seen.record.header.loaders if "batch_size" in one), None)
@@ -66,13 +67,13 @@ def tiny_batches(seen: Seen) -> Iterator[Finding]:
     )
 
 
-def _work_ms(anatomy: Anatomy, peaks: Peaks | None) -> float:
+def _work_ms(anatomy: Anatomy, parameters: int, peaks: Peaks | None) -> float:
     """What grows with the batch: what operations take beyond the least of them, and no more than they have to do."""
     if peaks is None:
         return anatomy.work_ms
     modules = [one for one in anatomy.modules if one.module != OPTIMIZER]
-    flops, moved = (sum(getattr(one, name) for one in modules) for name in ("flops", "moved_bytes"))
-    to_do_ms = 1e3 * (flops / peaks.float32_flops + moved / peaks.bytes_per_sec)
+    moved = max(0, sum(one.moved_bytes for one in modules) - _BYTES_OF_WEIGHTS * parameters)
+    to_do_ms = 1e3 * (sum(one.flops for one in modules) / peaks.float32_flops + moved / peaks.bytes_per_sec)
     return min(anatomy.work_ms, to_do_ms / _OF_PEAKS)
 
 

@@ -225,7 +225,7 @@ def test_a_step_that_was_taken_apart_in_a_busy_moment_tells_its_shares_all_the_s
 
 
 def test_in_a_larger_batch_only_the_work_grows() -> None:
-    cost = replace(anatomy().modules[0], flops=0, moved_bytes=25 * 10**5)
+    cost = replace(anatomy().modules[0], flops=0, moved_bytes=25 * 10**5 + 12 * 1000)  # of 1000 weights
     run = record({FORWARD: 10.0}, anatomy=anatomy(modules=[cost], work_ms=5.0))
     assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.1))  # 1 ms at a quarter of the peak
 

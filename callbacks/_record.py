@@ -6,16 +6,10 @@ It is in the folder of the first logger that has one for the run, or where ``$LI
 from __future__ import annotations
 
 import os
-import platform
-import re
-import sys
-import sysconfig
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +17,28 @@ import psutil
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from lightning_accel.callbacks._epoch import EpochSpeed
+from lightning_accel.callbacks._header import header_of
 from lightning_accel.callbacks._parts import EVERY, StepParts
 from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks._saying import report_of, say
+from lightning_accel.callbacks.gpu_stats import told_by_cards
 from lightning_accel.core.clocks import Tally
-from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.core.torch_private import graphs_captured
-from lightning_accel.core.tree import leaves
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.anatomy import Anatomy
 from lightning_accel.evidence.record import (
     FOLDER,
     MOST_PIECES,
     RECORD_VARIABLE,
-    Header,
     RecordWriter,
     Steps,
     in_pieces,
 )
-from lightning_accel.memory.meter import device_memory_bytes
 from lightning_accel.memory.page import StepMemoryError
-from lightning_accel.settings import Plan
 
 EVERY_S = 60.0
-_INSTALLED = {"site-packages", "dist-packages"}
-_OF_LOADERS = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
-_PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-accel")
-_SECRET = re.compile(r"key|token|secret|password|passwd|credential", re.IGNORECASE)
 
 
 class FitRecord:
@@ -138,12 +124,16 @@ class FitRecord:
         found.step = self._steps + 1  # which it has not been told the end of
         self._attempt(lambda: self._file().anatomy(found))
 
+    def settled(self) -> None:
+        """Told where live trials have settled."""
+        self._attempt(lambda: self._file().settled(self._steps))
+
     def epoch_ended(self, tally: Tally, speed: EpochSpeed) -> None:
         """Told at an epoch's end, before the clock begins anew."""
         self._take(tally)
         if self._writer is None or time.monotonic() >= self._due:
             self._write()
-        self._attempt(lambda: self._file().epoch(asdict(speed)))
+        self._attempt(lambda: self._file().epoch({**asdict(speed), "reserved_mib": self._reserved_mib()}))
 
     def training_ended(self, tally: Tally, exception: BaseException | None = None) -> None:
         """Told when no step is to follow, and what has ended them."""
@@ -162,10 +152,16 @@ class FitRecord:
             status = "finished" if exception is None else one_line(exception)
         page = str(exception) if isinstance(exception, StepMemoryError) else ""
         report = report_of(self._trainer)
-        self._attempt(lambda: self._file().end(status, None if report is None else report.to_dict(), page))
+        plain = None if report is None else report.to_dict()
+        self._attempt(lambda: self._file().end(status, plain, page, told_by_cards(self._trainer)))
         if self._writer is not None and not self._has_failed:
             leave_report(self._trainer, self._writer.path, is_asked_by_memory=bool(page))
         self._has_failed = True  # nothing more is written
+
+    def _reserved_mib(self) -> float | None:
+        """The most that torch's allocator has taken from a GPU in this epoch; None on a CPU, which has several."""
+        is_cuda = self._device.type == "cuda"
+        return torch.cuda.max_memory_reserved(self._device) / 2**20 if is_cuda else None
 
     def _hold(self) -> None:
         is_cuda = self._device.type == "cuda"
@@ -232,8 +228,17 @@ def record_folder(trainer: Trainer) -> Path | None:
     asked_for = os.environ.get(RECORD_VARIABLE)
     folder = Path(asked_for) if asked_for else next(filter(None, map(folder_of, trainer.loggers)), None)
     if folder is None and (report := report_path(trainer)) is not None:
-        folder = report.parent
+        folder = report.parent if _may_have(report.parent / FOLDER) else Path(trainer.default_root_dir)
     return None if folder is None else folder / FOLDER
+
+
+def _may_have(folder: Path) -> bool:
+    """Whether there can be such a folder; it is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return True
 
 
 def folder_of(logger: Any) -> Path | None:
@@ -248,66 +253,3 @@ def folder_of(logger: Any) -> Path | None:
 def _value_of(loss: Tensor) -> list[float]:
     """As a number, where it is one."""
     return [float(loss)] if loss.is_floating_point() and not loss.is_meta else []
-
-
-def header_of(trainer: Trainer, started: datetime) -> Header:
-    """What a Trainer runs, and where."""
-    module, device = trainer.lightning_module, trainer.strategy.root_device
-    host = Host.detect(device)
-    plan = getattr(trainer.precision_plugin, "plan", None)
-    parameters = list(module.parameters())
-    return Header(
-        started=started.isoformat(timespec="seconds"),
-        command=_without_secrets(sys.argv),
-        model=f"{type(module).__module__}.{type(module).__qualname__}",
-        parameters=None if any(map(is_lazy, parameters)) else sum(one.numel() for one in parameters),
-        settings=plan.to_dict() if isinstance(plan, Plan) else None,
-        precision=str(trainer.precision),
-        strategy=type(trainer.strategy).__name__,
-        machine=host.described,
-        cores=usable_cores(),
-        world_size=trainer.world_size,
-        versions={"python": platform.python_version(), **_installed()},
-        native_bf16=host.native_bf16,
-        device_bytes=device_memory_bytes(device),
-        log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-        loaders=[
-            {name: getattr(loader, name) for name in _OF_LOADERS if isinstance(getattr(loader, name, None), int)}
-            for loader in leaves(trainer.train_dataloader)
-        ],
-        source_folders=_source_folders(),
-    )
-
-
-def _without_secrets(command: list[str]) -> list[str]:
-    """A command line without the values of what is named like a secret."""
-    shown = list(command)
-    for place, word in enumerate(command):
-        name, equals, _ = word.partition("=")
-        if not _SECRET.search(name):
-            continue
-        if equals:
-            shown[place] = f"{name}=…"
-        elif word.startswith("-") and place + 1 < len(command):
-            shown[place + 1] = "…"
-    return shown
-
-
-def _installed() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
-def _source_folders() -> list[str]:
-    """Where modules come from that are neither Python's nor installed; of folders within each other the outermost."""
-    # Read as it stands: to ask a module for an attribute may make it import others.
-    files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
-    paths = [Path(file) for file in files if isinstance(file, str)]
-    folders = {path.resolve().parent for path in paths if not _INSTALLED & set(path.parts)}
-    python = Path(sysconfig.get_path("stdlib")).resolve()
-    own = {one for one in folders if not one.is_relative_to(python)}
-    return sorted(str(one) for one in own if own.isdisjoint(one.parents))

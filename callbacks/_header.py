@@ -1,0 +1,89 @@
+"""What a record says of a run before its first step: what runs, where."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+import sysconfig
+from contextlib import suppress
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from torch.nn.parameter import is_lazy
+
+from lightning_accel.core.host import Host, usable_cores
+from lightning_accel.core.tree import leaves
+from lightning_accel.evidence.record import Header
+from lightning_accel.memory.meter import device_memory_bytes
+from lightning_accel.settings import Plan
+
+_INSTALLED = {"site-packages", "dist-packages"}
+_OF_LOADERS = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+_PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-accel")
+_SECRET = re.compile(r"key|token|secret|password|passwd|credential", re.IGNORECASE)
+
+
+def header_of(trainer: Trainer, started: datetime) -> Header:
+    """What a Trainer runs, and where."""
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    host = Host.detect(device)
+    plan = getattr(trainer.precision_plugin, "plan", None)
+    parameters = list(module.parameters())
+    return Header(
+        started=started.isoformat(timespec="seconds"),
+        command=_without_secrets(sys.argv),
+        model=f"{type(module).__module__}.{type(module).__qualname__}",
+        parameters=None if any(map(is_lazy, parameters)) else sum(one.numel() for one in parameters),
+        settings=plan.to_dict() if isinstance(plan, Plan) else None,
+        precision=str(trainer.precision),
+        strategy=type(trainer.strategy).__name__,
+        machine=host.described,
+        cores=usable_cores(),
+        world_size=trainer.world_size,
+        versions={"python": platform.python_version(), **_installed()},
+        native_bf16=host.native_bf16,
+        device_bytes=device_memory_bytes(device),
+        log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        loaders=[
+            {name: getattr(loader, name) for name in _OF_LOADERS if isinstance(getattr(loader, name, None), int)}
+            for loader in leaves(trainer.train_dataloader)
+        ],
+        source_folders=_source_folders(),
+    )
+
+
+def _without_secrets(command: list[str]) -> list[str]:
+    """A command line without the values of what is named like a secret."""
+    shown = list(command)
+    for place, word in enumerate(command):
+        name, equals, _ = word.partition("=")
+        if not _SECRET.search(name):
+            continue
+        if equals:
+            shown[place] = f"{name}=…"
+        elif word.startswith("-") and place + 1 < len(command):
+            shown[place + 1] = "…"
+    return shown
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _source_folders() -> list[str]:
+    """Where modules come from that are neither Python's nor installed; of folders within each other the outermost."""
+    # Read as it stands: to ask a module for an attribute may make it import others.
+    files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
+    paths = [Path(file) for file in files if isinstance(file, str)]
+    folders = {path.resolve().parent for path in paths if not _INSTALLED & set(path.parts)}
+    python = Path(sysconfig.get_path("stdlib")).resolve()
+    own = {one for one in folders if not one.is_relative_to(python)}
+    return sorted(str(one) for one in own if own.isdisjoint(one.parents))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from lightning_accel.evidence.figures import can_draw, share_bar
+from lightning_accel.evidence.module_tree import Node
 from lightning_accel.evidence.page import Page
 from lightning_accel.evidence.peaks import Peaks
 
@@ -91,7 +93,8 @@ def _svg(figure: Figure, label: str) -> str:
     import matplotlib
 
     target = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # from its own fonts: letters are the browser's
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
     text = target.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "currentColor").replace("#000000", "currentColor")

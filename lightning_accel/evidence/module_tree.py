@@ -115,8 +115,8 @@ def _folded(root: Node) -> Node:
         kept = [part for part in node.parts if id(part) in chosen]
         rest = [part for part in node.parts if id(part) not in chosen]
         node.parts = sorted(kept, key=lambda one: (-one.ms, one.name))
-        if rest:
-            node.parts.append(_sum(rest))
+        is_one = len(rest) == 1 and not rest[0].parts
+        node.parts += rest if is_one or not rest else [_sum(rest)]
     return root
 
 

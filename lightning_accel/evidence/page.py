@@ -236,7 +236,7 @@ def _machine(record: Record) -> dict[str, str]:
         "loaders": "; ".join(", ".join(f"{name}={value}" for name, value in one.items()) for one in header.loaders),
         "started": f"{header.started} (UTC)",
         "command": " ".join(header.command),
-        "versions": ", ".join(f"{name} {number}" for name, number in header.versions.items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in header.versions.items()),
         "record": str(record.path),
     }
 

@@ -27,9 +27,9 @@ test-cpus: $(STAMP)  ## The tests that compare numbers, with torch's libraries t
 	$(BIN)/python tests/as_other_cpus.py $(WORKERS)
 
 # Chromium is the system's: there is none on PyPI. Without one the tests in it are skipped, and say so.
-test-browser: $(STAMP)  ## Other people's loggers, and TensorBoard in a real browser (installs them; Chromium is yours to)
+test-browser: $(STAMP)  ## Other people's loggers, reports and TensorBoard in a real browser (installs them; Chromium is yours to)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[boards]'
-	$(BIN)/python -m pytest -m "browser or slow" tests/callbacks/test_boards_elsewhere.py tests/callbacks/test_boards_in_browser.py
+	$(BIN)/python -m pytest -m "browser or slow" tests/callbacks/test_boards_elsewhere.py tests/callbacks/test_boards_in_browser.py tests/evidence/test_page_in_browser.py
 
 lint: $(STAMP)  ## ruff: rules and formatting
 	$(BIN)/ruff check $(SOURCES)

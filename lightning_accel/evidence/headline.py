@@ -52,7 +52,8 @@ def headline_of(record: Record, tuning: Mapping[str, Any], earlier: Sequence[Rec
         earlier: Records of the same training.
     """
     if record.page:
-        return f"Out of memory after {record.num_steps:,} steps: {_line(record.page, 0)}"
+        after = f" after {record.num_steps:,} steps" if record.steps else ""  # a run without a logger counts none
+        return f"Out of memory{after}: {_line(record.page, 0)}"
     if record.status not in ("finished", ""):
         return f"Ended after {record.num_steps:,} steps: {record.status}"
     if record.header.settings is None:

@@ -217,13 +217,18 @@ def _tried(name: str, one: Mapping[str, Any]) -> Tried:
     return Tried(
         name=name,
         is_on=bool(one["on"]),
-        status=one["status"],
-        changed=[(count, what) for what, count in Counter(one["applied"].values()).most_common(_MOST_REMARKS)],
-        left_alone=[(count, why) for why, count in Counter(one["refused"].values()).most_common(_MOST_REMARKS)],
-        details=one.get("details", ""),
-        sites=dict(islice(sites.items(), _MOST_SITES)),
+        status=str(one["status"]),
+        changed=_counted(one["applied"]),
+        left_alone=_counted(one["refused"]),
+        details=str(one.get("details", "")),
+        sites={site: str(what) for site, what in islice(sites.items(), _MOST_SITES)},
         num_sites=len(sites),
     )
+
+
+def _counted(sites: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """What is said of the most of them, each with how many these are."""
+    return [(count, what) for what, count in Counter(map(str, sites.values())).most_common(_MOST_REMARKS)]
 
 
 def _machine(record: Record) -> dict[str, str]:
@@ -254,6 +259,6 @@ def _remarks(record: Record) -> Iterator[str]:
             f"modules and memory are of step {step:,}{before}, watched operation by operation, uncompiled: shares hold,"
             " milliseconds are longer than in others"
         )
-    yield from (record.report or {}).get("notes", [])
+    yield from map(str, (record.report or {}).get("notes", []))
     for other in record.passed_over:
         yield f"{other} is newer, and has no steps"

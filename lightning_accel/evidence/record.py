@@ -314,7 +314,7 @@ def _read(path: Path) -> Record:
         epochs=epochs,
         status=str(end.get("status", "")),
         report=end.get("report"),
-        page=end.get("page", ""),
+        page=str(end.get("page", "")),
         anatomy=anatomy,
         settled_step=settled_step,
         cards=end.get("cards", {}),

@@ -51,8 +51,9 @@ format: $(STAMP)  ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-stub: $(STAMP)  ## Write what editors see of the settings: after a technique was declared or changed
+stub: $(STAMP)  ## Write what editors see of the settings, and the schema of reports: after either was changed
 	$(BIN)/python tests/arguments_stub.py
+	$(BIN)/python tests/report_schema.py
 
 bench: $(STAMP)  ## Every benchmark that runs on a CPU (an hour on 2 slow cores, and an hour for tuning.py)
 	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e '/_'); do \

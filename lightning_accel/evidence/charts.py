@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _INK = "#010203"  # stands for the colour of the text
 _LINE = "#0072B2"
 _MARK = "#D55E00"  # where live trials had settled
-_NAMED = 8  # modules under the roof that are named
+_NAMED = 6  # modules under the roof that are named
+_LONGEST = 28  # letters of a name
 
 
 def of(page: Page) -> dict[str, str]:
@@ -82,7 +83,9 @@ def _roofline(points: list[tuple[str, float, float]], peaks: Peaks) -> Figure:
         axes.plot([left, knee, right], [left * peaks.bytes_per_sec, peak, peak], style, color=_INK, label=name)
     axes.scatter(reached, [y for _, _, y in points], color=_LINE, s=24, zorder=3)
     for path, x, y in points[:_NAMED]:
-        axes.annotate(path, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points", parse_math=False)
+        name = path if len(path) <= _LONGEST else f"…{path[1 - _LONGEST :]}"
+        note = axes.annotate(name, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points", parse_math=False)
+        note.set_in_layout(False)  # else a name at the edge would take the room of the chart
     axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte that is read or written", ylabel="FLOP/s")
     axes.legend(frameon=False, fontsize=8)
     axes.grid(visible=True, alpha=0.25)

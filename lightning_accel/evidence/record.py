@@ -3,8 +3,8 @@
 A line is written whole, at most once a minute and at the end of an epoch, so that a process that is killed loses a
 minute of it. The first one (``"kind": "run"``) says what ran where; ``"steps"`` have times and losses of steps since
 the line before, ``"epoch"`` what :class:`~lightning_accel.callbacks.SpeedMemoryLogger` logs, ``"anatomy"`` one step
-taken apart, and ``"end"`` how it ended and what the plugin did. A day of training is about one MiB; of thousands of
-epochs not every one is written.
+taken apart, ``"settled"`` where live trials had, and ``"end"`` how it ended and what the plugin did. A day of training
+is about one MiB; of thousands of epochs not every one is written.
 """
 
 from __future__ import annotations

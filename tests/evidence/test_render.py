@@ -16,14 +16,13 @@ from pydantic import TypeAdapter
 from typing_extensions import override
 
 from evidence.test_page import huge, tuned_record
-from lightning_accel.evidence import render
 from lightning_accel.evidence.figures import MEND
 from lightning_accel.evidence.page import Page, page_of
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.render import FORMS, form_of, to_html, to_json, to_markdown, write
+from report_schema import SCHEMA, schema
 from support.reported_runs import MIB, ODD, PEAKS, record_of, report_of, steps, tuned, with_header
 
-SCHEMA = Path(render.__file__).with_name("report.schema.json")
 _EMPTY = {"meta", "link", "br", "use", "path", "img", "hr", "input"}
 
 
@@ -123,12 +122,7 @@ def test_others_may_read_it(tmp_path: Path) -> None:
 
 
 def test_the_schema_is_that_of_a_page() -> None:
-    """``python tests/evidence/test_render.py`` writes it anew."""
-    assert json.loads(SCHEMA.read_text(encoding="utf-8")) == schema()
-
-
-def schema() -> dict[str, Any]:
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **TypeAdapter(Page).json_schema()}
+    assert json.loads(SCHEMA.read_text(encoding="utf-8")) == schema(), "write it anew: python tests/report_schema.py"
 
 
 @pytest.mark.parametrize("record", [record_of(), everything(), record_of(anatomy=None, steps=[], epochs=[])])
@@ -218,7 +212,3 @@ def test_without_matplotlib_there_are_tables_and_a_line_on_how_to_get_charts(mon
     assert "<svg" not in without
     assert MEND.replace("'", "&#39;") in without
     assert without.count("<table") == with_charts.count("<table")
-
-
-if __name__ == "__main__":
-    SCHEMA.write_text(json.dumps(schema(), indent=1) + "\n", encoding="utf-8")

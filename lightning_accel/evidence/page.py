@@ -191,7 +191,7 @@ def _page_of(record: Record, earlier: Sequence[Record], peaks: Peaks | None) -> 
         curves=curves_of(record),
         step_quantiles_ms=quantiles_ms(record),
         epochs=epochs_of(record),
-        cards={name: known for name, value in record.cards.items() if (known := number(value)) is not None},
+        cards={name: told for name, value in record.cards.items() if (told := number(value)) is not None},
         machine=_machine(record),
         plan={name: str(value) for name, value in (record.header.settings or {}).items()},
         out_of_memory=record.page,

@@ -220,3 +220,12 @@ def test_what_the_cards_said_is_put_together_over_epochs() -> None:
     stats.history += [dict(zip(names, values, strict=True)) for values in ((100.0, 150.0), (200.0, 250.0))]
     trainer = make_trainer(None, callbacks=[stats])
     assert told_by_cards(trainer) == {"power_w_mean": 150.0, "power_w_max": 250.0}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_what_the_allocator_has_taken_is_told_beside_the_peak(tmp_path: Path) -> None:
+    make_trainer(tmp_path, accelerator="gpu", max_epochs=2).fit(Nested(), vectors(8))
+    memory = page_of(read_record(tmp_path)).memory
+    assert memory.reserved_bytes is not None
+    assert 0 < memory.peak_bytes <= memory.reserved_bytes < memory.device_bytes
+    assert memory.headroom_bytes == memory.device_bytes - memory.reserved_bytes

@@ -6,8 +6,8 @@ Each is a small training with a fault, and the same with the fault mended as the
 time, in processes of their own, in turns of an epoch of one to three seconds, so that a busy minute of the machine hits
 both; while it is not its turn a process sleeps. Then the record of the one with the fault is diagnosed, and the two are
 compared as ``lightning-accel compare`` does, without the first fifth of either. Healthy runs are diagnosed, too: what
-is found in them is false. Where TraceML is installed, each fault is trained under it once more. Of what is not measured, the
-rows that this machine has already are kept, so that it can be done in parts.
+is found in them is false. Where TraceML is installed, each fault is trained under it once more. Of what is not
+measured, the rows that this machine has already are kept, so that it can be done in parts.
 """
 
 from __future__ import annotations

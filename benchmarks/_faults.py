@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
 
 from lightning_accel.callbacks import SpeedMemoryLogger
+from lightning_accel.core.host import Host
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from _turns import Job
@@ -119,18 +120,26 @@ def random_pairs(steps: int, batch_size: int, *shape: int, labels: tuple[int, ..
 # -- the faults --------------------------------------------------------------------------------------------------------
 
 
+def fast() -> dict[str, Any]:
+    """Options of a Trainer that computes as fast as this machine does, so that there is nothing to find."""
+    return {"precision": "bf16-mixed" if Host.detect("cpu").native_bf16 else "32-true"}
+
+
 def healthy_cnn(steps: int, mended: bool) -> Training:
-    return Training(module=Classifies(cnn()), data=DataLoader(random_pairs(steps, 32, 3, 32, 32), batch_size=32))
+    data = DataLoader(random_pairs(steps, 32, 3, 32, 32), batch_size=32)
+    return Training(module=Classifies(cnn()), data=data, options=fast())
 
 
 def healthy_gpt(steps: int, mended: bool) -> Training:
     text = torch.randint(256, (steps * 8, 129))
     gpt = BytesGPT(dim=128, depth=2, num_heads=4, seq_len=128)
-    return Training(module=gpt, data=DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=8))
+    data = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=8)
+    return Training(module=gpt, data=data, options=fast())
 
 
 def healthy_mlp(steps: int, mended: bool) -> Training:
-    return Training(module=Classifies(mlp(512)), data=DataLoader(random_pairs(steps, 256, 64), batch_size=256))
+    data = DataLoader(random_pairs(steps, 256, 64), batch_size=256)
+    return Training(module=Classifies(mlp(512)), data=data, options=fast())
 
 
 class Packed(Dataset[tuple[Tensor, int]]):

@@ -6,12 +6,14 @@ Each is a small training with a fault, and the same with the fault mended as the
 time, in processes of their own, in turns of an epoch of one to three seconds, so that a busy minute of the machine hits
 both; while it is not its turn a process sleeps. Then the record of the one with the fault is diagnosed, and the two are
 compared as ``lightning-accel compare`` does, without the first fifth of either. Healthy runs are diagnosed, too: what
-is found in them is false. Where TraceML is installed, each fault is trained under it once more.
+is found in them is false. Where TraceML is installed, each fault is trained under it once more. Of what is not
+measured, the rows that this machine has already are kept, so that it can be done in parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from contextlib import ExitStack, closing
@@ -21,9 +23,10 @@ from typing import Any
 
 import _traceml
 import torch
-from _faults import FAULTS, HEALTHY, Fault
+from _faults import FAULTS, HEALTHY, TRAININGS, Fault
 from _measure import publish
 
+from lightning_accel.claims.machine import machine, slug
 from lightning_accel.core.host import Host
 from lightning_accel.evidence.compare import Comparison, compare
 from lightning_accel.evidence.diagnosis import Finding, diagnose
@@ -148,25 +151,36 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of the steps of a turn")
     parser.add_argument("--faults", type=_names, default=[*FAULTS], metavar=",".join(FAULTS))
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--healthy", type=_names, default=[*HEALTHY], metavar=",".join(HEALTHY))
     options, _ = parser.parse_known_args()
     print(f"TraceML {_traceml.installed()}" if _traceml.installed() else _traceml.MISSING)
     peaks, native = measure_peaks(torch.device("cpu")), Host.detect("cpu").native_bf16
-    rows, kept = [], []
+    rows, outcomes = _measured_before(options.json)
     with tempfile.TemporaryDirectory() as folder:
         for name in options.faults:
             if FAULTS[name].is_of_bfloat16 and not native:
-                rows.append([FAULTS[name].title, "no fault here: bfloat16 is not native", *[""] * 7])
+                rows[name] = [FAULTS[name].title, "no fault here: bfloat16 is not native", *[""] * 7]
             else:
                 outcome = measured(name, peaks, options, Path(folder))
-                rows.append(row(outcome))
-                kept.append(details(outcome))
-            print(" | ".join(rows[-1]), flush=True)
+                rows[name], outcomes[name] = row(outcome), details(outcome)
+            print(" | ".join(rows[name]), flush=True)
         for name in options.healthy:
-            rows.append(healthy_row(name, peaks, options, Path(folder)))
-            print(" | ".join(rows[-1]), flush=True)
-    more = {"traceml": _traceml.installed() or None, "outcomes": kept}
-    publish("diagnosis", "python benchmarks/diagnosis.py", COLUMNS, rows, more, by_machine=True)
+            rows[name] = healthy_row(name, peaks, options, Path(folder))
+            print(" | ".join(rows[name]), flush=True)
+    in_order = [rows[name] for name in TRAININGS if name in rows]
+    more = {"traceml": _traceml.installed() or None, "rounds": options.rounds, "outcomes": outcomes}
+    publish("diagnosis", "python benchmarks/diagnosis.py", COLUMNS, in_order, more, by_machine=True)
+
+
+def _measured_before(folder: Path | None) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """The rows and the details of this machine's file, by the names of the trainings."""
+    path = None if folder is None else folder / "diagnosis" / f"{slug(machine())}.json"
+    if path is None or not path.exists():
+        return {}, {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    names = {training.title: name for name, training in TRAININGS.items()}
+    return {names[cells[0]]: cells for cells in found["rows"] if cells[0] in names}, found["details"]["outcomes"]
 
 
 def _names(text: str) -> list[str]:

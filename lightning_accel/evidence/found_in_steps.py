@@ -12,6 +12,7 @@ from lightning_accel.evidence.finding import WORTH, Finding, Seen
 from lightning_accel.evidence.peaks import Peaks
 
 _LARGE_BATCH = 8  # times the batch
+_SHORT_MS = 0.03  # an operation that is over before it is about more than having it
 _OF_PEAKS = 0.25  # what operations reach at least where they have much to do
 _FEEDING_MS = 0.15  # DataLoader's and Lightning's own code for a batch, whatever is in it
 _BYTES_OF_WEIGHTS = 12  # of a parameter: read forward and backward, and its gradient written, whatever the batch
@@ -52,7 +53,8 @@ def tiny_batches(seen: Seen) -> Iterator[Finding]:
     feeding_ms = seen.parts_ms.get(parts.DATA, 0.0) + seen.parts_ms.get(parts.TRANSFER, 0.0) - _FEEDING_MS
     grows = _work_ms(anatomy, seen.record.header.parameters or 0, seen.peaks) + max(0.0, feeding_ms)
     # One step's operations are set beside a typical step: in the mean there are the machine's pauses, too.
-    share = min(1.0, grows / seen.typical_ms)
+    # Loggers that are slow are a finding of their own.
+    share = min(1.0, grows / (seen.typical_ms * max(WORTH, 1 - seen.share(parts.LOGGING))))
     size = next((one["batch_size"] for one in seen.record.header.loaders if "batch_size" in one), None)
     if share > 0.5 or size is None:
         return
@@ -68,8 +70,11 @@ def tiny_batches(seen: Seen) -> Iterator[Finding]:
 
 
 def _work_ms(anatomy: Anatomy, parameters: int, peaks: Peaks | None) -> float:
-    """What grows with the batch: what operations take beyond the least of them, and no more than they have to do."""
-    if peaks is None:
+    """What grows with the batch: what operations take beyond the least of them.
+
+    Of short ones, which differ in what it takes to have them, no more than they have to compute and to move.
+    """
+    if peaks is None or anatomy.operations_ms > _SHORT_MS * anatomy.operations:
         return anatomy.work_ms
     modules = [one for one in anatomy.modules if one.module != OPTIMIZER]
     moved = max(0, sum(one.moved_bytes for one in modules) - _BYTES_OF_WEIGHTS * parameters)

@@ -226,8 +226,13 @@ def test_a_step_that_was_taken_apart_in_a_busy_moment_tells_its_shares_all_the_s
 
 def test_in_a_larger_batch_only_the_work_grows() -> None:
     cost = replace(anatomy().modules[0], flops=0, moved_bytes=25 * 10**5 + 12 * 1000)  # of 1000 weights
-    run = record({FORWARD: 10.0}, anatomy=anatomy(modules=[cost], work_ms=5.0))
+    run = record({FORWARD: 10.0}, anatomy=anatomy(modules=[cost], work_ms=5.0, operations=10_000))
     assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.1))  # 1 ms at a quarter of the peak
+
+
+def test_slow_logging_makes_no_batch_tiny() -> None:
+    run = record({FORWARD: 10.0, LOGGING: 90.0}, anatomy=anatomy(work_ms=9.0), log_every_n_steps=1)
+    assert "tiny batches" not in names(run)
 
 
 def test_of_copies_of_one_tensor_one_is_left() -> None:

@@ -1,4 +1,4 @@
-"""What a record says of a run before its first step: what runs, where."""
+"""What a Trainer runs, and where: the first line of a record."""
 
 from __future__ import annotations
 

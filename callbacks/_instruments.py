@@ -211,7 +211,10 @@ class FitInstruments:
             self.record.training_ended(self.clock.timed, exception)
         if self.teller is not None and (exception is None or isinstance(exception, KeyboardInterrupt)):
             parts_ms = {} if self._parts is None else self._parts.mean_ms()
-            self.teller.ended(parts_ms, None if self.record is None else self.record.path)
+            if self.record is None:
+                self.teller.ended(parts_ms)
+            else:
+                self.teller.ended(parts_ms, self.record.memory, self.record.path)
 
     def close(self) -> None:
         self.flops.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from lightning.pytorch import Trainer
 
 from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.core.report import Report
+from lightning_accel.evidence.anatomy import MemoryPeak
 from lightning_accel.evidence.figures import MEND, can_draw
+from lightning_accel.evidence.record import read_earlier, read_record
 from lightning_accel.settings import Plan
 from lightning_accel.tuning.pairs import Interval
 from lightning_accel.tuning.settled import Tuning
@@ -62,6 +64,7 @@ class Outcome:
         report: What the plugin did; None without it.
         tuning: What live trials have come to; None without them.
         settings: Of the plan; None without the plugin.
+        memory: At the peak of a step that was taken apart; None: none was.
     """
 
     epochs: Sequence[EpochSpeed]
@@ -69,9 +72,16 @@ class Outcome:
     report: Report | None
     tuning: Tuning | None
     settings: Mapping[str, Any] | None
+    memory: MemoryPeak | None
 
     @classmethod
-    def of(cls, trainer: Trainer, epochs: Sequence[EpochSpeed], parts_ms: Mapping[str, float]) -> Outcome:
+    def of(
+        cls,
+        trainer: Trainer,
+        epochs: Sequence[EpochSpeed],
+        parts_ms: Mapping[str, float],
+        memory: MemoryPeak | None = None,
+    ) -> Outcome:
         """Of a fit as it stands."""
         plugin: Any = trainer.precision_plugin
         report, tuning, plan = (getattr(plugin, name, None) for name in ("report", "tuning", "plan"))
@@ -81,6 +91,7 @@ class Outcome:
             report=report if isinstance(report, Report) else None,
             tuning=tuning if isinstance(tuning, Tuning) else None,
             settings=plan.to_dict() if isinstance(plan, Plan) else None,
+            memory=memory,
         )
 
     @property
@@ -114,22 +125,38 @@ class Outcome:
         line = ", ".join(parts)
         if record is None:
             return line
-        run = record.parent.parent
-        return f"{line}. Record: {record}; beside another run's: lightning-accel compare OTHER_RUN {run}"
+        return f"{line}. Where its time went, and what to do next: lightning-accel report {record.parent.parent}"
 
-    def markdown(self) -> str:
-        """For loggers that show text."""
+    def markdown(self, record: Path | None = None) -> str:
+        """For loggers that show text.
+
+        Args:
+            record: The run's, at its end, if it has one: the text is then that of a report.
+        """
         lines = [f"**{self.line()}**"]
-        if self.report is not None:
+        if record is not None:
+            lines.append(self._report_on(record))
+        elif self.report is not None:
             lines.append(f"```\n{self.report.to_text()}\n```")
         if not can_draw():
             lines.append(MEND)
         return "\n\n".join(lines) + "\n"
 
+    def _report_on(self, record: Path) -> str:
+        from lightning_accel.evidence.page import page_of  # late: nobody asks during a run
+        from lightning_accel.evidence.render import to_markdown
+
+        found = read_record(record)
+        done = None if self.report is None else self.report.to_dict()
+        return to_markdown(page_of(replace(found, status="finished", report=done), read_earlier(found)))
+
     def pictures(self) -> Iterator[Picture]:
         """What is to be drawn."""
         if sum(self.parts_ms.values()) > 0:
             yield Picture(f"{PREFIX}step_time", "What a step's time goes to", "ms", self.parts_ms)
+        if self.memory is not None:
+            sizes = {name: size / 2**20 for name, size in self.memory.parts.items()}
+            yield Picture(f"{PREFIX}memory", "What was alive at the peak of a step", "MiB", sizes)
 
     def sessions(self) -> Iterator[Session]:
         """The run, and everything that its live trials compared."""

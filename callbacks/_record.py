@@ -17,6 +17,7 @@ import psutil
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._header import header_of
@@ -25,9 +26,10 @@ from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks._saying import report_of, say
 from lightning_accel.callbacks.gpu_stats import told_by_cards
 from lightning_accel.core.clocks import Tally
-from lightning_accel.core.torch_private import graphs_captured
+from lightning_accel.core.torch_private import exposed_communication, graphs_captured
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.anatomy import Anatomy
+from lightning_accel.evidence.anatomy import Anatomy, MemoryPeak
+from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION
 from lightning_accel.evidence.record import (
     FOLDER,
     MOST_PIECES,
@@ -51,10 +53,12 @@ class FitRecord:
 
     Attributes:
         knows_samples: Whether every batch has told how many samples it holds.
+        memory: At the peak of the step that was taken apart last; None: none was.
     """
 
     def __init__(self, trainer: Trainer, folder: Path, parts: StepParts | None = None) -> None:
         self.knows_samples = True
+        self.memory: MemoryPeak | None = None
         self._trainer, self._folder, self._parts = trainer, folder, parts
         self._device = trainer.strategy.root_device
         self._started = datetime.now(timezone.utc)
@@ -122,6 +126,7 @@ class FitRecord:
             self._say(f"a step could not be taken apart: {one_line(error)}")
             return
         found.step = self._steps + 1  # which it has not been told the end of
+        self.memory = found.memory
         self._attempt(lambda: self._file().anatomy(found))
 
     def settled(self) -> None:
@@ -184,6 +189,7 @@ class FitRecord:
 
     def _some(self) -> Steps:
         parts_ms, looked_at = ({}, 0) if self._parts is None else self._parts.taken()
+        parts_ms = _with_communication(self._trainer, parts_ms)
         captured = graphs_captured()
         some = Steps(
             first=self._written + 1,
@@ -219,6 +225,15 @@ class FitRecord:
 
     def _say(self, line: str) -> None:
         say(self._trainer, line)
+
+
+def _with_communication(trainer: Trainer, parts_ms: dict[str, float]) -> dict[str, float]:
+    """Tells apart what of a backward pass was nothing but communication, where DDP says so."""
+    wrapped = trainer.strategy.model
+    if not isinstance(wrapped, DistributedDataParallel) or BACKWARD not in parts_ms:
+        return parts_ms
+    exposed = parts_ms[BACKWARD] * exposed_communication(wrapped)
+    return {**parts_ms, BACKWARD: parts_ms[BACKWARD] - exposed, COMMUNICATION: exposed}
 
 
 def record_folder(trainer: Trainer) -> Path | None:

@@ -14,6 +14,7 @@ from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.callbacks._outcome import Outcome, Picture
 from lightning_accel.callbacks._saying import say
 from lightning_accel.core.trial import one_line
+from lightning_accel.evidence.anatomy import MemoryPeak
 from lightning_accel.evidence.figures import can_draw, share_bar
 
 _SUMMARY = f"{PREFIX}summary"
@@ -50,26 +51,30 @@ class Teller:
     def settled(self) -> None:
         """Tells the loggers that live trials have settled."""
         self._has_settled = True
-        self._attempt(self._tell, {})
+        self._attempt(lambda: self._tell(Outcome.of(self._trainer, self.epochs, {})))
 
-    def ended(self, parts_ms: Mapping[str, float], record: Path | None) -> None:
+    def ended(
+        self, parts_ms: Mapping[str, float], memory: MemoryPeak | None = None, record: Path | None = None
+    ) -> None:
         """Tells what the fit has come to.
 
         Args:
             parts_ms: What a step's time goes to.
+            memory: At the peak of a step, if one was taken apart.
             record: Where the run's is, if it has one.
         """
         if self.epochs:
-            self._attempt(self._tell_end, parts_ms, record)
+            self._attempt(self._tell_end, parts_ms, memory, record)
 
-    def _tell(self, parts_ms: Mapping[str, float]) -> Outcome:
-        outcome = Outcome.of(self._trainer, self.epochs, parts_ms)
-        for board in self._boards:
-            self._attempt(board.text, _SUMMARY, outcome.markdown(), self._trainer.global_step)
-        return outcome
+    def _tell(self, outcome: Outcome, record: Path | None = None) -> None:
+        if self._boards:
+            text = outcome.markdown(record)
+            for board in self._boards:
+                self._attempt(board.text, _SUMMARY, text, self._trainer.global_step)
 
-    def _tell_end(self, parts_ms: Mapping[str, float], record: Path | None) -> None:
-        outcome, step = self._tell(parts_ms), self._trainer.global_step
+    def _tell_end(self, parts_ms: Mapping[str, float], memory: MemoryPeak | None, record: Path | None) -> None:
+        outcome, step = Outcome.of(self._trainer, self.epochs, parts_ms, memory), self._trainer.global_step
+        self._attempt(self._tell, outcome, record)
         run, *compared = outcome.sessions()
         for board in self._boards:
             if can_draw():

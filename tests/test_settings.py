@@ -97,6 +97,8 @@ def test_yaml_reads_as_it_looks(line: str, name: str, meant: object) -> None:
 # Setting, value, what the message must name besides both.
 BAD_VALUES: list[tuple[str, Any, str]] = [
     ("precision", "bf16", "'bf16-mixed'"),
+    ("report", "report.pdf", ".html, .md, .json"),
+    ("report", 3, "'off'"),
     ("precision", 16, "'16-mixed'"),
     ("precision", None, "'auto'"),
     ("precision", ["auto"], "'auto'"),

@@ -116,6 +116,9 @@ class StepClock:
         """Whether the device has come to a mark."""
         return True
 
+    def wait_for(self, mark: Any) -> None:
+        """Waits until the device has come to a mark."""
+
     def _complete(self, *cycle: Any) -> None:
         began, fetches, backward, ended, samples, is_apart = cycle
         elapsed, ms = self._elapsed, self._unit_ms
@@ -174,6 +177,10 @@ class EventClock(StepClock):
     @override
     def has_passed(self, mark: Any) -> bool:
         return bool(mark.query())
+
+    @override
+    def wait_for(self, mark: Any) -> None:
+        mark.synchronize()
 
     @override
     def _complete(self, *cycle: Any) -> None:

@@ -44,10 +44,14 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         model: Whose modules are told apart.
         clock: Whose marks are put around each operation.
         is_stepping: Whether an optimizer is at its step, and not in a closure of it.
+
+    Attributes:
+        trouble: What went wrong in looking at an operation; the step is then not taken apart.
     """
 
     def __init__(self, model: nn.Module, clock: StepClock, is_stepping: Callable[[], bool]) -> None:
         super().__init__()
+        self.trouble: Exception | None = None
         self._model, self._clock, self._is_stepping = model, clock, is_stepping
         self._names = {id(module): name for name, module in model.named_modules()}
         self._kinds = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -66,6 +70,12 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
 
     def begin(self, batch: Any, optimizers: Iterable[Optimizer]) -> None:
         """Tells what was there before the step."""
+        try:
+            self._hold(batch, optimizers)
+        except Exception as error:  # tensors of any kind
+            self.trouble = error
+
+    def _hold(self, batch: Any, optimizers: Iterable[Optimizer]) -> None:
         parameters = list(self._model.parameters())
         self._blocks.hold(_plain(parameters), anatomy.PARAMETERS)
         self._blocks.hold(_plain(self._model.buffers()), anatomy.BUFFERS)
@@ -90,8 +100,15 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def taken(self, optimizers: Iterable[Optimizer]) -> Anatomy:
-        """What was seen; it waits for the device."""
-        self._clock.settle()
+        """What was seen; it waits for the device.
+
+        Raises:
+            Exception: Whatever went wrong while it was seen.
+        """
+        if self.trouble is not None:
+            raise self.trouble
+        if self._spans:
+            self._clock.wait_for(self._spans[-1][1])
         each_ms = []
         for began, ended, cost, is_backward, copy in self._spans:
             ms = self._clock.ms_between(began, ended)
@@ -120,13 +137,15 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
 
     @override
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.trouble is not None:
+            return func(*args, **kwargs)
         began = self._clock.mark()
         out = func(*args, **kwargs)
         ended = self._clock.mark()
         try:
             self._note(func, args, kwargs, out, began, ended)
-        except Exception as error:  # a measurement must not end the user's run
-            self.failure = error
+        except Exception as error:  # a measurement must not end the user's run, nor the count of its FLOPs
+            self.trouble = error
         return out
 
     @override

@@ -68,10 +68,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_text_is_written_where_the_run_settles_and_at_its_end(run: tuple[Path, Path]) -> None:
     (settled, early), (end, late) = texts_of(run[0])
     assert 0 < settled < end == STEPS
-    for text in (early, late):
-        assert "x [" in text.splitlines()[0]
-        assert "whole plan  faster" in text
+    assert all("x [" in text.splitlines()[0] for text in (early, late))
+    assert "whole plan  faster" in early
     assert "samples/s" in late.splitlines()[0]
+    assert "| whole plan | faster |" in late  # the end's is that of a report
+    assert "## What a step's time goes to" in late
 
 
 def test_the_hparams_tab_shows_what_is_on_and_what_came_of_it(run: tuple[Path, Path]) -> None:
@@ -115,7 +116,7 @@ def test_a_figure_shows_what_a_steps_time_goes_to(run: tuple[Path, Path]) -> Non
 
 def test_csv_has_files_beside_its_metrics(run: tuple[Path, Path]) -> None:
     assert (run[1] / "metrics.csv").is_file()
-    assert "whole plan  faster" in (run[1] / "accel" / "summary.md").read_text()
+    assert "| whole plan | faster |" in (run[1] / "accel" / "summary.md").read_text()
     with (run[1] / "accel" / "arms.csv").open(newline="") as file:
         (arm,) = csv.DictReader(file)
     assert arm["accel/verdict"] == "faster"

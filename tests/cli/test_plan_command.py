@@ -164,7 +164,7 @@ print("torch" in sys.modules)
 
 
 @pytest.mark.parametrize(
-    ("command", "output"), re.findall(r"```sh\nlightning-accel (.*?)\n```\n+```text\n(.*?)```", PAGE, re.S)
+    ("command", "output"), re.findall(r"```console\nlightning-accel (.*?)\n```\n+```text\n(.*?)```", PAGE, re.S)
 )
 def test_the_page_shows_what_it_prints(capsys: pytest.CaptureFixture[str], command: str, output: str) -> None:
     assert main(command.split()) == 0

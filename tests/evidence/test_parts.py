@@ -15,9 +15,10 @@ from torch import Tensor
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks._parts_patch import PARTS
-from lightning_accel.evidence.parts import DATA, LOGGING, REST
+from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION, DATA, LOGGING, REST
 from lightning_accel.evidence.record import Record, read_record
 from support.measured_runs import Model, Vectors, fit, loader
+from support.scripts import SUPPORT, run_script
 
 STEPS = 50  # three of which are looked at
 SLEEP_S = 0.02
@@ -163,3 +164,10 @@ def test_the_strategy_is_left_as_it_was(tmp_path: Path) -> None:
 
     recorded(tmp_path, Model(), callbacks=[Looks()])
     assert not PARTS.keys() & vars(strategies[0]).keys()
+
+
+def test_what_ranks_wait_for_each_other_is_communication(tmp_path: Path) -> None:
+    run_script(SUPPORT / "callbacks" / "two_recorded_ranks.py", tmp_path)
+    found = read_record(tmp_path).parts_ms()
+    assert found[COMMUNICATION] > 0.5 * (found[BACKWARD] + found[COMMUNICATION])
+    assert found[COMMUNICATION] > 5

@@ -359,3 +359,29 @@ def test_it_says_where_code_comes_from_that_is_not_installed(tmp_path: Path) -> 
     installed = [Path(torch.__file__).resolve(), Path(json.__file__).resolve()]
     assert not any(file.is_relative_to(folder) for file in installed for folder in folders)
     assert not any(one != other and one.is_relative_to(other) for one in folders for other in folders)
+
+
+@pytest.mark.parametrize(("steps", "watched"), [(8, 3), (120, 101)], ids=["a short run", "a longer one"])
+def test_one_step_is_taken_apart(tmp_path: Path, steps: int, watched: int) -> None:
+    anatomy = recorded(tmp_path, data=loader(steps)).anatomy
+    assert anatomy is not None
+    assert anatomy.step == watched
+    assert {"layer", ""} <= {one.module for one in anatomy.modules}
+    assert anatomy.memory is not None
+    assert anatomy.memory.peak_bytes == sum(anatomy.memory.parts.values()) > 0
+
+
+def test_memory_that_is_held_is_followed(tmp_path: Path) -> None:
+    (some,) = recorded(tmp_path, data=loader(64)).steps
+    assert len(some.held_mib) == 64 // 16
+    assert min(some.held_mib) > 50  # of a process with torch in it
+
+
+def test_graphs_that_are_captured_are_counted(tmp_path: Path) -> None:
+    class Compiles(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            torch.compile(lambda x: x + batch_idx, backend="eager")(batch)
+            return self.layer(batch).sum()
+
+    (some,) = recorded(tmp_path, Compiles()).steps
+    assert some.captured >= 2  # for the first number, and for any other

@@ -167,5 +167,5 @@ def test_on_a_gpu_a_model_whose_package_is_missing_is_left_out(
     (written,) = tmp_path.glob("gpu-tuning-*.json")
     runs = json.loads(written.read_text(encoding="utf-8"))["runs"]
     assert [(run["model"], run["precision"]) for run in runs] == [("linear", "auto"), ("linear", "32-true")]
-    assert all(run["is_settled"] and run["mfu"][0] > 0 for run in runs)
+    assert all(run["mfu"][0] > 0 for run in runs)
     assert "other: left out, none of not_installed is installed" in capsys.readouterr().out

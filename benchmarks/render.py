@@ -28,6 +28,9 @@ TITLES = {
     "techniques": "What each technique adds to a step",
     "second_run": "A second run of the same training",
     "plugin_overhead": "What standing by costs",
+    "diagnosis": "Eight planted faults",
+    "evidence_cost": "What measuring a run costs it",
+    "evidence_sums": "Whether what was measured adds up",
     "checkpointing": "Gradient checkpointing, 12-block transformer, float32",
     "same_losses": "Largest relative difference of the losses",
     "attention_cpu": "Flash attention on a CPU",
@@ -76,6 +79,20 @@ REMARKS = {
     " steps, has compilation alone on trial, and is ended early.",
     "plugin_overhead": "Asked for: at most 15 µs a step with everything off and 50 µs with the defaults, which log."
     " Steps are in processor time, calls forward passes of tiny tensors.",
+    "diagnosis": "Asked for: every fault found, predictions within 25% of what came of them, nothing found in healthy"
+    " runs. The run with the fault and the one in which it is mended as the finding says take turns, an epoch each;"
+    " *measured* is what `lightning-accel compare` says of their records, with its 95% interval, and predictions are of"
+    " a record and of what the machine does at most. *Predicted MiB* is what the peak should lose where memory is the"
+    " fault. *Also found* is no error by itself: float32 can be worth changing in a run that has another fault, too."
+    " Asking for numbers on a CPU waits for nothing, and none of it is to be gained there. TraceML trains each fault"
+    " once more and alone; *found* stands where one of its names can be read as the fault. Its findings on memory need"
+    " a GPU.",
+    "evidence_cost": "Asked for: under 1% of a step of 50 ms. *Plain once more* shows what a difference of nothing is"
+    " here. In the first steps are the two that are taken apart, and at the end loggers are told, a figure drawn and"
+    " the record closed: those are paid once in a run.",
+    "evidence_sums": "Asked for: the parts of a step within 2% of its time, on another clock; the memory categories"
+    " within 3% of the allocator's peak in the same step of a second run. What a kernel takes and gives back within"
+    " itself, as convolutions and LSTMs do on a CPU, is in no category, and is what is missing from the sum there.",
     "checkpointing": "Asked for: `full` at least 60% lower; `selective` at least 30% lower for at most half of the"
     " extra time. The second holds at this width of 512; at 256 (`WIDTH` in the script), where attention's softmax is a"
     " larger part of a block, `selective` took more than half. The timings with dropout are not to be trusted: the"

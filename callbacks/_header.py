@@ -11,6 +11,7 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
 from lightning.pytorch import Trainer
 from torch.nn.parameter import is_lazy
 
@@ -42,6 +43,7 @@ def header_of(trainer: Trainer, started: datetime) -> Header:
         strategy=type(trainer.strategy).__name__,
         machine=host.described,
         cores=usable_cores(),
+        threads=torch.get_num_threads() if device.type == "cpu" else 1,
         world_size=trainer.world_size,
         versions={"python": platform.python_version(), **_installed()},
         native_bf16=host.native_bf16,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import defaultdict
 
 from lightning.pytorch import Trainer
@@ -38,6 +39,9 @@ class StepParts:
         self._left = EVERY + self._look_in
         self._is_watched = False  # the step under way, by somebody who slows it
         self._was_dropped = False
+        self._fetch_began_ns = 0
+        self._fetched_ns = 0  # in the step under way, of this thread's processor time
+        self._loading_cpu_ms = 0.0
         self._taken_ms: defaultdict[str, float] = defaultdict(float)
         self._taken_steps = 0
         self.failure = ""
@@ -54,9 +58,13 @@ class StepParts:
             self._was_dropped = False
             self._begin()
         self.timer.enter(DATA)
+        if self.timer.is_on:
+            self._fetch_began_ns = time.thread_time_ns()
 
     def fetch_ended(self) -> None:
         """The same of its end."""
+        if self.timer.is_on:
+            self._fetched_ns += time.thread_time_ns() - self._fetch_began_ns
         self.timer.leave()
         self._clock.fetch_ended()
 
@@ -67,6 +75,7 @@ class StepParts:
             self._drop()
         elif self.timer.is_on:
             self.timer.end()
+            self._loading_cpu_ms += self._fetched_ns / 1e6
             self._told.forget(self.timer)
             self.timer.read()
         self._left -= 1
@@ -94,6 +103,7 @@ class StepParts:
 
     def _begin(self) -> None:
         if not self.failure:
+            self._fetched_ns = 0
             self._told.tell(self.timer)
             self.timer.begin()
 
@@ -110,6 +120,11 @@ class StepParts:
         self._taken_steps += found[1]
         self.timer.ms.clear()
         self.timer.steps = 0
+        return found
+
+    def taken_loading_cpu_ms(self) -> float:
+        """Processor time of this thread within fetches, in the steps looked at since this was last asked."""
+        found, self._loading_cpu_ms = self._loading_cpu_ms, 0.0
         return found
 
     def close(self) -> None:

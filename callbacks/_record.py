@@ -26,7 +26,7 @@ from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks._saying import report_of, say
 from lightning_accel.callbacks.gpu_stats import told_by_cards
 from lightning_accel.core.clocks import Tally
-from lightning_accel.core.torch_private import exposed_communication, graphs_captured
+from lightning_accel.core.torch_private import compiling_ms, exposed_communication, graphs_captured
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.anatomy import Anatomy, MemoryPeak
 from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION
@@ -76,7 +76,7 @@ class FitRecord:
         self._losses: list[tuple[int, Tensor]] = []
         self._stride = 1
         self._held_mib: list[float] = []
-        self._captured = graphs_captured()
+        self._captured, self._compiling_ms = graphs_captured(), compiling_ms()
         self._tally = Tally()  # the clock's latest
         self._taken = self._taken_samples = 0  # of it
         if parts is not None and parts.failure:
@@ -190,7 +190,7 @@ class FitRecord:
     def _some(self) -> Steps:
         parts_ms, looked_at = ({}, 0) if self._parts is None else self._parts.taken()
         parts_ms = _with_communication(self._trainer, parts_ms)
-        captured = graphs_captured()
+        captured, compiling = graphs_captured(), compiling_ms()
         some = Steps(
             first=self._written + 1,
             last=self._steps,
@@ -203,8 +203,11 @@ class FitRecord:
             parts_ms=parts_ms,
             held_mib=in_pieces(self._held_mib),
             captured=captured - self._captured,
+            compiling_ms=max(0.0, compiling - self._compiling_ms),
+            loading_cpu_ms=0.0 if self._parts is None else self._parts.taken_loading_cpu_ms(),
         )
-        self._written, self._samples, self._captured = self._steps, 0, captured
+        self._written, self._samples = self._steps, 0
+        self._captured, self._compiling_ms = captured, compiling
         self._cycle_ms, self._wait_ms, self._losses, self._held_mib = [], [], [], []
         return some
 

@@ -30,6 +30,7 @@ class Job:
         log_dir: Where logs go.
         options: What else its ``train`` is given.
         worker: The module whose ``train(job, pipe)`` is the run, in its process.
+        has_children: Whether it starts processes of its own, as loaders with workers do.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Job:
     log_dir: Path
     options: dict[str, Any] = field(default_factory=dict)
     worker: str = "_training"
+    has_children: bool = False
 
     @property
     def folder(self) -> Path:
@@ -71,7 +73,7 @@ class Run:
         self.job = job
         context = multiprocessing.get_context("spawn")  # neither memory nor threads come from this process
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(job, theirs), daemon=True)
+        self._process = context.Process(target=_work, args=(job, theirs), daemon=not job.has_children)
         self._process.start()
         theirs.close()  # or its end would never be seen here
 

@@ -329,6 +329,17 @@ def graphs_captured() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+def compiling_ms() -> float:
+    """What ``torch.compile`` has taken so far, milliseconds: ``torch._dynamo.utils.calculate_time_spent``, torch 2.5.
+
+    Without it, nothing is said to be.
+    """
+    if not dynamo_is_loaded():
+        return 0.0
+    spent_s = importlib.import_module("torch._dynamo.utils").calculate_time_spent()
+    return 1e3 * float(spent_s.get("entire_frame_compile", 0.0))
+
+
 def dynamo_is_off() -> bool:
     """Whether ``torch.compiler.set_stance("force_eager")`` or TORCHDYNAMO_DISABLE is in force: ``_stance``, torch 2.6.
 

@@ -48,6 +48,7 @@ class Header:
         strategy: The class of it.
         machine: As :attr:`Host.described <lightning_accel.core.host.Host.described>`.
         cores: That the process may use.
+        threads: That torch computes with; on a GPU the one that tells it what to do. 0: not known.
         world_size: How many ranks trained together.
         versions: Of Python and of packages, by name.
         native_bf16: Whether the device computes in bfloat16 rather than emulates it.
@@ -70,6 +71,7 @@ class Header:
     cores: int
     world_size: int
     versions: dict[str, str]
+    threads: int = 0
     native_bf16: bool = False
     device_bytes: int = 0
     log_every_n_steps: int = 0
@@ -95,6 +97,9 @@ class Steps:
         parts_ms: What these steps' time went to, in their sum; it adds up to all of it.
         held_mib: Memory that was held at the end of each of these: of torch's allocator on a GPU, else of the process.
         captured: How many graphs ``torch.compile`` has captured.
+        compiling_ms: What it took for that.
+        loading_cpu_ms: Processor time of the training's own thread while it waited for data, in the sum of steps that
+            were looked at: what loading without workers takes.
     """
 
     first: int
@@ -108,6 +113,8 @@ class Steps:
     parts_ms: dict[str, float] = field(default_factory=dict)
     held_mib: list[float] = field(default_factory=list)
     captured: int = 0
+    compiling_ms: float = 0.0
+    loading_cpu_ms: float = 0.0
 
     def pieces(self) -> Iterator[tuple[int, int, float]]:
         """Of each piece: the number of its first step, about; how many it has; their mean milliseconds."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import statistics
 import threading
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lightning_accel.evidence import anatomy
 from lightning_accel.evidence.anatomy import OPTIMIZER, Anatomy, LayoutCopy, ModuleCost
 from lightning_accel.evidence.blocks import LiveBlocks
 from lightning_accel.evidence.flops import FlopMode
+from lightning_accel.evidence.strides import odd_operand, strides_that_matter
 
 # Operations, without the line that some names begin with.
 _COPYING = frozenset({"clone", "copy_", "to_copy"})
@@ -61,6 +63,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         self._copies: dict[tuple[str, str, str], LayoutCopy] = {}
         self._waits: Counter[str] = Counter()
         self._spans: list[tuple[Any, Any, ModuleCost, bool, LayoutCopy | None]] = []
+        self._hidden: list[tuple[tuple[Any, Any], tuple[Any, Any], LayoutCopy]] = []  # see _run_again
         self._stacks: defaultdict[int, list[str]] = defaultdict(list)  # of modules, thread by thread
         self._module_of: dict[int, str] = {}  # node → the module whose operation made it
         self._last: tuple[ModuleCost, bool] | None = None
@@ -91,6 +94,9 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
             all_modules.register_module_forward_hook(self._module_ends, always_call=True),
         ):
             self._hooks.callback(handle.remove)
+        # Modules made by torch.compile warn of such hooks, which their users have not made.
+        self._hooks.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -109,6 +115,8 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
             raise self.trouble
         if self._spans:
             self._clock.wait_for(self._spans[-1][1])
+        if self._hidden:
+            self._clock.wait_for(self._hidden[-1][1][1])
         each_ms = []
         for began, ended, cost, is_backward, copy in self._spans:
             ms = self._clock.ms_between(began, ended)
@@ -119,6 +127,8 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
                 cost.forward_ms += ms
             if copy is not None:
                 copy.ms += ms
+        for ran, again, copy in self._hidden:
+            copy.ms += max(0.0, self._clock.ms_between(*ran) - self._clock.ms_between(*again))
         gradients = _plain(p.grad for p in _plain(self._model.parameters()))
         memory = self._blocks.peak(gradients, _plain(_states(optimizers)))
         costs = sorted(self._costs.values(), key=lambda one: one.forward_ms + one.backward_ms, reverse=True)[:MOST]
@@ -189,6 +199,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
             cost.moved_bytes += sum(tensor.nbytes for tensor in (*read, *written) if not tensor.is_sparse)
         cost.operations += 1
         copy = self._layout_copy(name, module, read, written, is_view, is_backward)
+        self._run_again(func, args, kwargs, (began, ended), module)
         if name in _WAITS and category == anatomy.ACTIVATIONS:
             self._waits[users_line()] += 1
         self._spans.append((began, ended, cost, is_backward, copy))
@@ -208,12 +219,28 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         is_copy = name in _COPYING and source.numel() >= _LEAST_COPIED and source.shape == result.shape
         if not is_copy or (source.dtype, source.device) != (result.dtype, result.device):
             return None
-        if _strides(source) == _strides(result):
+        if strides_that_matter(source) == strides_that_matter(result):
             return None
+        return self._copied(source, module, is_backward)
+
+    def _run_again(self, func: Any, args: Any, kwargs: Any, ran: tuple[Any, Any], module: str) -> None:
+        """Times an operation on tensors in order, where it had others: what it does about them itself nobody sees."""
+        odd = odd_operand(func, tensors_in(args))
+        if odd is None or odd.numel() < _LEAST_COPIED or kwargs:
+            return
+        with suppress(torch.OutOfMemoryError):
+            in_order = [one.contiguous() if isinstance(one, Tensor) else one for one in args]
+            func(*in_order)  # which sets itself up for them
+            began = self._clock.mark()
+            func(*in_order)
+            again = began, self._clock.mark()
+            self._hidden.append((ran, again, self._copied(odd, module, is_in_backward())))
+
+    def _copied(self, source: Tensor, module: str, is_backward: bool) -> LayoutCopy:
         made_by = self._made_by.get(id(source.untyped_storage()), "")
         key = module, "" if is_backward else users_line(), made_by
         copy = self._copies.setdefault(key, LayoutCopy(module=key[0], line=key[1], made_by=key[2]))
-        copy.moved_bytes += result.nbytes
+        copy.moved_bytes += source.numel() * source.element_size()
         copy.count += 1
         return copy
 
@@ -233,11 +260,6 @@ MOST = 1000
 def _above_least(each_ms: list[float], chosen: list[float]) -> float:
     least = statistics.quantiles(each_ms, n=10)[0] if len(each_ms) > 1 else 0.0
     return sum(max(0.0, ms - least) for ms in chosen)
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    """Of the dimensions that have several elements: those of others say nothing."""
-    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _plain(tensors: Iterable[Tensor | None]) -> list[Tensor]:

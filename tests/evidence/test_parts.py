@@ -155,6 +155,19 @@ def test_logging_is_a_part_of_its_own(tmp_path: Path) -> None:
     assert read_record(tmp_path).parts_ms()[LOGGING] >= 1e3 * SLEEP_S
 
 
+def computes() -> None:
+    until = time.thread_time() + SLEEP_S
+    while time.thread_time() < until:
+        pass
+
+
+def test_loading_that_computes_is_told_from_loading_that_waits(tmp_path: Path) -> None:
+    (waiting,) = recorded(tmp_path / "waits", Model(), loader(data=Vectors(STEPS, sleep))).steps
+    (computing,) = recorded(tmp_path / "computes", Model(), loader(data=Vectors(STEPS, computes))).steps
+    assert waiting.loading_cpu_ms < 0.5 * waiting.parts_ms[DATA]
+    assert computing.loading_cpu_ms >= 1e3 * SLEEP_S * computing.looked_at
+
+
 def test_the_strategy_is_left_as_it_was(tmp_path: Path) -> None:
     strategies: list[Any] = []
 

@@ -1,0 +1,177 @@
+"""Eight planted faults: which are found, what mending them is predicted to bring, and what it brings.
+
+    python benchmarks/diagnosis.py [--rounds 5] [--scale 1] [--faults loader,leak] [--healthy cnn] [--json docs/results]
+
+Each is a small training with a fault, and the same with the fault mended as the finding says. Both train at the same
+time, in processes of their own, in turns of an epoch of one to three seconds, so that a busy minute of the machine hits
+both; while it is not its turn a process sleeps. Then the record of the one with the fault is diagnosed, and the two are
+compared as ``lightning-accel compare`` does, without the first fifth of either. Healthy runs are diagnosed, too: what
+is found in them is false. Where TraceML is installed, each fault is trained under it once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import _traceml
+import torch
+from _faults import FAULTS, HEALTHY, Fault
+from _measure import publish
+
+from lightning_accel.core.host import Host
+from lightning_accel.evidence.compare import Comparison, compare
+from lightning_accel.evidence.diagnosis import Finding, diagnose
+from lightning_accel.evidence.peaks import Peaks, measure_peaks
+from lightning_accel.evidence.record import Record, read_record
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from _turns import Job, Run
+
+COLUMNS = (
+    *("fault", "found", "predicted", "measured", "measured by predicted", "predicted MiB", "measured MiB"),
+    *("also found", "TraceML"),
+)
+SCRIPT = Path(__file__).parent / "_faults.py"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one fault.
+
+    Attributes:
+        findings: In the run that has it, the most promising first.
+        came: The mended run beside it.
+        traceml: What TraceML found in it; None: it is not installed.
+    """
+
+    fault: Fault
+    findings: list[Finding]
+    came: Comparison
+    traceml: list[str] | None
+
+    @property
+    def place(self) -> int:
+        """Of the fault among the findings, from 1; 0: it was not found."""
+        names = [one.name for one in self.findings]
+        return names.index(self.fault.finding) + 1 if self.fault.finding in names else 0
+
+
+def records(name: str, modes: tuple[str, ...], options: argparse.Namespace, folder: Path) -> list[Record]:
+    """Of runs of one training that took turns, one for each mode."""
+    jobs = [
+        Job(
+            name=name,
+            mode=mode,
+            accelerator="cpu",
+            log_dir=folder,
+            worker="_faults",
+            has_children=True,
+            options={"rounds": options.rounds, "scale": options.scale},
+        )
+        for mode in modes
+    ]
+    with ExitStack() as stack:
+        runs = [stack.enter_context(closing(Run(job))) for job in jobs]
+        for run in runs:
+            run.wait_for_gate()
+        for number in range(options.rounds):
+            for run in runs if number % 2 == 0 else reversed(runs):
+                run.take_turn()
+        for run in runs:
+            run.outcome()
+    return [read_record(job.folder) for job in jobs]
+
+
+def measured(name: str, peaks: Peaks, options: argparse.Namespace, folder: Path) -> Outcome:
+    faulty, mended = records(name, ("faulty", "mended"), options, folder)
+    found = None
+    if _traceml.installed():
+        steps = max(2, round(options.scale * FAULTS[name].steps * options.rounds))
+        found = _traceml.findings(SCRIPT, [name, str(folder / "traceml_logs"), str(steps)], folder / "traceml", name)
+    return Outcome(FAULTS[name], diagnose(faulty, peaks), compare(faulty, mended), found)
+
+
+def row(outcome: Outcome) -> list[str]:
+    fault, place = outcome.fault, outcome.place
+    finding = outcome.findings[place - 1] if place else None
+    speedup = None if finding is None else finding.speedup
+    ratio = outcome.came.speed.ratio
+    memory = outcome.came.memory_mib
+    is_of_memory = finding is not None and finding.freed_bytes > 0
+    return [
+        fault.title,
+        {0: "no", 1: "first"}.get(place, f"as number {place}"),
+        "" if speedup is None else f"{speedup:.2f}x",
+        str(outcome.came.speed),
+        "" if speedup is None else f"{ratio / speedup:.2f}",
+        f"{finding.freed_bytes / 2**20:,.0f}" if finding is not None and is_of_memory else "",
+        f"{memory[0] - memory[1]:,.0f}" if memory is not None and is_of_memory else "",
+        _said([one for one in outcome.findings if one is not finding]),
+        _verdict(fault, outcome.traceml),
+    ]
+
+
+def _said(findings: list[Finding]) -> str:
+    return ", ".join(one.name + (f" ({one.speedup:.2f}x)" if one.speedup else "") for one in findings)
+
+
+def _verdict(fault: Fault, found: list[str] | None) -> str:
+    if found is None:
+        return "not installed"
+    names = ", ".join(name.replace("_", " ").lower() for name in found) or "nothing"
+    return f"{'found' if set(found) & set(fault.traceml) else 'not found'}: {names}"
+
+
+def healthy_row(name: str, peaks: Peaks, options: argparse.Namespace, folder: Path) -> list[str]:
+    (record,) = records(name, ("healthy",), options, folder)
+    found = diagnose(record, peaks)
+    return [HEALTHY[name].title, f"{len(found)} findings" if found else "nothing", *[""] * 5, _said(found), ""]
+
+
+def details(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "fault": outcome.fault.title,
+        "findings": [{"name": one.name, "says": one.says, "speedup": one.speedup} for one in outcome.findings],
+        "comparison": outcome.came.to_dict(),
+        "traceml": outcome.traceml,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the steps of a turn")
+    parser.add_argument("--faults", type=_names, default=[*FAULTS], metavar=",".join(FAULTS))
+    parser.add_argument("--healthy", type=_names, default=[*HEALTHY], metavar=",".join(HEALTHY))
+    options, _ = parser.parse_known_args()
+    print(f"TraceML {_traceml.installed()}" if _traceml.installed() else _traceml.MISSING)
+    peaks, native = measure_peaks(torch.device("cpu")), Host.detect("cpu").native_bf16
+    rows, kept = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.faults:
+            if FAULTS[name].is_of_bfloat16 and not native:
+                rows.append([FAULTS[name].title, "no fault here: bfloat16 is not native", *[""] * 7])
+            else:
+                outcome = measured(name, peaks, options, Path(folder))
+                rows.append(row(outcome))
+                kept.append(details(outcome))
+            print(" | ".join(rows[-1]), flush=True)
+        for name in options.healthy:
+            rows.append(healthy_row(name, peaks, options, Path(folder)))
+            print(" | ".join(rows[-1]), flush=True)
+    more = {"traceml": _traceml.installed() or None, "outcomes": kept}
+    publish("diagnosis", "python benchmarks/diagnosis.py", COLUMNS, rows, more, by_machine=True)
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+if __name__ == "__main__":
+    main()

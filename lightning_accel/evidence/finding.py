@@ -1,0 +1,97 @@
+"""What a diagnosis finds, and what every finder asks of a record."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lightning_accel.evidence import parts
+from lightning_accel.evidence.record import Record
+
+if TYPE_CHECKING:
+    from lightning_accel.evidence.peaks import Peaks
+
+WORTH = 0.05
+"""Of a step: what takes less is not spoken of."""
+
+BEGINNING = 0.2
+"""Of a run: what it is like later is looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something to be mended.
+
+    Attributes:
+        name: By which another run's is told to be the same.
+        says: What was found, with its figures.
+        action: What to do, in a line.
+        python: What to write; empty: there is no one line.
+        yaml: The same in a configuration of Lightning's command line; empty: none.
+        speedup: How many times as fast the run is predicted to be then; None: that cannot be told.
+        freed_bytes: What the peak is predicted to lose.
+        basis: What the prediction rests on.
+    """
+
+    name: str
+    says: str
+    action: str
+    python: str = ""
+    yaml: str = ""
+    speedup: float | None = None
+    freed_bytes: int = 0
+    basis: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A record, with what every finder asks for.
+
+    Attributes:
+        record: Of a run.
+        peaks: Of its machine; None: not known.
+        parts_ms: Of the mean step that was looked at, past the beginning.
+        step_ms: Their sum.
+        typical_ms: The median step, past the beginning.
+    """
+
+    record: Record
+    peaks: Peaks | None
+    parts_ms: dict[str, float] = field(default_factory=dict)
+    step_ms: float = 0.0
+    typical_ms: float = 0.0
+
+    @classmethod
+    def of(cls, record: Record, peaks: Peaks | None) -> Seen:
+        """Whatever there is of it."""
+        parts_ms = record.parts_ms(BEGINNING)
+        times = [ms for some in record.steps for _, _, ms in some.pieces()]
+        late = times[len(times) // 5 :]
+        return cls(
+            record=record,
+            peaks=peaks,
+            parts_ms=parts_ms,
+            step_ms=sum(parts_ms.values()),
+            typical_ms=statistics.median(late) if late else 0.0,
+        )
+
+    def share(self, part: str) -> float:
+        """Of a step, that a part takes."""
+        return self.parts_ms.get(part, 0.0) / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def computing(self) -> float:
+        """The share of a step that is forward pass, backward pass and optimizer."""
+        return sum(map(self.share, (parts.FORWARD, parts.BACKWARD, parts.OPTIMIZER)))
+
+    def share_of_operations(self, ms: float) -> float:
+        """Which share of a typical step some operations take that took ``ms`` in the step that was taken apart.
+
+        That one step may have met a busy moment of the machine: of all that is computed, they take no more than they
+        took of all operations.
+        """
+        anatomy = self.record.anatomy
+        if anatomy is None or not anatomy.operations_ms or not self.typical_ms:
+            return 0.0
+        return min(ms / self.typical_ms, ms / anatomy.operations_ms * self.computing)

@@ -1,0 +1,107 @@
+"""What takes time around the work of steps: loading, logging, callbacks, compiling again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_accel.evidence import parts
+from lightning_accel.evidence.finding import BEGINNING, WORTH, Finding, Seen
+
+_RARE_LOGGING = 50  # Lightning's own default
+_MOST_WORKERS = 8
+_WORTH_WORKERS = 0.1  # of a step: what a worker hands over has to be waited for, too
+_HANDING_OVER_MS = 0.5
+
+
+def loader(seen: Seen) -> Iterator[Finding]:
+    share = seen.share(parts.DATA)
+    if share <= _WORTH_WORKERS:
+        return
+    header, loaders = seen.record.header, seen.record.header.loaders
+    now = min((int(one.get("num_workers", 0)) for one in loaders), default=0)
+    # A core is left to the training.
+    workers = max(1, min(header.cores - 1, _MOST_WORKERS))
+    says = f"waiting for data takes {share:.0%} of a step"
+    if not loaders or now >= workers:
+        yield Finding(
+            name="loader",
+            says=f"{says}, with {now} workers on {header.cores} cores",
+            action="make a sample cheaper to load: decode and resize once, beforehand; transform whole batches on the"
+            " device (`AccelPlugin(preprocess=...)`)",
+        )
+        return
+    speedup = seen.step_ms / _step_ms_with_workers(seen, now, workers)
+    if speedup <= 1 + WORTH:
+        return
+    yield Finding(
+        name="loader",
+        says=says,
+        action=f"load in {workers} other process{'es' if workers > 1 else ''}, while the model computes",
+        python=f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
+        yaml="accel:\n  loader: auto",
+        speedup=speedup,
+        basis="the longer of computing and loading sets the pace, or the cores, where both together keep all of them"
+        " at work",
+    )
+
+
+def _step_ms_with_workers(seen: Seen, now: int, workers: int) -> float:
+    waited_ms = seen.parts_ms[parts.DATA]
+    computes_ms = seen.step_ms - waited_ms + _HANDING_OVER_MS
+    if now:  # what they all load is what sets the pace
+        return max(computes_ms, seen.step_ms * now / workers)
+    header = seen.record.header
+    looked_at = sum(some.looked_at for some in seen.record.steps)
+    loading_cpu_ms = sum(some.loading_cpu_ms for some in seen.record.steps) / looked_at
+    busy_ms = header.threads * computes_ms + min(waited_ms, loading_cpu_ms)
+    return max(computes_ms, waited_ms / workers, busy_ms / header.cores)
+
+
+def logging(seen: Seen) -> Iterator[Finding]:
+    share, every = seen.share(parts.LOGGING), seen.record.header.log_every_n_steps
+    if share <= WORTH or not 0 < every < _RARE_LOGGING:
+        return
+    left = every / _RARE_LOGGING
+    yield Finding(
+        name="logging",
+        says=f"logging every {every} step{'s' if every > 1 else ''} takes {share:.0%} of the time",
+        action=f"log every {_RARE_LOGGING} steps",
+        python=f"Trainer(log_every_n_steps={_RARE_LOGGING})",
+        yaml=f"trainer:\n  log_every_n_steps: {_RARE_LOGGING}",
+        speedup=1 / (1 - share * (1 - left)),
+        basis="loggers are then called that much less often",
+    )
+
+
+def callbacks(seen: Seen) -> Iterator[Finding]:
+    share = seen.share(parts.REST)
+    if share > 0.25 and seen.parts_ms[parts.REST] > 2.0:
+        yield Finding(
+            name="callbacks",
+            says=f"callbacks and the loop take {share:.0%} of a step ({seen.parts_ms[parts.REST]:.1f} ms)",
+            action="look at what callbacks and hooks do at every step: progress bars, metrics, pictures",
+        )
+
+
+def recompiling(seen: Seen) -> Iterator[Finding]:
+    record = seen.record
+    late = [some for some in record.steps if some.first > BEGINNING * record.num_steps] or record.steps[1:]
+    captured = sum(some.captured for some in late)
+    whole = sum(some.captured for some in record.steps)
+    is_short = len(record.steps) == 1 and whole > max(8, 0.2 * record.num_steps)
+    if captured < 3 and not is_short:
+        return
+    chosen = late or record.steps
+    took_ms = sum(count * ms for some in chosen for _, count, ms in some.pieces())
+    compiling_ms = sum(some.compiling_ms for some in chosen)
+    if is_short:  # the first one is needed
+        compiling_ms *= (whole - 1) / whole
+    yield Finding(
+        name="recompiling",
+        says=f"torch.compile has captured {whole} graphs in {record.num_steps:,} steps, and goes on:"
+        f" {min(1.0, compiling_ms / took_ms):.0%} of the time",
+        action="let it expect sizes that change, or give it fewer of them; TORCH_LOGS=recompiles names the reasons",
+        python="torch.compile(..., dynamic=True)",
+        speedup=took_ms / max(took_ms - compiling_ms, WORTH * took_ms),
+        basis="what it takes to compile again goes",
+    )

@@ -1,0 +1,124 @@
+"""What makes the work of a step longer: another dtype, small batches, strides, results that are asked for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.evidence import parts
+from lightning_accel.evidence.anatomy import OPTIMIZER, Anatomy, LayoutCopy
+from lightning_accel.evidence.finding import WORTH, Finding, Seen
+from lightning_accel.evidence.peaks import Peaks
+
+_LARGE_BATCH = 8  # times the batch
+_OF_PEAKS = 0.25  # what operations reach at least where they have much to do
+_FEEDING_MS = 0.15  # DataLoader's and Lightning's own code for a batch, whatever is in it
+_BYTES_OF_WEIGHTS = 12  # of a parameter: read forward and backward, and its gradient written, whatever the batch
+_BYTES_CAST = 12  # of a parameter: it and its gradient are read and written, as float32 and as bfloat16
+
+
+def precision(seen: Seen) -> Iterator[Finding]:
+    header, anatomy, peaks = seen.record.header, seen.record.anatomy, seen.peaks
+    if anatomy is None or not header.native_bf16 or not header.precision.startswith("32"):
+        return
+    flops = sum(one.flops for one in anatomy.modules)
+    low = sum(one.low_precision_flops for one in anatomy.modules)
+    share = min(1.0, seen.share_of_operations(anatomy.product_ms))
+    if not flops or low > 0.1 * flops or share <= WORTH:
+        return
+    gain = None
+    if peaks is not None:
+        times = peaks.bfloat16_flops / peaks.float32_flops
+        casts_ms = 1e3 * _BYTES_CAST * (header.parameters or 0) / peaks.bytes_per_sec
+        gain = 1 / (1 - share * (1 - 1 / times) + casts_ms / seen.typical_ms)
+        if gain <= 1 + WORTH:
+            return
+    yield Finding(
+        name="precision",
+        says=f"products and convolutions in float32 take {share:.0%} of a step, and this machine computes in bfloat16",
+        action="compute them in bfloat16",
+        python='AccelPlugin(precision="bf16-mixed")',
+        yaml="accel:\n  precision: bf16-mixed",
+        speedup=gain,
+        basis="by as much as the machine multiplies matrices faster in bfloat16, less what casts of weights take",
+    )
+
+
+def tiny_batches(seen: Seen) -> Iterator[Finding]:
+    anatomy = seen.record.anatomy
+    if anatomy is None or not seen.typical_ms:
+        return
+    feeding_ms = seen.parts_ms.get(parts.DATA, 0.0) + seen.parts_ms.get(parts.TRANSFER, 0.0) - _FEEDING_MS
+    grows = _work_ms(anatomy, seen.record.header.parameters or 0, seen.peaks) + max(0.0, feeding_ms)
+    # One step's operations are set beside a typical step: in the mean there are the machine's pauses, too.
+    share = min(1.0, grows / seen.typical_ms)
+    size = next((one["batch_size"] for one in seen.record.header.loaders if "batch_size" in one), None)
+    if share > 0.5 or size is None:
+        return
+    yield Finding(
+        name="tiny batches",
+        says=f"{1 - share:.0%} of a step is spent on having steps and operations at all: {anatomy.operations:,}"
+        f" operations, batches of {size}",
+        action=f"train on batches of {_LARGE_BATCH * size}; it changes the training, schedules with it",
+        python=f"DataLoader(..., batch_size={_LARGE_BATCH * size})",
+        speedup=_LARGE_BATCH / (1 + (_LARGE_BATCH - 1) * share),
+        basis="in samples a second: only the work of operations, loading and transfer grow with the batch",
+    )
+
+
+def _work_ms(anatomy: Anatomy, parameters: int, peaks: Peaks | None) -> float:
+    """What grows with the batch: what operations take beyond the least of them, and no more than they have to do."""
+    if peaks is None:
+        return anatomy.work_ms
+    modules = [one for one in anatomy.modules if one.module != OPTIMIZER]
+    moved = max(0, sum(one.moved_bytes for one in modules) - _BYTES_OF_WEIGHTS * parameters)
+    to_do_ms = 1e3 * (sum(one.flops for one in modules) / peaks.float32_flops + moved / peaks.bytes_per_sec)
+    return min(anatomy.work_ms, to_do_ms / _OF_PEAKS)
+
+
+def layouts(seen: Seen) -> Iterator[Finding]:
+    anatomy = seen.record.anatomy
+    if anatomy is None or not anatomy.copies:
+        return
+    share = min(0.9, seen.share_of_operations(_avoidable_ms(anatomy.copies)))
+    if share <= WORTH:
+        return
+    worst = anatomy.copies[0]
+    made = f"{worst.made_by} makes" if worst.made_by else "somebody makes"
+    where = worst.line or f"the backward pass of {worst.module or 'the model'}"
+    yield Finding(
+        name="layouts",
+        says=f"{share:.0%} of a step goes to tensors whose strides do not suit the operations that read them:"
+        f" {format_bytes(sum(copy.moved_bytes for copy in anatomy.copies))} of them are copied, or read out of order",
+        action=f"{made} a tensor that {where} has to copy: keep the order of its dimensions, or call .contiguous()"
+        " once, before several use it",
+        speedup=1 / (1 - share),
+        basis="of what one line made one copy is left; the others go",
+    )
+
+
+def _avoidable_ms(copies: Sequence[LayoutCopy]) -> float:
+    """All copies, but for one of what is copied several times."""
+    ms: defaultdict[str, float] = defaultdict(float)
+    count: defaultdict[str, int] = defaultdict(int)
+    for copy in copies:
+        ms[copy.made_by] += copy.ms
+        count[copy.made_by] += copy.count
+    return sum(took - (took / count[made] if made and count[made] > 1 else 0.0) for made, took in ms.items())
+
+
+def waits(seen: Seen) -> Iterator[Finding]:
+    anatomy = seen.record.anatomy
+    if anatomy is None or not anatomy.waits:
+        return
+    line, count = max(anatomy.waits.items(), key=lambda one: one[1])
+    is_gpu = "(cuda)" in seen.record.header.machine or "(rocm)" in seen.record.header.machine
+    yield Finding(
+        name="waits",
+        says=f"in each step the host asks for {sum(anatomy.waits.values())} results of the device, {count} of them at"
+        f" {line}",
+        action="log tensors as they are (`self.log` takes them), and ask for numbers once in many steps",
+        speedup=None if is_gpu else 1.0,
+        basis="on a CPU nothing is waited for; on a GPU, until its queue is empty",
+    )

@@ -1,0 +1,300 @@
+"""What a record is found to say: each finding in a small real run, and predictions that are arithmetic."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_accel.evidence.anatomy import LOGITS, LayoutCopy, MemoryPeak
+from lightning_accel.evidence.diagnosis import Finding, diagnose
+from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, REST
+from lightning_accel.evidence.record import Record, read_record
+from support.made_up_records import PEAKS, PIECES, STEPS, anatomy, record
+from support.measured_runs import Vectors, fit, loader
+
+SLEEP_S = 0.02
+
+
+def found(run: Record, name: str) -> Finding:
+    (one,) = [one for one in diagnose(run, PEAKS) if one.name == name]
+    return one
+
+
+def names(run: Record) -> set[str]:
+    return {one.name for one in diagnose(run, PEAKS)}
+
+
+# -- in real runs ------------------------------------------------------------------------------------------------------
+
+
+class Trains(LightningModule):
+    """``net`` on batches as they come, or what ``loss`` makes of them."""
+
+    def __init__(self, net: nn.Module, loss: Callable[[Trains, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.net, self.loss = net, loss
+        self.kept: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).square().mean() if self.loss is None else self.loss(self, batch)
+        self.log("loss", loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+
+
+def batches(count: int, *shape: int) -> DataLoader[Tensor]:
+    return DataLoader([torch.randn(shape)] * count, batch_size=None)  # type: ignore[arg-type]
+
+
+def trained(folder: Path, module: LightningModule, data: Any, **options: Any) -> Record:
+    fit(module, data, **{"logger": CSVLogger(folder), **options})
+    return read_record(folder)
+
+
+def test_nothing_is_found_in_a_healthy_run(tmp_path: Path) -> None:
+    run = trained(tmp_path, Trains(wide()), batches(50, 512, 256))
+    assert names(replace(run, header=replace(run.header, native_bf16=False))) == set()
+
+
+def test_a_slow_loader_is_found(tmp_path: Path) -> None:
+    data = loader(data=Vectors(40, lambda: time.sleep(SLEEP_S)))
+    run = trained(tmp_path, Trains(nn.Linear(8, 2)), data)
+    assert found(run, "loader").says.startswith("waiting for data takes")
+
+
+def test_logging_at_every_step_is_found(tmp_path: Path) -> None:
+    class Slow(CSVLogger):
+        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(SLEEP_S)
+            super().log_metrics(*args, **kwargs)
+
+    run = trained(tmp_path, Trains(wide()), batches(40, 8, 256), logger=Slow(tmp_path), log_every_n_steps=1)
+    assert found(run, "logging").says.startswith("logging every 1 step takes")
+
+
+def test_a_slow_callback_is_found(tmp_path: Path) -> None:
+    class Sleeps(Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            time.sleep(SLEEP_S)
+
+    assert "callbacks" in names(trained(tmp_path, Trains(wide()), batches(40, 8, 256), callbacks=[Sleeps()]))
+
+
+@pytest.fixture
+def forgetful_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1000):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("forgetful_compiler")
+def test_recompiling_is_found(tmp_path: Path) -> None:
+    data = DataLoader([torch.randn(length, 256) for length in range(2, 34)], batch_size=None)  # type: ignore[arg-type]
+    run = trained(tmp_path, Trains(torch.compile(wide(), backend="eager", dynamic=False)), data)  # type: ignore[arg-type]
+    assert (found(run, "recompiling").speedup or 0) > 1
+
+
+def test_float32_is_found_where_the_machine_computes_in_bfloat16(tmp_path: Path) -> None:
+    run = trained(tmp_path, Trains(wide()), batches(10, 512, 256))
+    run = replace(run, header=replace(run.header, native_bf16=True), steps=record().steps)
+    assert "precision" in names(run)
+    assert "precision" not in names(replace(run, header=replace(run.header, precision="bf16-mixed")))
+
+
+def test_tiny_batches_are_found(tmp_path: Path) -> None:
+    run = trained(tmp_path, Trains(nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))), loader(20))
+    assert "batches of 32" in found(run, "tiny batches").action
+
+
+def transposed(convolve: nn.Module, steps: int, folder: Path, *, is_in_order: bool) -> Record:
+    """Pictures whose rows and columns have changed places, to be convolved four times."""
+
+    def loss(module: Trains, pictures: Tensor) -> Tensor:
+        turned = pictures.transpose(2, 3)
+        turned = turned.contiguous() if is_in_order else turned
+        return sum((module.net(turned).mean() for _ in range(4)), torch.zeros(()))
+
+    return trained(folder, Trains(convolve, loss), batches(steps, 8, 8, 64, 64))
+
+
+def test_strides_that_a_convolution_copies_within_itself_are_seen_with_the_line_that_made_them(tmp_path: Path) -> None:
+    depthwise = nn.Conv2d(8, 8, 1, groups=8)
+    odd = transposed(depthwise, 3, tmp_path / "odd", is_in_order=False).anatomy
+    in_order = transposed(depthwise, 3, tmp_path / "in order", is_in_order=True).anatomy
+    assert odd is not None
+    assert in_order is not None
+    lines = {copy.made_by.partition(":")[0].partition(" at ")[0] for copy in odd.copies if copy.made_by}
+    assert lines == {"transpose"}
+    assert sum(copy.count for copy in odd.copies if copy.made_by) >= 4
+    assert sum(copy.count for copy in in_order.copies if copy.made_by) <= 1
+
+
+def test_results_that_are_asked_for_are_found_with_their_line(tmp_path: Path) -> None:
+    def loss(module: Trains, batch: Tensor) -> Tensor:
+        value = module.net(batch).mean()
+        module.kept.append(value.item())
+        return value
+
+    assert f"{__file__}:" in found(trained(tmp_path, Trains(wide(), loss), batches(5, 8, 256)), "waits").says
+
+
+def test_logits_are_found(tmp_path: Path) -> None:
+    def loss(module: Trains, batch: Tensor) -> Tensor:
+        return F.cross_entropy(module.net(batch), torch.zeros(len(batch), dtype=torch.long))
+
+    run = trained(tmp_path, Trains(nn.Linear(8, 4096), loss), batches(5, 512, 8))
+    assert found(run, "logits").freed_bytes > 4096 * 512 * 4
+
+
+def test_a_leak_is_found(tmp_path: Path) -> None:
+    def loss(module: Trains, batch: Tensor) -> Tensor:
+        module.kept.append(torch.ones(1 << 18))  # a MiB
+        return module.net(batch).mean()
+
+    one = found(trained(tmp_path, Trains(nn.Linear(8, 2), loss), batches(160, 4, 8)), "leak")
+    assert 80 * 2**20 < one.freed_bytes < 320 * 2**20
+
+
+# -- what is predicted -------------------------------------------------------------------------------------------------
+
+
+def test_of_a_record_without_steps_nothing_is_said() -> None:
+    assert diagnose(replace(record(), steps=[])) == []
+
+
+def test_loading_that_waits_is_hidden_behind_computing() -> None:
+    run = record({DATA: 40.0, FORWARD: 59.5})
+    assert found(run, "loader").speedup == pytest.approx(99.5 / 60)  # half a millisecond hands a batch over
+
+
+def test_loading_that_computes_takes_cores_from_training() -> None:
+    run = record({DATA: 40.0, FORWARD: 59.5}, loading_cpu_ms=40.0, cores=2, threads=2)
+    assert found(run, "loader").speedup == pytest.approx(99.5 / ((2 * 60 + 40) / 2))
+
+
+def test_where_all_workers_are_there_already_none_is_advised() -> None:
+    run = record({DATA: 40.0, FORWARD: 60.0}, loaders=[{"num_workers": 3}])
+    assert found(run, "loader").speedup is None
+
+
+@pytest.mark.parametrize(("every", "gain"), [(1, 1 / (1 - 0.4 * 0.98)), (10, 1 / (1 - 0.4 * 0.8))])
+def test_logging_less_leaves_what_fifty_steps_need(every: int, gain: float) -> None:
+    run = record({FORWARD: 60.0, LOGGING: 40.0}, log_every_n_steps=every)
+    assert found(run, "logging").speedup == pytest.approx(gain)
+
+
+def test_logging_at_lightnings_own_pace_is_none() -> None:
+    assert names(record({FORWARD: 60.0, LOGGING: 40.0})) == set()
+
+
+def test_without_recompiling_the_time_that_it_took_goes() -> None:
+    run = record({FORWARD: 100.0}, captured=100, compiling_ms=0.5 * 100.0 * STEPS)
+    assert found(run, "recompiling").speedup == pytest.approx(1 / (1 - 0.5 * 99 / 100))  # the first one is needed
+
+
+def test_bfloat16_speeds_up_what_products_take_and_casts_weights() -> None:
+    run = record(anatomy=anatomy(product_ms=49.5), native_bf16=True, parameters=10**7)
+    casts = 12 * 10**7 / PEAKS.bytes_per_sec / 0.1
+    assert found(run, "precision").speedup == pytest.approx(1 / (1 - 0.495 * 0.75 + casts))
+
+
+def test_a_step_that_was_taken_apart_in_a_busy_moment_tells_its_shares_all_the_same() -> None:
+    slow = anatomy(product_ms=1000.0, operations_ms=2000.0)
+    run = record({DATA: 20.0, FORWARD: 80.0}, anatomy=slow, native_bf16=True)
+    assert "take 40% of a step" in found(run, "precision").says
+
+
+def test_in_a_larger_batch_only_the_work_grows() -> None:
+    cost = replace(anatomy().modules[0], flops=0, moved_bytes=25 * 10**5 + 12 * 1000)  # of 1000 weights
+    run = record({FORWARD: 10.0}, anatomy=anatomy(modules=[cost], work_ms=5.0))
+    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.1))  # 1 ms at a quarter of the peak
+
+
+def test_of_copies_of_one_tensor_one_is_left() -> None:
+    each = LayoutCopy(module="net", line="", made_by="transpose at train.py:1, in forward", ms=40.0, count=4)
+    other = LayoutCopy(module="head", line="train.py:9, in forward", made_by="", ms=9.9, count=1)
+    run = record({FORWARD: 100.0}, anatomy=anatomy(copies=[each, other]))
+    assert found(run, "layouts").speedup == pytest.approx(1 / (1 - 0.399))
+
+
+def test_losses_in_pieces_leave_some_of_the_logits() -> None:
+    memory = MemoryPeak(peak_bytes=1000, parts={LOGITS: 600}, modules={})
+    assert found(record(anatomy=anatomy(memory=memory)), "logits").freed_bytes == 510
+
+
+def test_a_leak_fills_what_there_is() -> None:
+    held = [1000.0 + 32.0 * place for place in range(12)]
+    one = found(record(held_mib=held, device_bytes=2 * 2**30), "leak")
+    assert one.freed_bytes == pytest.approx(2 * STEPS * 2**20)
+    assert one.says == "memory grows by 2 MiB a step; 2,048.0 MiB are full after 348 more"
+
+
+@pytest.mark.parametrize(
+    "held", [[1000.0] * 12, [1000.0 + 50 * (place % 2) for place in range(12)], [500.0, *[1000.0] * 11]]
+)
+def test_memory_that_does_not_go_on_growing_is_no_leak(held: list[float]) -> None:
+    assert "leak" not in names(record(held_mib=held))
+
+
+_MS = st.floats(0, 1000, allow_nan=False)
+
+
+@given(
+    parts_ms=st.fixed_dictionaries(
+        {FORWARD: st.floats(0.1, 1000), **dict.fromkeys((DATA, BACKWARD, OPTIMIZER, LOGGING, REST), _MS)}
+    ),
+    product_ms=_MS,
+    work_ms=_MS,
+    copied_ms=_MS,
+    cores=st.integers(1, 64),
+    workers=st.integers(0, 8),
+    every=st.integers(1, 100),
+    compiling=st.floats(0, 2),
+)
+def test_whatever_was_measured_mending_is_never_predicted_to_cost_time(
+    parts_ms: dict[str, float],
+    product_ms: float,
+    work_ms: float,
+    copied_ms: float,
+    cores: int,
+    workers: int,
+    every: int,
+    compiling: float,
+) -> None:
+    step_ms = sum(parts_ms.values())
+    copy = LayoutCopy(module="", line="", made_by="", ms=copied_ms, count=1)
+    taken = anatomy(product_ms=product_ms, work_ms=work_ms, operations_ms=2000.0, copies=[copy])
+    run = record(
+        parts_ms,
+        anatomy=taken,
+        captured=PIECES * 8,
+        compiling_ms=compiling * step_ms * STEPS,
+        native_bf16=True,
+        cores=cores,
+        threads=cores,
+        log_every_n_steps=every,
+        loaders=[{"batch_size": 1, "num_workers": workers}],
+    )
+    gains = [one.speedup for one in diagnose(run, PEAKS) if one.speedup is not None]
+    assert gains == sorted(gains, reverse=True)
+    assert all(1 <= gain <= 50 for gain in gains)

@@ -31,7 +31,8 @@ from lightning_accel.core.host import Host
 from lightning_accel.evidence.compare import Comparison, compare
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.peaks import Peaks, measure_peaks
-from lightning_accel.evidence.record import Record, read_record
+from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.record import Record
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from _turns import Job, Run

@@ -41,7 +41,8 @@ from typing_extensions import override
 from lightning_accel.callbacks import SpeedMemoryLogger, _parts
 from lightning_accel.claims.measure import median_interval
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.evidence.record import Record, read_record
+from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.record import Record
 from lightning_accel.memory.meter import meter_for
 from tuning import NAMES
 

@@ -14,7 +14,7 @@ from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.core.report import Report
 from lightning_accel.evidence.anatomy import MemoryPeak
 from lightning_accel.evidence.figures import MEND, can_draw
-from lightning_accel.evidence.record import read_earlier, read_record
+from lightning_accel.evidence.reading import read_earlier, read_record
 from lightning_accel.settings import Plan
 from lightning_accel.tuning.pairs import Interval
 from lightning_accel.tuning.settled import Tuning

@@ -30,14 +30,7 @@ from lightning_accel.core.torch_private import compiling_ms, exposed_communicati
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.anatomy import Anatomy, MemoryPeak
 from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION
-from lightning_accel.evidence.record import (
-    FOLDER,
-    MOST_PIECES,
-    RECORD_VARIABLE,
-    RecordWriter,
-    Steps,
-    in_pieces,
-)
+from lightning_accel.evidence.record import FOLDER, MOST_PIECES, RECORD_VARIABLE, RecordWriter, Steps, in_pieces
 from lightning_accel.memory.page import StepMemoryError
 
 EVERY_S = 60.0

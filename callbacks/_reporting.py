@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_accel.callbacks._saying import say
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.record import read_earlier, read_record
+from lightning_accel.evidence.reading import read_earlier, read_record
 from lightning_accel.settings import Plan
 
 

@@ -46,7 +46,7 @@ def run(given: Sequence[str]) -> int:
         parser.error(complaint)
     from lightning_accel.evidence.bench import FEWEST_RUNS, bench  # late: --help answers without NumPy
     from lightning_accel.evidence.compare import NotComparableError
-    from lightning_accel.evidence.record import RecordError
+    from lightning_accel.evidence.reading import RecordError
 
     if arguments.gate is not None and arguments.runs < FEWEST_RUNS:
         parser.error(f"--gate needs an interval, which takes --runs {FEWEST_RUNS} or more; given: {arguments.runs}.")

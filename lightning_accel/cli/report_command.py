@@ -35,7 +35,7 @@ def add_parser(subcommands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report, and says the most of it; returns the exit status."""
-    from lightning_accel.evidence.record import RecordError, read_earlier, read_record  # late: --help without torch
+    from lightning_accel.evidence.reading import RecordError, read_earlier, read_record  # late: --help without torch
 
     try:
         record = read_record(arguments.run)

@@ -25,7 +25,8 @@ from lightning_accel.evidence.headline import (
 from lightning_accel.evidence.memory_use import MemoryUse, memory_use
 from lightning_accel.evidence.module_tree import Node, tree_of
 from lightning_accel.evidence.peaks import Peaks
-from lightning_accel.evidence.record import Record, RecordError
+from lightning_accel.evidence.reading import RecordError
+from lightning_accel.evidence.record import Record
 
 FORMAT = 1
 _MOST_LINES = 20  # of copies and of waits

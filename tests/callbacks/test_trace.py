@@ -16,7 +16,7 @@ from lightning_accel.callbacks import SpeedMemoryLogger, TraceCallback
 from lightning_accel.callbacks._parts_patch import PARTS
 from lightning_accel.core import torch_private
 from lightning_accel.evidence.parts import DATA
-from lightning_accel.evidence.record import read_record
+from lightning_accel.evidence.reading import read_record
 from support.measured_runs import Model, loader
 from support.traced_runs import Blocks, fit, names, ranges, read, traced_steps
 

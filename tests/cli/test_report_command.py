@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_accel.__main__ import main
-from lightning_accel.evidence.record import read_record
+from lightning_accel.evidence.reading import read_record
 from support.reported_runs import Nested, make_trainer, vectors
 
 

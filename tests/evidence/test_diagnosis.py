@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 from lightning_accel.evidence.anatomy import LOGITS, LayoutCopy, MemoryPeak
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, REST
-from lightning_accel.evidence.record import Record, read_record
+from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.record import Record
 from support.made_up_records import PEAKS, PIECES, STEPS, anatomy, record
 from support.measured_runs import Vectors, fit, loader
 

@@ -261,7 +261,7 @@ def test_percentiles_are_over_steps_and_not_over_pieces() -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Page:
     """Of a plain run, without the plugin."""
-    from lightning_accel.evidence.record import read_record
+    from lightning_accel.evidence.reading import read_record
 
     folder = tmp_path_factory.mktemp("run")
     make_trainer(folder, max_epochs=2).fit(Model(), vectors())

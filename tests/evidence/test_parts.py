@@ -16,7 +16,8 @@ from torch import Tensor
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks._parts_patch import PARTS
 from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION, DATA, LOGGING, REST
-from lightning_accel.evidence.record import Record, read_record
+from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.record import Record
 from support.measured_runs import Model, Vectors, fit, loader
 from support.scripts import SUPPORT, run_script
 

@@ -13,7 +13,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_accel import AccelPlugin
-from lightning_accel.evidence.record import Header, Record, RecordError, RecordWriter, Steps, in_pieces, read_record
+from lightning_accel.evidence.reading import RecordError, read_record
+from lightning_accel.evidence.record import Header, Record, RecordWriter, Steps, in_pieces
 from support.measured_runs import BATCH_SIZE, Model, fit, loader
 
 HEADER = Header(

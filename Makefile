@@ -27,9 +27,9 @@ test-cpus: $(STAMP)  ## The tests that compare numbers, with torch's libraries t
 	$(BIN)/python tests/as_other_cpus.py $(WORKERS)
 
 # Chromium is the system's: there is none on PyPI. Without one the tests in it are skipped, and say so.
-test-browser: $(STAMP)  ## Other people's loggers, and TensorBoard in a real browser (installs them; Chromium is yours to)
+test-browser: $(STAMP)  ## Other people's loggers, reports and TensorBoard in a real browser (installs them; Chromium is yours to)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[boards]'
-	$(BIN)/python -m pytest -m "browser or slow" tests/callbacks/test_boards_elsewhere.py tests/callbacks/test_boards_in_browser.py
+	$(BIN)/python -m pytest -m "browser or slow" tests/callbacks/test_boards_elsewhere.py tests/callbacks/test_boards_in_browser.py tests/evidence/test_page_in_browser.py
 
 lint: $(STAMP)  ## ruff: rules and formatting
 	$(BIN)/ruff check $(SOURCES)
@@ -51,8 +51,9 @@ format: $(STAMP)  ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-stub: $(STAMP)  ## Write what editors see of the settings: after a technique was declared or changed
+stub: $(STAMP)  ## Write what editors see of the settings, and the schema of reports: after either was changed
 	$(BIN)/python tests/arguments_stub.py
+	$(BIN)/python tests/report_schema.py
 
 bench: $(STAMP)  ## Every benchmark that runs on a CPU (an hour on 2 slow cores, and an hour for tuning.py)
 	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e '/_'); do \

@@ -24,6 +24,7 @@ from lightning_accel.callbacks._header import header_of
 from lightning_accel.callbacks._parts import EVERY, StepParts
 from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks._saying import report_of, say
+from lightning_accel.callbacks.gpu_stats import told_by_cards
 from lightning_accel.core.clocks import Tally
 from lightning_accel.core.torch_private import compiling_ms, exposed_communication, graphs_captured
 from lightning_accel.core.trial import one_line
@@ -128,12 +129,16 @@ class FitRecord:
         self.memory = found.memory
         self._attempt(lambda: self._file().anatomy(found))
 
+    def settled(self) -> None:
+        """Told where live trials have settled."""
+        self._attempt(lambda: self._file().settled(self._steps))
+
     def epoch_ended(self, tally: Tally, speed: EpochSpeed) -> None:
         """Told at an epoch's end, before the clock begins anew."""
         self._take(tally)
         if self._writer is None or time.monotonic() >= self._due:
             self._write()
-        self._attempt(lambda: self._file().epoch(asdict(speed)))
+        self._attempt(lambda: self._file().epoch({**asdict(speed), "reserved_mib": self._reserved_mib()}))
 
     def training_ended(self, tally: Tally, exception: BaseException | None = None) -> None:
         """Told when no step is to follow, and what has ended them."""
@@ -152,10 +157,16 @@ class FitRecord:
             status = "finished" if exception is None else one_line(exception)
         page = str(exception) if isinstance(exception, StepMemoryError) else ""
         report = report_of(self._trainer)
-        self._attempt(lambda: self._file().end(status, None if report is None else report.to_dict(), page))
+        plain = None if report is None else report.to_dict()
+        self._attempt(lambda: self._file().end(status, plain, page, told_by_cards(self._trainer)))
         if self._writer is not None and not self._has_failed:
             leave_report(self._trainer, self._writer.path, is_asked_by_memory=bool(page))
         self._has_failed = True  # nothing more is written
+
+    def _reserved_mib(self) -> float | None:
+        """The most that torch's allocator has taken from a GPU in this epoch; None on a CPU, which has several."""
+        is_cuda = self._device.type == "cuda"
+        return torch.cuda.max_memory_reserved(self._device) / 2**20 if is_cuda else None
 
     def _hold(self) -> None:
         is_cuda = self._device.type == "cuda"
@@ -235,8 +246,17 @@ def record_folder(trainer: Trainer) -> Path | None:
     asked_for = os.environ.get(RECORD_VARIABLE)
     folder = Path(asked_for) if asked_for else next(filter(None, map(folder_of, trainer.loggers)), None)
     if folder is None and (report := report_path(trainer)) is not None:
-        folder = report.parent
+        folder = report.parent if _may_have(report.parent / FOLDER) else Path(trainer.default_root_dir)
     return None if folder is None else folder / FOLDER
+
+
+def _may_have(folder: Path) -> bool:
+    """Whether there can be such a folder; it is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return True
 
 
 def folder_of(logger: Any) -> Path | None:

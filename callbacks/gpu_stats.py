@@ -216,3 +216,14 @@ def put_together(cards: Sequence[CardEpoch]) -> dict[str, float]:
 
 def _part(answers: Iterable[bool]) -> float:
     return statistics.fmean(map(float, answers))
+
+
+def told_by_cards(trainer: Trainer) -> dict[str, float]:
+    """What a Trainer's GpuStats has logged, over all its epochs, without the prefix; empty without one."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    epochs = [epoch for one in callbacks if isinstance(one, GpuStats) for epoch in one.history]
+    found = {}
+    for name in dict.fromkeys(name for epoch in epochs for name in epoch):
+        values = [epoch[name] for epoch in epochs if name in epoch]
+        found[name.removeprefix(f"{PREFIX}gpu/")] = max(values) if name.endswith("_max") else statistics.fmean(values)
+    return found

@@ -205,6 +205,8 @@ class SpeedMemoryLogger(Callback):
 
     def settled(self) -> None:
         """Told where live trials have settled."""
+        if self._fit is not None and self._fit.record is not None:
+            self._fit.record.settled()
         if self._fit is not None and self._fit.teller is not None:
             self._fit.teller.settled()
 

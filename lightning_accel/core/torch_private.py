@@ -430,7 +430,7 @@ def exposed_communication(wrapped: DistributedDataParallel) -> float:
 
     DistributedDataParallel times its first ten steps, and each hundredth. Without the name nothing is told apart.
     """
-    found = wrapped._get_ddp_logging_data()
+    found = wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     names = ("avg_backward_comm_time", "avg_backward_compute_comm_overlap_time", "avg_backward_compute_time")
     communicating, overlapping, computing = (int(found.get(name, 0)) for name in names)
     exposed = max(0, communicating - overlapping)

@@ -8,34 +8,40 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from lightning_accel.evidence.figures import can_draw, share_bar
-from lightning_accel.evidence.page import Node, Page
+from lightning_accel.evidence.module_tree import Node
+from lightning_accel.evidence.page import Page
+from lightning_accel.evidence.peaks import Peaks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _INK = "#010203"  # stands for the colour of the text
 _LINE = "#0072B2"
-_NAMED = 8  # modules under the roof that are named
+_MARK = "#D55E00"  # where live trials had settled
+_NAMED = 6  # modules under the roof that are named
+_LONGEST = 28  # letters of a name
 
 
 def of(page: Page) -> dict[str, str]:
-    """The charts that there is something to show in, by name; empty where nothing can draw them."""
-    names = ("parts", "memory", "curves", "roofline")
+    """Every chart by its name; empty are those that there is nothing to show in, and all where nothing can draw."""
+    found = dict.fromkeys(("parts", "memory", "curves", "roofline"), "")
     if not can_draw():
-        return dict.fromkeys(names, "")
-    found = dict.fromkeys(names, "")
+        return found
     if page.parts_ms:
         found["parts"] = _svg(share_bar(page.parts_ms, "ms", "A step"), "What a step's time goes to")
-    if page.memory:
-        sizes = {name: size / 2**20 for name, size in page.memory.items()}
-        found["memory"] = _svg(share_bar(sizes, "MiB", "At the peak"), "What the memory at the peak consists of")
+    if page.memory.parts:
+        sizes = {name: size / 2**20 for name, size in page.memory.parts.items()}
+        found["memory"] = _svg(
+            share_bar(sizes, "MiB", "Tensors at the peak of a step"), "What the memory at the peak consists of"
+        )
     if any(len(points) > 1 for points in page.curves.values()):
         found["curves"] = _svg(_curves(page), "Step time, waiting, memory and loss over the run")
-    if page.peaks is not None and page.modules is not None:
-        found["roofline"] = _svg(_roofline(page), "Achieved FLOP/s of modules by FLOPs a byte")
+    if page.peaks is not None and page.modules is not None and (points := _points(page.modules)):
+        found["roofline"] = _svg(_roofline(points, page.peaks), "Achieved FLOP/s of modules by FLOPs a byte")
     return found
 
 
@@ -47,6 +53,8 @@ def _curves(page: Page) -> Figure:
     all_axes: Any = figure.subplots(len(shown), 1, squeeze=False)
     for axes, (name, points) in zip(all_axes[:, 0], shown.items(), strict=True):
         axes.plot(*zip(*points, strict=True), color=_LINE, linewidth=1.4)
+        if page.settled_step is not None:
+            axes.axvline(page.settled_step, color=_MARK, linewidth=1.2, linestyle="--")
         axes.set_title(name, loc="left", fontsize=9)
         axes.grid(visible=True, alpha=0.25)
         axes.tick_params(labelsize=8)
@@ -54,49 +62,45 @@ def _curves(page: Page) -> Figure:
     return figure
 
 
-def _roofline(page: Page) -> Figure:
+def _points(model: Node) -> list[tuple[str, float, float]]:
+    """Modules without parts that have FLOPs: their FLOPs a byte, and FLOPs a second; the most time first."""
+    computing = [(path, one) for path, one in model.leaves() if one.flops and one.ms > 0 and one.moved_bytes]
+    computing.sort(key=lambda pair: -pair[1].ms)
+    return [(path, one.flops / one.moved_bytes, one.flops / one.ms * 1e3) for path, one in computing]
+
+
+def _roofline(points: list[tuple[str, float, float]], peaks: Peaks) -> Figure:
     from matplotlib.figure import Figure
 
-    assert page.peaks is not None
-    assert page.modules is not None
     figure = Figure(figsize=(8.0, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    modules = sorted(_leaves(page.modules), key=lambda one: -one[1].ms)
-    points = [(path, node.flops / node.moved_bytes, node.flops / node.ms * 1e3) for path, node in modules]
-    reached = [x for _, x, _ in points] or [1.0]
-    flat = max(page.peaks.float32_flops, page.peaks.bfloat16_flops)
-    edge = flat / page.peaks.bytes_per_sec
+    reached = [x for _, x, _ in points]
+    knees = {"float32": peaks.float32_flops, "bfloat16": peaks.bfloat16_flops}
+    edge = max(knees.values()) / peaks.bytes_per_sec
     left, right = min(*reached, edge) / 3, max(*reached, edge) * 3
-    for name, peak, style in (
-        ("float32", page.peaks.float32_flops, "-"),
-        ("bfloat16", page.peaks.bfloat16_flops, "--"),
-    ):
-        knee = peak / page.peaks.bytes_per_sec
-        axes.plot([left, knee, right], [left * page.peaks.bytes_per_sec, peak, peak], style, color=_INK, label=name)
+    for (name, peak), style in zip(knees.items(), ("-", "--"), strict=True):
+        knee = peak / peaks.bytes_per_sec
+        axes.plot([left, knee, right], [left * peaks.bytes_per_sec, peak, peak], style, color=_INK, label=name)
     axes.scatter(reached, [y for _, _, y in points], color=_LINE, s=24, zorder=3)
     for path, x, y in points[:_NAMED]:
-        axes.annotate(path, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
+        name = path if len(path) <= _LONGEST else f"…{path[1 - _LONGEST :]}"
+        note = axes.annotate(name, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points", parse_math=False)
+        note.set_in_layout(False)  # else a name at the edge would take the room of the chart
     axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte that is read or written", ylabel="FLOP/s")
     axes.legend(frameon=False, fontsize=8)
     axes.grid(visible=True, alpha=0.25)
     return figure
 
 
-def _leaves(node: Node, path: str = "") -> list[tuple[str, Node]]:
-    """Modules without parts that have FLOPs."""
-    if not node.parts:
-        return [(path or node.name, node)] if node.flops and node.ms > 0 and node.moved_bytes else []
-    return [leaf for part in node.parts for leaf in _leaves(part, f"{path}.{part.name}".lstrip("."))]
-
-
 def _svg(figure: Figure, label: str) -> str:
     import matplotlib
 
     target = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-accel"}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # from its own fonts: letters are the browser's
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
     text = target.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "currentColor").replace("#000000", "currentColor")
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg[^>]*?)', lambda found: found[0], text, count=1)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # which other charts of the page have, too; nothing refers to them
     described = f'<svg role="img" aria-label="{label}" style="fill: currentColor"'
     return text.replace("<svg", described, 1)

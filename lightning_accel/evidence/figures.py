@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 MEND = "Figures need matplotlib: pip install 'lightning-accel[report]'."
 
 # In an order in which neighbours differ in lightness, too.
-_COLORS = ("#0072B2", "#E69F00", "#009E73", "#F0E442", "#D55E00", "#56B4E9", "#CC79A7", "#000000")
-_ARE_DARK = ("#0072B2", "#009E73", "#D55E00", "#000000")  # on which white reads better than black
+_COLORS = ("#0072B2", "#E69F00", "#009E73", "#F0E442", "#D55E00", "#56B4E9", "#CC79A7", "#5A5A5A")
+_ARE_DARK = ("#0072B2", "#009E73", "#D55E00", "#5A5A5A")  # on which white reads better than black
+_BLACK = "#0A0A0A"  # on a colour, whatever becomes of the letters beside it
 _LEAST_LABELLED = 0.06  # of the bar's length: in less, no number has room
 
 
@@ -52,7 +53,7 @@ def share_bar(values: Mapping[str, float], unit: str, title: str) -> Figure:
         label = f"{name}: {value:,.3g} {unit} ({value / total:.0%})"
         axes.barh(0, value, left=left, color=color, hatch=hatch, edgecolor="white", linewidth=1.5, label=label)
         if value >= _LEAST_LABELLED * total:
-            ink = "white" if color in _ARE_DARK else "black"
+            ink = "white" if color in _ARE_DARK else _BLACK
             axes.text(left + value / 2, 0, f"{value / total:.0%}", ha="center", va="center", color=ink, fontsize=10)
         left += value
     axes.set_title(f"{title}: {total:,.4g} {unit}", loc="left", fontsize=11)

@@ -3,8 +3,8 @@
 A line is written whole, at most once a minute and at the end of an epoch, so that a process that is killed loses a
 minute of it. The first one (``"kind": "run"``) says what ran where; ``"steps"`` have times and losses of steps since
 the line before, ``"epoch"`` what :class:`~lightning_accel.callbacks.SpeedMemoryLogger` logs, ``"anatomy"`` one step
-taken apart, and ``"end"`` how it ended and what the plugin did. A day of training is about one MiB; of thousands of
-epochs not every one is written.
+taken apart, ``"settled"`` where live trials had, and ``"end"`` how it ended and what the plugin did. A day of training
+is about one MiB; of thousands of epochs not every one is written.
 """
 
 from __future__ import annotations
@@ -141,6 +141,8 @@ class Record:
         passed_over: Newer ones in the same folder, which have no steps.
         page: What a run that died for want of memory ended with; else empty.
         anatomy: The step that was taken apart last; None: none was.
+        settled_step: At which live trials had settled; None: they had not, or there were none.
+        cards: What NVML said of the cards over the run: name → value; empty without GpuStats.
     """
 
     path: Path
@@ -152,6 +154,8 @@ class Record:
     passed_over: list[Path] = field(default_factory=list)
     page: str = ""
     anatomy: Anatomy | None = None
+    settled_step: int | None = None
+    cards: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -217,9 +221,15 @@ class RecordWriter:
         """Adds a step, taken apart."""
         self._append("anatomy", asdict(anatomy))
 
-    def end(self, status: str, report: Mapping[str, Any] | None, page: str = "") -> None:
+    def settled(self, step: int) -> None:
+        """Says that live trials had settled at a step."""
+        self._append("settled", {"step": step})
+
+    def end(
+        self, status: str, report: Mapping[str, Any] | None, page: str = "", cards: Mapping[str, float] | None = None
+    ) -> None:
         """Says how it ended."""
-        self._append("end", {"status": status, "report": report, "page": page})
+        self._append("end", {"status": status, "report": report, "page": page, "cards": cards or {}})
 
     def _append(self, kind: str, values: Mapping[str, Any]) -> None:
         # Opened anew for each line: nothing stays open in a process that forks, and a line is one write.
@@ -259,7 +269,8 @@ def read_record(where: Path) -> Record:
 def read_earlier(record: Record, most: int = 20) -> list[Record]:
     """The latest records of the same training, from before a run's, in the folders beside its own; oldest first."""
     path = record.path.resolve()
-    files = {*path.parents[2].glob(f"*/{FOLDER}/*-*.jsonl"), *path.parent.glob("*-*.jsonl")}
+    runs = path.parents[min(2, len(path.parents) - 1)]  # a record that was taken elsewhere may lie in a root
+    files = {*runs.glob(f"*/{FOLDER}/*-*.jsonl"), *path.parent.glob("*-*.jsonl")}
     found = []
     for file in sorted((one for one in files if one.name < path.name), key=lambda one: one.name)[-most:]:
         try:
@@ -286,7 +297,7 @@ def _read(path: Path) -> Record:
     names = Header.__dataclass_fields__
     try:
         header = Header(**{name: first[name] for name in names if name in first})
-        steps, epochs, status, report, page, anatomy = [], [], "", None, "", None
+        steps, epochs, anatomy, settled_step, end = [], [], None, None, {}
         for line in lines:
             kind = line.pop("kind", None)
             if kind == "steps":
@@ -294,7 +305,9 @@ def _read(path: Path) -> Record:
             elif kind == "epoch":
                 epochs.append(line)
             elif kind == "end":
-                status, report, page = line["status"], line["report"], line.get("page", "")
+                end = line
+            elif kind == "settled":
+                settled_step = int(line["step"])
             elif kind == "anatomy":
                 anatomy = Anatomy.from_dict(line)
     except RecordError:
@@ -306,10 +319,12 @@ def _read(path: Path) -> Record:
         header=header,
         steps=steps,
         epochs=epochs,
-        status=status,
-        report=report,
-        page=page,
+        status=str(end.get("status", "")),
+        report=end.get("report"),
+        page=str(end.get("page", "")),
         anatomy=anatomy,
+        settled_step=settled_step,
+        cards=end.get("cards", {}),
     )
 
 

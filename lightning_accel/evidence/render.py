@@ -6,19 +6,16 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from lightning_accel.core.byte_size import format_bytes
-from lightning_accel.evidence import charts
-from lightning_accel.evidence.page import Node, Page
-
-Cell = tuple[str, Any]
-"""What is shown, and by what it is sorted."""
+from lightning_accel.evidence import charts, tables
+from lightning_accel.evidence.figures import MEND, can_draw
+from lightning_accel.evidence.page import Page
 
 
 def to_html(page: Page) -> str:
@@ -35,7 +32,7 @@ def to_markdown(page: Page) -> str:
 
 def to_json(page: Page) -> str:
     """The same as JSON, by ``report.schema.json``."""
-    return json.dumps(_finite(asdict(page)), indent=1)
+    return json.dumps(_finite(asdict(page)), indent=1, allow_nan=False)
 
 
 FORMS: Mapping[str, Callable[[Page], str]] = {".html": to_html, ".md": to_markdown, ".json": to_json}
@@ -81,81 +78,9 @@ def _environment(*, autoescape: bool) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "bytes": format_bytes,
-        "cell": lambda text: str(text).replace("|", "\\|").replace("\n", " "),
-        "number": lambda value: "" if value is None else f"{float(value):,.4g}",
-        "share": lambda value: "" if value is None else f"{float(value):.1%}",
-        "interval": lambda one: f"{one['ratio']:.2f}x {_bounds(one)}",
-        "walk": lambda node: list(_walk(node)),
-        "flops_rate": lambda node: _rate(node.flops / 1e9, node.ms),
-        "bytes_rate": lambda node: _rate(node.moved_bytes / 1e9, node.ms),
-        "rows": _rows,
-        "part_rows": lambda page: _shares(page.parts_ms, lambda ms: f"{ms:.3g}"),
-        "memory_rows": lambda page: _shares(page.memory, format_bytes),
-        "trial_rows": _trial_rows,
-        "layout_rows": _layout_rows,
-        "epoch_rows": _epoch_rows,
-    }
+    environment.filters |= tables.FILTERS
+    environment.globals["how_to_draw"] = "" if can_draw() else MEND
     return environment
-
-
-def _rate(amount: float, ms: float) -> str:
-    return f"{amount / ms * 1e3:.3g}" if ms > 0 and amount else ""
-
-
-def _bounds(one: Mapping[str, Any]) -> str:
-    return f"[{one['low']:.2f}, {one['high']:.2f}]".replace("inf", "∞")
-
-
-def _walk(node: Node, depth: int = 0) -> Iterator[tuple[int, str, Node]]:
-    yield depth, node.name, node
-    for part in node.parts:
-        yield from _walk(part, depth + 1)
-
-
-def _rows(values: Iterable[Any], *names: str) -> list[list[Cell]]:
-    def shown(value: Any) -> Cell:
-        return (f"{value:.2f}x", value) if isinstance(value, float) else (str(value), value)
-
-    return [[shown(getattr(one, name)) for name in names] for one in values]
-
-
-def _shares(values: Mapping[str, float], shown: Callable[[Any], str]) -> list[list[Cell]]:
-    total = sum(values.values()) or 1
-    return [[(name, name), (shown(size), size), (f"{size / total:.1%}", size)] for name, size in values.items()]
-
-
-def _trial_rows(page: Page) -> list[list[Cell]]:
-    return [
-        [
-            (one["name"], one["name"]),
-            (one["verdict"], one["verdict"]),
-            (f"{one['ratio']:.3f}x", one["ratio"]),
-            (_bounds(one), one["low"]),
-            (f"{one['steps']:,}", one["steps"]),
-        ]
-        for one in page.trials
-    ]
-
-
-def _layout_rows(copies: Iterable[Mapping[str, Any]]) -> list[list[Cell]]:
-    return [
-        [
-            (one["line"] or f"backward pass of {one['module'] or 'the model'}", one["line"]),
-            (one["made_by"], one["made_by"]),
-            (f"{one['count']:,}", one["count"]),
-            (format_bytes(one["moved_bytes"]), one["moved_bytes"]),
-            (f"{one['ms']:.3g}", one["ms"]),
-        ]
-        for one in copies
-    ]
-
-
-def _epoch_rows(epochs: Iterable[Mapping[str, Any]]) -> list[list[Cell]]:
-    names = ("epoch", "steps_per_sec", "step_ms_p50", "step_ms_p95", "data_wait_frac", "peak_memory_mib")
-    values = [[one.get(name) for name in names] for one in epochs]
-    return [[("", -1) if value is None else (f"{value:,.4g}", value) for value in row] for row in values]
 
 
 def _finite(value: Any) -> Any:

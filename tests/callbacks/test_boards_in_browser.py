@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -16,11 +14,11 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_accel.callbacks import SpeedMemoryLogger
+from support.browser import a_browser
 from support.live_runs import Timed, fit, simulated
 
 pytestmark = pytest.mark.browser
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE_S = 30.0
 
 
@@ -63,17 +61,10 @@ def _has_read_the_run(address: str) -> bool:
 @pytest.fixture(scope="module")
 def page() -> Iterator[Any]:
     """A page of a headless browser."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs a browser's driver: make test-browser")
-    browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser_path is None:
-        pytest.skip(f"needs a browser, one of {', '.join(BROWSERS)}: apt-get install chromium, say")
-    sandbox = ["--no-sandbox"] if os.getuid() == 0 else []  # which root has none of
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=browser_path, args=sandbox)
+    with a_browser() as browser:
         page = browser.new_page(viewport={"width": 1400, "height": 900})
         page.set_default_timeout(1e3 * PATIENCE_S)
         yield page
-        browser.close()
 
 
 def show(page: Any, address: str, tab: str) -> None:

@@ -11,6 +11,9 @@ import pytest
 
 from lightning_accel.callbacks import EpochSpeed
 from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
+from lightning_accel.evidence.page import page_of
+from lightning_accel.evidence.record import read_record
+from lightning_accel.evidence.render import to_markdown
 from support.measured_runs import ALWAYS_LOGGED
 from support.scripts import SUPPORT, run_script
 
@@ -123,3 +126,12 @@ def test_percentiles_of_a_million_steps_are_kept_by_a_few_thousand() -> None:
     speed = together(rank_epoch(step_ms=kept))
     assert speed.step_ms_p50 == pytest.approx(500_000, rel=1e-3)
     assert speed.step_ms_p95 == pytest.approx(950_000, rel=1e-3)
+
+
+def test_the_report_of_several_ranks_is_one_and_says_who_held_up_the_others(two_ranks: Path) -> None:
+    record = read_record(two_ranks / "board")
+    page = page_of(record)
+    assert len(list(two_ranks.glob("board/accel/*.jsonl"))) == 1
+    assert page.machine["strategy"] == "DDPStrategy, 2 ranks"
+    assert "slowest rank" in to_markdown(page).partition("| epoch |")[2].partition("\n")[0]
+    assert {epoch["stragglers_slowest_rank"] for epoch in page.epochs} <= {0, 1}

@@ -1,0 +1,94 @@
+"""A run from its first step to its last, as a page shows it: few enough points to be read, whatever its length."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from lightning_accel.evidence.record import Record
+
+Curve = list[tuple[float, float]]
+
+MOST_POINTS = 400
+MOST_EPOCHS = 200
+
+STEP, WAIT, HELD, LOSS, SCALE = (
+    *("step, ms", "waiting for data, ms", "memory held, MiB", "loss", "loss scale, at the end of each epoch"),
+)
+_OF_EPOCHS = (
+    *("epoch", "samples_per_sec", "steps_per_sec", "step_ms_p50", "step_ms_p95", "data_wait_frac", "peak_memory_mib"),
+    *("host_rss_mib", "tflops", "mfu", "loss_scale", "skipped_steps", "energy_j_per_sample"),
+)
+_OF_STRAGGLERS = ("slowest_rank", "step_ms_p95", "step_ms_p95_mean", "latest_rank", "data_wait_ms")
+
+
+def curves_of(record: Record) -> dict[str, Curve]:
+    """Name → step numbers and values over the run; those that nothing is known of are left out."""
+    cycles = [(float(number), ms) for some in record.steps for number, _, ms in some.pieces()]
+    waits = [ms for some in record.steps for ms in some.wait_ms]
+    found = {
+        STEP: cycles,
+        WAIT: [(number, ms) for (number, _), ms in zip(cycles, waits, strict=False)],
+        HELD: list(_held(record)),
+        LOSS: [(float(step), loss) for step, loss in sorted(record.losses.items())],
+        SCALE: list(_scales(record)),
+    }
+    return {name: thinned(points) for name, points in found.items() if any(math.isfinite(value) for _, value in points)}
+
+
+def _held(record: Record) -> Iterator[tuple[float, float]]:
+    for some in record.steps:
+        length = (some.last - some.first + 1) / max(1, len(some.held_mib))
+        yield from ((some.first + length * (place + 1), mib) for place, mib in enumerate(some.held_mib))
+
+
+def _scales(record: Record) -> Iterator[tuple[float, float]]:
+    steps = 0
+    for epoch in record.epochs:
+        steps += epoch.get("steps") or 0
+        if (scale := number(epoch.get("loss_scale"))) is not None:
+            yield float(steps), scale
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> Curve:
+    """Means over consecutive pieces of equal length, without what is no number."""
+    finite = [(float(at), float(value)) for at, value in points if math.isfinite(value)]
+    length = max(1, -(-len(finite) // most))
+    pieces = (finite[begin : begin + length] for begin in range(0, len(finite), length))
+    return [(piece[0][0], math.fsum(value for _, value in piece) / len(piece)) for piece in pieces]
+
+
+def quantiles_ms(record: Record) -> list[float]:
+    """The 50th, 95th and 99th percentile over pieces, each as often as it has steps."""
+    pieces = sorted((ms, count) for some in record.steps for _, count, ms in some.pieces())
+    if not pieces:
+        return []
+    reached = list(itertools.accumulate(count for _, count in pieces))
+    wanted = [share * reached[-1] for share in (0.5, 0.95, 0.99)]
+    return [next(ms for (ms, _), upto in zip(pieces, reached, strict=True) if upto >= need) for need in wanted]
+
+
+def epochs_of(record: Record) -> list[dict[str, float]]:
+    """What was measured of each epoch, of several ranks also who held up the others; of many epochs, every so many."""
+    stride = -(-len(record.epochs) // MOST_EPOCHS) or 1
+    chosen = [one for place, one in enumerate(record.epochs, start=1 - len(record.epochs)) if place % stride == 0]
+    return [dict(_of_epoch(one)) for one in chosen]
+
+
+def _of_epoch(epoch: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    stragglers = epoch.get("stragglers") or {}
+    values: Iterable[tuple[str, Any]] = (
+        *((name, epoch.get(name)) for name in _OF_EPOCHS),
+        *((f"stragglers_{name}", stragglers.get(name)) for name in _OF_STRAGGLERS),
+    )
+    for name, value in values:
+        if (known := number(value)) is not None:
+            yield name, known
+
+
+def number(value: Any) -> float | None:
+    """A finite number as one; None of all else: a record has NaN and infinity as text."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None

@@ -1,0 +1,176 @@
+"""A run in a sentence, what to do about it, what earlier predictions have come to, and how to have the same again."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.evidence.compare import compare
+from lightning_accel.evidence.diagnosis import Finding, diagnose
+from lightning_accel.evidence.peaks import Peaks
+from lightning_accel.evidence.record import Record
+from lightning_accel.settings import Plan
+
+_PLAIN = {"python": "Trainer(plugins=[AccelPlugin()])", "yaml": "accel: {}"}
+_WORTH = 1.05  # less than that is not predicted to anybody's benefit
+
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a record raises whose values are not of the kinds that they were written as."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a prediction.
+
+    Attributes:
+        finding: Of the earlier run, which is not found in this one any more.
+        predicted: How many times as fast this one was to be.
+        measured: How many times as fast it is, as ``1.31x [1.27, 1.35]``.
+        ratio: The same as a number.
+        earlier: The record of the earlier run.
+    """
+
+    finding: str
+    predicted: float
+    measured: str
+    ratio: float
+    earlier: str
+
+
+def headline_of(record: Record, tuning: Mapping[str, Any], earlier: Sequence[Record]) -> str:
+    """The run in a sentence.
+
+    Args:
+        record: Of the run.
+        tuning: What its live trials have come to, as the report has it; empty: there were none.
+        earlier: Records of the same training.
+    """
+    if record.page:
+        after = f" after {record.num_steps:,} steps" if record.steps else ""  # a run without a logger counts none
+        return f"Out of memory{after}: {_line(record.page, 0)}"
+    if record.status not in ("finished", ""):
+        return f"Ended after {record.num_steps:,} steps: {record.status}"
+    if record.header.settings is None:
+        return f"A run of {record.num_steps:,} steps without AccelPlugin: nothing was tried"
+    whole = tuning.get("whole")
+    if not whole:
+        return f"A run of {record.num_steps:,} steps: nothing was measured against plain"
+    if not tuning.get("choices"):
+        return "As fast as plain: nothing that was tried on its own steps was faster for sure"
+    ratio, low, high = (float(whole["interval"][name]) for name in ("ratio", "low", "high"))
+    words = [f"{ratio:.2f}x [{low:.2f}, {'∞' if math.isinf(high) else f'{high:.2f}'}] over plain"]
+    plain = [one for one in earlier if one.header.settings is None and _source(one) == _source(record)]
+    peaks = record.peak_memory_mib, plain[-1].peak_memory_mib if plain else None
+    if peaks[0] and peaks[1]:
+        words.append(f"{peaks[0] / peaks[1]:.2f}x the memory of {plain[-1].path.parent.parent.name}")
+    if (step := _profit_step(record, ratio)) is not None:
+        words.append(f"from step {step:,} on in profit")
+    return ", ".join(words)
+
+
+def _line(text: str, number: int) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[number].strip() if number < len(lines) else ""
+
+
+def _source(record: Record) -> str:
+    return str(record.epochs[-1].get("peak_memory_source", "")) if record.epochs else ""
+
+
+def _profit_step(record: Record, ratio: float) -> int | None:
+    """The step from which on the run has taken less, all in all, than a plain one that is slower by ``ratio``."""
+    pieces = [piece for some in record.steps for piece in some.pieces()]
+    late = [ms for _, _, ms in pieces[len(pieces) // 2 :]]
+    if not late:
+        return None
+    plain_ms = ratio * statistics.median(late)
+    saved, step = 0.0, None
+    for first, count, ms in pieces:
+        saved += count * (plain_ms - ms)
+        if saved < 0:
+            step = None
+        elif step is None:
+            step = first
+    return step
+
+
+def verdict_of(record: Record, parts_ms: Mapping[str, float], findings: Sequence[Finding]) -> str:
+    """What sets the pace, and what would change that."""
+    if record.page:
+        return _line(record.page, 1)
+    if findings:
+        first = findings[0]
+        says = first.says[:1].upper() + first.says[1:]
+        return f"{says}: {gain_of(first)}." if gain_of(first) else f"{says}."
+    if not parts_ms:
+        return "Too few steps were looked at to tell what sets the pace."
+    total = sum(parts_ms.values())
+    most, ms = max(parts_ms.items(), key=lambda one: one[1])
+    return f"Nothing stands out: {most} sets the pace, with {ms / total:.0%} of a step."
+
+
+def gain_of(finding: Finding) -> str:
+    """What is predicted of an action: ``num_workers=4 would give about 1.5x``; empty: nothing is."""
+    gains = [f"give about {finding.speedup:.2g}x" if (finding.speedup or 1.0) > _WORTH else ""]
+    gains += [f"free {format_bytes(finding.freed_bytes)}" if finding.freed_bytes else ""]
+    what = finding.python.partition("\n")[0] or finding.action
+    return f"{what} would {' and '.join(filter(None, gains))}" if any(gains) else ""
+
+
+def settings_of(record: Record, tuning: Mapping[str, Any]) -> dict[str, str]:
+    """What was given, with what live trials have settled written out; empty where that cannot be told."""
+    if record.header.settings is None:
+        return dict(_PLAIN)
+    defaults = Plan()
+    try:
+        plan = Plan.from_dict(record.header.settings)
+    except (TypeError, ValueError):  # of another version, or of a technique that is not here
+        return {}
+    choices = {**dict.fromkeys(tuning.get("results") or {}, "off"), **(tuning.get("choices") or {})}
+    for arm, choice in choices.items() if tuning.get("is_settled") else ():
+        if arm not in defaults.to_dict():
+            continue
+        try:
+            plan = plan.replace(**{arm: choice})
+        except (TypeError, ValueError):  # a choice that is no setting
+            continue
+    given, plain = plan.to_dict(), defaults.to_dict()
+    other = {name: value for name, value in given.items() if value != plain[name]}
+    if not other:
+        return dict(_PLAIN)
+    arguments = ", ".join(f"{name}={value!r}" for name, value in other.items())
+    return {
+        "python": f"Trainer(plugins=[AccelPlugin({arguments})])",
+        "yaml": yaml.safe_dump({"accel": other}, sort_keys=False, allow_unicode=True).strip(),
+    }
+
+
+def outcomes_of(
+    record: Record, findings: Sequence[Finding], earlier: Sequence[Record], peaks: Peaks | None
+) -> Iterator[Outcome]:
+    """What came of predictions that earlier runs were given."""
+    now = {finding.name for finding in findings}
+    for before in earlier:
+        is_same_machine = before.header.machine == record.header.machine
+        try:
+            found = diagnose(before, peaks if is_same_machine else None)
+            done = [one for one in found if (one.speedup or 1.0) > _WORTH and one.name not in now]
+            speed = compare(before, record).speed if done else None
+        except MALFORMED:  # another's record that is damaged, or not of this training: nothing of this run
+            continue
+        if speed is None:
+            continue
+        for one in done:
+            yield Outcome(
+                finding=one.says,
+                predicted=one.speedup or 1.0,
+                measured=str(speed),
+                ratio=speed.ratio,
+                earlier=str(before.path),
+            )

@@ -41,7 +41,7 @@ COLUMNS = (
     *("fault", "found", "predicted", "measured", "measured by predicted", "predicted MiB", "measured MiB"),
     *("also found", "TraceML"),
 )
-SCRIPT = Path(__file__).parent / "_faults.py"
+SCRIPT = Path(__file__).parent / "_fault_runs.py"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def records(name: str, modes: tuple[str, ...], options: argparse.Namespace, fold
             mode=mode,
             accelerator="cpu",
             log_dir=folder,
-            worker="_faults",
+            worker="_fault_runs",
             has_children=True,
             options={"rounds": options.rounds, "scale": options.scale},
         )

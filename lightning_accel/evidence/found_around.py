@@ -31,7 +31,7 @@ def loader(seen: Seen) -> Iterator[Finding]:
         )
         return
     speedup = seen.step_ms / _step_ms_with_workers(seen, now, workers)
-    if speedup <= 1 + WORTH:
+    if speedup <= 1 + _WORTH_WORKERS:
         return
     yield Finding(
         name="loader",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.evidence.anatomy import Anatomy, ModuleCost
+from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD
 from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.record import Header, Record, Steps
@@ -71,3 +72,12 @@ def anatomy(**values: Any) -> Anatomy:
     cost = ModuleCost(module="net", kind="Linear", forward_ms=40.0, backward_ms=59.0, flops=10**10, moved_bytes=10**8)
     plain: dict[str, Any] = {"modules": [cost], "operations": 100, "operations_ms": 99.0, "work_ms": 99.0}
     return Anatomy(**plain | values)
+
+
+def found(run: Record, name: str) -> Finding:
+    (one,) = [one for one in diagnose(run, PEAKS) if one.name == name]
+    return one
+
+
+def names(run: Record) -> set[str]:
+    return {one.name for one in diagnose(run, PEAKS)}

@@ -107,7 +107,9 @@ class FitInstruments:
             return
         parts = self._parts
         parts.watch()
-        mode = AnatomyMode(module, clock_for(self._device), lambda: parts.is_at_optimizer)
+        # Not among the first steps, in which memory budgets are planned by the same meter.
+        meters = self.steps >= self._TAKEN_APART_AGAIN
+        mode = AnatomyMode(module, clock_for(self._device), lambda: parts.is_at_optimizer, meters=meters)
         mode.begin(batch, self._trainer.optimizers)
         self.flops.open(mode)
 

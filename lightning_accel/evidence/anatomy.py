@@ -16,6 +16,7 @@ COPIES = "copies of parameters in another dtype"
 WORKSPACE = "workspace of the forward pass"
 BACKWARD = "gradients of activations, and workspace of the backward pass"
 STEPPING = "workspace of the optimizer"
+WITHIN = "workspace that operations take and give back"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,8 @@ class MemoryPeak:
     """What was alive at the moment of a step at which most was.
 
     Attributes:
-        peak_bytes: All of it: tensors' storages, each counted once. What an operation takes and gives back within
-            itself, and what allocators hold beside, is not among it.
+        peak_bytes: All of it: tensors' storages, each counted once; and, where the allocator was metered, what
+            operations take and give back within themselves. What allocators hold beside is not among it.
         parts: Category → bytes; they add up to the peak.
         modules: Module → bytes of what its forward pass made, that were alive at the peak.
     """

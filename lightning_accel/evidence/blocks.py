@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_accel.core.tree import storages_of
-from lightning_accel.evidence.anatomy import ACTIVATIONS, GRADIENTS, LOGITS, STATES, WORKSPACE, MemoryPeak
+from lightning_accel.evidence.anatomy import ACTIVATIONS, GRADIENTS, LOGITS, STATES, WITHIN, WORKSPACE, MemoryPeak
 
 
 @dataclass
@@ -71,12 +71,15 @@ class LiveBlocks:
         if self._backward_began is None:
             self._backward_began = len(self._events)
 
-    def peak(self, gradients: Iterable[Tensor], states: Iterable[Tensor]) -> MemoryPeak:
+    def peak(
+        self, gradients: Iterable[Tensor], states: Iterable[Tensor], metered_bytes: int | None = None
+    ) -> MemoryPeak:
         """What the peak consisted of.
 
         Args:
             gradients: The parameters', at the step's end.
             states: The optimizers'.
+            metered_bytes: The most that was allocated by the allocator's own account; None: not known.
         """
         for tensors, category in ((gradients, GRADIENTS), (states, STATES)):
             for storage in storages_of(tensors):
@@ -95,6 +98,8 @@ class LiveBlocks:
             parts[LOGITS if block.is_logits else block.category] += sign * block.size
             if block.category in (ACTIVATIONS, WORKSPACE):
                 modules[block.module] += sign * block.size
+        if metered_bytes is not None and metered_bytes > most:
+            parts[WITHIN], most = metered_bytes - most, metered_bytes
         return MemoryPeak(
             peak_bytes=most,
             parts={name: size for name, size in parts.items() if size},

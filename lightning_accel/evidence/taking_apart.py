@@ -6,6 +6,7 @@ is that of the operation that made it, and that operation was some module's. Not
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import warnings
@@ -29,6 +30,7 @@ from lightning_accel.evidence.anatomy import OPTIMIZER, Anatomy, LayoutCopy, Mod
 from lightning_accel.evidence.blocks import LiveBlocks
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.strides import odd_operand, strides_that_matter
+from lightning_accel.memory.meter import MeterBusyError, meter_for
 
 # Operations, without the line that some names begin with.
 _COPYING = frozenset({"clone", "copy_", "to_copy"})
@@ -46,12 +48,15 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         model: Whose modules are told apart.
         clock: Whose marks are put around each operation.
         is_stepping: Whether an optimizer is at its step, and not in a closure of it.
+        meters: Whether the allocator is asked, too, on a CPU, what was the most: nobody else can profile meanwhile.
 
     Attributes:
         trouble: What went wrong in looking at an operation; the step is then not taken apart.
     """
 
-    def __init__(self, model: nn.Module, clock: StepClock, is_stepping: Callable[[], bool]) -> None:
+    def __init__(
+        self, model: nn.Module, clock: StepClock, is_stepping: Callable[[], bool], *, meters: bool = False
+    ) -> None:
         super().__init__()
         self.trouble: Exception | None = None
         self._model, self._clock, self._is_stepping = model, clock, is_stepping
@@ -70,6 +75,8 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         self._products: list[int] = []  # places of spans with FLOPs
         self._made_by: dict[int, str] = {}  # id of a storage → what gave a view of it other strides
         self._hooks = ExitStack()
+        self._meter = meter_for(device) if meters and device.type == "cpu" else None
+        self._metered_bytes: int | None = None
 
     def begin(self, batch: Any, optimizers: Iterable[Optimizer]) -> None:
         """Tells what was there before the step."""
@@ -80,11 +87,20 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
 
     def _hold(self, batch: Any, optimizers: Iterable[Optimizer]) -> None:
         parameters = list(self._model.parameters())
-        self._blocks.hold(_plain(parameters), anatomy.PARAMETERS)
-        self._blocks.hold(_plain(self._model.buffers()), anatomy.BUFFERS)
-        self._blocks.hold(_plain(p.grad for p in _plain(parameters)), anatomy.GRADIENTS)
-        self._blocks.hold(_plain(_states(optimizers)), anatomy.STATES)
-        self._blocks.hold(_plain(tensors_in(batch)), anatomy.BATCH)
+        held = {
+            anatomy.PARAMETERS: _plain(parameters),
+            anatomy.BUFFERS: _plain(self._model.buffers()),
+            anatomy.GRADIENTS: _plain(p.grad for p in _plain(parameters)),
+            anatomy.STATES: _plain(_states(optimizers)),
+            anatomy.BATCH: _plain(tensors_in(batch)),
+        }
+        for category, tensors in held.items():
+            self._blocks.hold(tensors, category)
+        if self._meter is not None:
+            try:
+                self._meter.start(itertools.chain.from_iterable(held.values()))
+            except MeterBusyError:
+                self._meter = None
 
     @override
     def __enter__(self) -> Self:
@@ -104,6 +120,15 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        meter, self._meter = self._meter, None
+        if meter is None:
+            return
+        try:
+            self._metered_bytes = max(interval.peak_bytes for interval in meter.stop())
+        except MeterBusyError:
+            pass  # another profiler has begun
+        finally:
+            meter.abort()
 
     def taken(self, optimizers: Iterable[Optimizer]) -> Anatomy:
         """What was seen; it waits for the device.
@@ -130,7 +155,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         for ran, again, copy in self._hidden:
             copy.ms += max(0.0, self._clock.ms_between(*ran) - self._clock.ms_between(*again))
         gradients = _plain(p.grad for p in _plain(self._model.parameters()))
-        memory = self._blocks.peak(gradients, _plain(_states(optimizers)))
+        memory = self._blocks.peak(gradients, _plain(_states(optimizers)), self._metered_bytes)
         costs = sorted(self._costs.values(), key=lambda one: one.forward_ms + one.backward_ms, reverse=True)[:MOST]
         return Anatomy(
             modules=costs,

@@ -22,6 +22,7 @@ from lightning_accel.evidence.anatomy import (
     OPTIMIZER,
     PARAMETERS,
     STATES,
+    WITHIN,
     Anatomy,
 )
 from lightning_accel.evidence.flops import FlopMode
@@ -75,8 +76,8 @@ class Training:
         self.optimizer.step()
         self.is_stepping = False
 
-    def taken_apart(self) -> Anatomy:
-        mode = AnatomyMode(self.net, StepClock(), lambda: self.is_stepping)
+    def taken_apart(self, *, meters: bool = False) -> Anatomy:
+        mode = AnatomyMode(self.net, StepClock(), lambda: self.is_stepping, meters=meters)
         mode.begin(self.batch, [self.optimizer])
         with mode:
             self.step()
@@ -124,6 +125,27 @@ def test_memory_at_the_peak_is_what_the_allocator_says() -> None:
     meter.start(held)
     training.step()
     assert found.peak_bytes == pytest.approx(max(one.peak_bytes for one in meter.stop()), rel=0.03)
+
+
+@pytest.mark.parametrize("net", [Net, lambda: nn.LSTM(DIM, WIDE)], ids=["linear layers", "kernels with workspaces"])
+def test_with_the_allocator_metered_it_is_its_own_peak(net: Callable[[], nn.Module]) -> None:
+    def loss(y: Any) -> Tensor:
+        return (y[0] if isinstance(y, tuple) else y).square().mean()
+
+    training = Training(net(), loss)
+    metered, alone = (training.taken_apart(meters=meters).memory for meters in (True, False))
+    assert metered is not None
+    assert alone is not None
+    assert metered.peak_bytes == alone.peak_bytes + metered.parts.get(WITHIN, 0)
+    assert sum(metered.parts.values()) == metered.peak_bytes
+
+
+def test_beside_another_profiler_the_allocator_is_not_metered() -> None:
+    training = Training(Net())
+    with torch.profiler.profile():
+        found = training.taken_apart(meters=True).memory
+    assert found is not None
+    assert WITHIN not in found.parts
 
 
 def test_categories_add_up_to_the_peak_and_are_what_they_are_called() -> None:

@@ -1,11 +1,11 @@
 """Eight planted faults: which are found, what mending them is predicted to bring, and what it brings.
 
-    python benchmarks/diagnosis.py [--rounds 5] [--scale 1] [--faults loader,leak] [--healthy cnn] [--json docs/results]
+    python benchmarks/diagnosis.py [--rounds 10] [--scale 0.5] [--faults loader,leak] [--healthy cnn] [--json docs/results]
 
 Each is a small training with a fault, and the same with the fault mended as the finding says. Both train at the same
-time, in processes of their own, in turns of an epoch of one to three seconds, so that a busy minute of the machine hits
-both; while it is not its turn a process sleeps. Then the record of the one with the fault is diagnosed, and the two are
-compared as ``lightning-accel compare`` does, without the first fifth of either. Healthy runs are diagnosed, too: what
+time, in processes of their own, in turns of an epoch of a second or so, so that a busy minute of the machine hits both;
+while it is not its turn a process sleeps. Then the record of the one with the fault is diagnosed, and the samples a
+second of each turn are set beside those of its neighbour: the median of these ratios is what came of it. Healthy runs are diagnosed, too: what
 is found in them is false. Where TraceML is installed, each fault is trained under it once more. Of what is not
 measured, the rows that this machine has already are kept, so that it can be done in parts.
 """
@@ -17,7 +17,7 @@ import json
 import sys
 import tempfile
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,14 @@ from _faults import FAULTS, HEALTHY, TRAININGS, Fault
 from _measure import publish
 
 from lightning_accel.claims.machine import machine, slug
+from lightning_accel.claims.measure import median_interval
 from lightning_accel.core.host import Host
 from lightning_accel.evidence.compare import Comparison, compare
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.peaks import Peaks, measure_peaks
 from lightning_accel.evidence.reading import read_record
 from lightning_accel.evidence.record import Record
+from lightning_accel.tuning.pairs import Interval
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from _turns import Job, Run
@@ -51,12 +53,14 @@ class Outcome:
     Attributes:
         findings: In the run that has it, the most promising first.
         came: The mended run beside it.
+        speed: How many times as fast that is: the median over the turns of either, each beside its neighbour.
         traceml: What TraceML found in it; None: it is not installed.
     """
 
     fault: Fault
     findings: list[Finding]
     came: Comparison
+    speed: Interval
     traceml: list[str] | None
 
     @property
@@ -98,21 +102,27 @@ def measured(name: str, peaks: Peaks, options: argparse.Namespace, folder: Path)
     if _traceml.installed():
         steps = max(2, round(options.scale * FAULTS[name].steps * options.rounds))
         found = _traceml.findings(SCRIPT, [name, str(folder / "traceml_logs"), str(steps)], folder / "traceml", name)
-    return Outcome(FAULTS[name], diagnose(faulty, peaks), compare(faulty, mended), found)
+    speed = Interval(*median_interval([b / a for a, b in zip(*map(_rates, (faulty, mended)), strict=True)][1:]))
+    return Outcome(FAULTS[name], diagnose(faulty, peaks), compare(faulty, mended), speed, found)
+
+
+def _rates(record: Record) -> list[float]:
+    """Samples a second, turn by turn."""
+    return [epoch["samples_per_sec"] for epoch in record.epochs]
 
 
 def row(outcome: Outcome) -> list[str]:
     fault, place = outcome.fault, outcome.place
     finding = outcome.findings[place - 1] if place else None
     speedup = None if finding is None else finding.speedup
-    ratio = outcome.came.speed.ratio
+    ratio = outcome.speed.ratio
     memory = outcome.came.memory_mib
     is_of_memory = finding is not None and finding.freed_bytes > 0
     return [
         fault.title,
         {0: "no", 1: "first"}.get(place, f"as number {place}"),
         "" if speedup is None else f"{speedup:.2f}x",
-        str(outcome.came.speed),
+        str(outcome.speed),
         "" if speedup is None else f"{ratio / speedup:.2f}",
         f"{finding.freed_bytes / 2**20:,.0f}" if finding is not None and is_of_memory else "",
         f"{memory[0] - memory[1]:,.0f}" if memory is not None and is_of_memory else "",
@@ -143,14 +153,15 @@ def details(outcome: Outcome) -> dict[str, Any]:
         "fault": outcome.fault.title,
         "findings": [{"name": one.name, "says": one.says, "speedup": one.speedup} for one in outcome.findings],
         "comparison": outcome.came.to_dict(),
+        "speed": asdict(outcome.speed),
         "traceml": outcome.traceml,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the steps of a turn")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--scale", type=float, default=0.5, help="of the steps of a turn")
     parser.add_argument("--faults", type=_names, default=[*FAULTS], metavar=",".join(FAULTS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--healthy", type=_names, default=[*HEALTHY], metavar=",".join(HEALTHY))

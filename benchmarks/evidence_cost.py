@@ -2,10 +2,11 @@
 
     python benchmarks/evidence_cost.py [--rounds 24] [--models mlp,lstm] [--json docs/results]
 
-Cost: the same training of steps of about 50 ms plain, plain once more, with the record, the parts of its steps, two
-steps taken apart and loggers told, and, where it is installed, under TraceML. Each is a process of its own and trains
-an epoch of some steps when it is its turn; in each round all have one. What is told is the mean step of a turn by that
-of plain's turn of the same round.
+Cost: the same training of small steps plain, plain once more, with the record, the parts of its steps, two steps taken
+apart and loggers told, and, where it is installed, under TraceML. Each is a process of its own and trains an epoch of
+some steps when it is its turn; in each round all have one. What is told is by how much the mean step of a turn is
+longer than that of plain's turn of the same round. What measuring adds does not hang on how long a step is, and two
+processes of one program differ by some percent: of small steps that is least.
 
 Sums, on the models of :mod:`tuning`: the parts of every step by the time from end to end of the same steps, which
 another clock takes; and the memory of the step that was taken apart by what the allocator says of the same step of a
@@ -30,15 +31,15 @@ from typing import Any
 
 import _traceml
 import torch
-from _evidence_side import EVERYTHING, Net
+from _evidence_side import EVERYTHING
 from _measure import publish
 from _small_models import MODELS
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
-from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_accel.callbacks import SpeedMemoryLogger, _parts
+from lightning_accel.callbacks._instruments import FitInstruments
 from lightning_accel.claims.measure import median_interval
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.evidence.reading import read_record
@@ -46,7 +47,8 @@ from lightning_accel.evidence.record import Record
 from lightning_accel.memory.meter import meter_for
 from tuning import NAMES
 
-STEPS, WARM_UP, STEP_MS = 24, 5, 50  # of a turn; turns, in which steps are taken apart; a step
+STEPS, WARM_UP, BATCH_SIZE = 100, 2, 8  # of a turn; turns, in which steps are taken apart; of small steps
+OF_MS = 50.0  # the step of which the cost is told as a share
 PLAIN, AGAIN, TRACEML = "plain", "plain once more", "traceml"
 TITLES = {
     AGAIN: "plain once more",
@@ -54,7 +56,8 @@ TITLES = {
     TRACEML: "under TraceML",
 }
 SCRIPT = Path(__file__).parent / "_evidence_side.py"
-SUM_STEPS, TAKEN_APART = 40, 3  # steps of a model; the one of them that is taken apart
+# Steps of a model; the two of them that are taken apart, the latter under a meter.
+SUM_STEPS, WATCHED, TAKEN_APART = 40, 3, 21
 
 Turn = tuple[float, float]
 """The mean step's seconds, and its processor seconds."""
@@ -63,26 +66,14 @@ Turn = tuple[float, float]
 # -- cost --------------------------------------------------------------------------------------------------------------
 
 
-def batch_size() -> int:
-    """Of steps that take about as long as they should."""
-    net, tried = Net(), 256
-    inputs, labels = torch.randn(tried, 64), torch.randint(10, (tried,))
-    took = []
-    for _ in range(8):
-        began = time.perf_counter()
-        F.cross_entropy(net.net(inputs), labels).backward()
-        took.append(1e3 * (time.perf_counter() - began))
-    return max(8, round(tried * STEP_MS / min(took)))
-
-
 def turns_of(sides: Sequence[str], rounds: int, folder: Path) -> dict[str, tuple[list[Turn], float]]:
     """Of each side: its turns, and the seconds that its fit took to end after the last one."""
-    address, size = str(folder / "socket"), batch_size()
+    address = str(folder / "socket")
     with ExitStack() as stack:
         listener = stack.enter_context(Listener(address))
         pipes: dict[str, Connection] = {}
         for name in sides:
-            arguments = [address, name, str(folder), str(WARM_UP + rounds), str(STEPS), str(size)]
+            arguments = [address, name, str(folder), str(WARM_UP + rounds), str(STEPS), str(BATCH_SIZE)]
             plain = [sys.executable, str(SCRIPT), *arguments]
             command = plain if name != TRACEML else _traceml.command(SCRIPT, arguments, folder / TRACEML, "run")
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -102,9 +93,11 @@ def cost_row(name: str, turns: dict[str, tuple[list[Turn], float]]) -> list[str]
     (plain, plain_end), (ours, our_end) = turns[PLAIN], turns[name]
     cells = []
     for place in (0, 1):
-        ratios = [b[place] / a[place] - 1 for a, b in zip(plain[WARM_UP:], ours[WARM_UP:], strict=True)]
-        middle, low, high = median_interval(ratios)
-        cells += [f"{middle:+.2%}", f"{low:+.2%} to {high:+.2%}"]
+        more_us = [1e6 * (b[place] - a[place]) for a, b in zip(plain[WARM_UP:], ours[WARM_UP:], strict=True)]
+        middle, low, high = median_interval(more_us)
+        cells += [f"{middle:+.0f}", f"{low:+.0f} to {high:+.0f}"]
+        if place == 0:
+            cells += [f"{middle / (1e3 * OF_MS):+.2%} ({low / (1e3 * OF_MS):+.2%} to {high / (1e3 * OF_MS):+.2%})"]
     once = STEPS * sum(b[0] - a[0] for a, b in zip(plain[:WARM_UP], ours[:WARM_UP], strict=True))
     step_ms = 1e3 * statistics.median(turn[0] for turn in plain[WARM_UP:])
     return [TITLES[name], f"{step_ms:.1f}", *cells, f"{once:+.2f}", f"{our_end - plain_end:+.2f}"]
@@ -116,10 +109,11 @@ def costs(rounds: int) -> None:
         turns = turns_of(sides, rounds, Path(folder))
     rows = [cost_row(name, turns) for name in sides[1:]]
     if TRACEML not in sides:
-        rows.append([TITLES[TRACEML], "not installed", *[""] * 6])
+        rows.append([TITLES[TRACEML], "not installed", *[""] * 7])
     columns = (
-        *("", "plain step, ms", "more time a step", "95% of the median", "more processor time a step"),
-        *("95% of the median", f"more in the first {WARM_UP * STEPS} steps, s", "more at the end, s"),
+        *("", "plain step, ms", "more time a step, µs", "95% of the median", f"of a step of {OF_MS:.0f} ms"),
+        *("more processor time, µs", "95% of the median"),
+        *(f"more in the first {WARM_UP * STEPS} steps, s", "more at the end, s"),
     )
     details = {"rounds": rounds, "steps_a_turn": STEPS, "traceml": _traceml.installed() or None}
     publish("evidence_cost", "python benchmarks/evidence_cost.py", columns, rows, details, by_machine=True)
@@ -212,15 +206,16 @@ def sums_row(name: str) -> list[str]:
 
 
 def _wall_ms(record: Record, ends_s: Sequence[float]) -> float:
-    """The mean step, without the first one and the one that was taken apart: their parts are not looked at."""
+    """The mean step, without the first one and those that were taken apart: their parts are not looked at."""
     looked_at = sum(some.looked_at for some in record.steps)
-    assert looked_at == len(ends_s) - 2, (looked_at, len(ends_s))
-    took = ends_s[-1] - ends_s[0] - (ends_s[TAKEN_APART - 1] - ends_s[TAKEN_APART - 2])
-    return 1e3 * took / looked_at
+    assert looked_at == len(ends_s) - 3, (looked_at, len(ends_s))
+    apart = sum(ends_s[step - 1] - ends_s[step - 2] for step in (WATCHED, TAKEN_APART))
+    return 1e3 * (ends_s[-1] - ends_s[0] - apart) / looked_at
 
 
 def sums(models: Sequence[str]) -> None:
     _parts.EVERY = 1  # that every step is looked at
+    FitInstruments._TAKEN_APART_AGAIN = TAKEN_APART - 1
     rows = []
     for name in models:
         rows.append(sums_row(name))

@@ -87,12 +87,13 @@ REMARKS = {
     " Asking for numbers on a CPU waits for nothing, and none of it is to be gained there. TraceML trains each fault"
     " once more and alone; *found* stands where one of its names can be read as the fault. Its findings on memory need"
     " a GPU.",
-    "evidence_cost": "Asked for: under 1% of a step of 50 ms. *Plain once more* shows what a difference of nothing is"
-    " here. In the first steps are the two that are taken apart, and at the end loggers are told, a figure drawn and"
-    " the record closed: those are paid once in a run.",
+    "evidence_cost": "Asked for: under 1% of a step of 50 ms. It is measured on small steps, since what measuring adds"
+    " does not hang on their length. *Plain once more* shows what a difference of nothing is here. In the first steps"
+    " are the two that are taken apart, and at the end loggers are told, a figure drawn and the record closed: those are"
+    " paid once in a run.",
     "evidence_sums": "Asked for: the parts of a step within 2% of its time, on another clock; the memory categories"
-    " within 3% of the allocator's peak in the same step of a second run. What a kernel takes and gives back within"
-    " itself, as convolutions and LSTMs do on a CPU, is in no category, and is what is missing from the sum there.",
+    " within 3% of the allocator's peak in the same step of a second run. What operations take and give back within"
+    " themselves is one of the categories, from the meter that the step was taken apart under.",
     "checkpointing": "Asked for: `full` at least 60% lower; `selective` at least 30% lower for at most half of the"
     " extra time. The second holds at this width of 512; at 256 (`WIDTH` in the script), where attention's softmax is a"
     " larger part of a block, `selective` took more than half. The timings with dropout are not to be trusted: the"

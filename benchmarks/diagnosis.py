@@ -1,13 +1,14 @@
 """Eight planted faults: which are found, what mending them is predicted to bring, and what it brings.
 
-    python benchmarks/diagnosis.py [--rounds 10] [--scale 0.5] [--faults loader,leak] [--healthy cnn] [--json docs/results]
+    python benchmarks/diagnosis.py [--rounds 10] [--scale 0.5] [--faults loader,leak] [--healthy cnn]
+                                   [--json docs/results]
 
 Each is a small training with a fault, and the same with the fault mended as the finding says. Both train at the same
 time, in processes of their own, in turns of an epoch of a second or so, so that a busy minute of the machine hits both;
 while it is not its turn a process sleeps. Then the record of the one with the fault is diagnosed, and the samples a
-second of each turn are set beside those of its neighbour: the median of these ratios is what came of it. Healthy runs are diagnosed, too: what
-is found in them is false. Where TraceML is installed, each fault is trained under it once more. Of what is not
-measured, the rows that this machine has already are kept, so that it can be done in parts.
+second of each turn are set beside those of its neighbour: the median of these ratios is what came of it. Healthy runs
+are diagnosed, too: what is found in them is false. Where TraceML is installed, each fault is trained under it once
+more. Of what is not measured, the rows that this machine has already are kept, so that it can be done in parts.
 """
 
 from __future__ import annotations

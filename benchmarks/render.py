@@ -81,16 +81,15 @@ REMARKS = {
     " Steps are in processor time, calls forward passes of tiny tensors.",
     "diagnosis": "Asked for: every fault found, predictions within 25% of what came of them, nothing found in healthy"
     " runs. The run with the fault and the one in which it is mended as the finding says take turns, an epoch each;"
-    " *measured* is what `lightning-accel compare` says of their records, with its 95% interval, and predictions are of"
-    " a record and of what the machine does at most. *Predicted MiB* is what the peak should lose where memory is the"
+    " *measured* is the median of the ratios of neighbouring turns, with its 95% interval, and predictions are of a"
+    " record and of what the machine does at most. *Predicted MiB* is what the peak should lose where memory is the"
     " fault. *Also found* is no error by itself: float32 can be worth changing in a run that has another fault, too."
     " Asking for numbers on a CPU waits for nothing, and none of it is to be gained there. TraceML trains each fault"
     " once more and alone; *found* stands where one of its names can be read as the fault. Its findings on memory need"
     " a GPU.",
     "evidence_cost": "Asked for: under 1% of a step of 50 ms. It is measured on small steps, since what measuring adds"
     " does not hang on their length. *Plain once more* shows what a difference of nothing is here. In the first steps"
-    " are the two that are taken apart, and at the end loggers are told, a figure drawn and the record closed: those are"
-    " paid once in a run.",
+    " are the two that are taken apart; at the end loggers are told, a figure drawn and the record closed: paid once.",
     "evidence_sums": "Asked for: the parts of a step within 2% of its time, on another clock; the memory categories"
     " within 3% of the allocator's peak in the same step of a second run. What operations take and give back within"
     " themselves is one of the categories, from the meter that the step was taken apart under.",

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.spread import deviation
-from lightning_accel.core.trial import one_line
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.core.trial import one_line
 from lightning_accel.deploy import int8
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, calls_of, shapes_in

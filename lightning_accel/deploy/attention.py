@@ -64,7 +64,7 @@ class SplitAttention(nn.Module):
         if attention is not None:
             mask = _added(attention, q.dtype)
             if mask.dim() == 3:  # (B * H, T, S)
-                mask = mask.unflatten(0, (q.shape[0], self.num_heads))
+                mask = mask.view(q.shape[0], self.num_heads, *mask.shape[1:])
         if padding is not None:
             hidden = _added(padding, q.dtype)[:, None, None, :]
             mask = hidden if mask is None else mask + hidden

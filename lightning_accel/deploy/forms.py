@@ -128,14 +128,16 @@ class TorchScript(Form):
         given: dict[str, Any] = {"example_kwarg_inputs": kwargs} if kwargs else {"example_inputs": args}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what tracing bakes in is found by calling it with other shapes
-            traced = torch.jit.trace(captured.model, check_trace=False, strict=False, **given)
-            torch.jit.save(torch.jit.freeze(traced), path)
+            jit: Any = torch.jit
+            traced = jit.trace(captured.model, check_trace=False, strict=False, **given)
+            jit.save(jit.freeze(traced), path)
 
     @override
     def load(self, path: Path, device: torch.device) -> Call:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            loaded: Call = torch.jit.load(path, map_location=device)
+            jit: Any = torch.jit
+            loaded: Call = jit.load(path, map_location=device)
         return loaded
 
 

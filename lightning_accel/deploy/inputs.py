@@ -37,6 +37,17 @@ def arguments_of(model: nn.Module, example: Any) -> Arguments:
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
+def example_in(model: nn.Module, batch: Any) -> Any:
+    """Of a batch, what ``forward`` takes: the first of more values than it has positions for, as others are targets."""
+    if isinstance(batch, tuple | list):
+        kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+        if inspect.Parameter.VAR_POSITIONAL in kinds:
+            return batch
+        positions = sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds)
+        return batch if len(batch) <= positions else inputs_and_targets(batch)[0]
+    return inputs_and_targets(batch)[0]
+
+
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     """A loader's batch as what the model sees and what it is to say; None for targets that there are not.
 

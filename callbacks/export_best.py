@@ -13,7 +13,7 @@ from lightning_accel.callbacks._saying import say
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.core.trial import one_line
-from lightning_accel.deploy.export import Exported, FormName, Precision, export
+from lightning_accel.deploy.exporting import Exported, FormName, Precision, export
 from lightning_accel.deploy.forms import FORMS
 from lightning_accel.deploy.inputs import example_in
 from lightning_accel.deploy.plain import plain_copy

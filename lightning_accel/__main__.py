@@ -11,6 +11,7 @@ from lightning_accel.cli import (
     bench_command,
     cache_command,
     compare_command,
+    deploy_command,
     export_command,
     plan_command,
     report_command,
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     compare_command.add_parser(subcommands)
     report_command.add_parser(subcommands)
     export_command.add_parser(subcommands)
+    deploy_command.add_parser(subcommands)
     subcommands.add_parser(
         "tune", help="the fastest settings for a run that a configuration describes, into accel.yaml"
     )
@@ -63,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_command.run(arguments)
     if arguments.subcommand == "export":
         return export_command.run(arguments)
+    if arguments.subcommand == "deploy":
+        return deploy_command.run(arguments)
     if arguments.subcommand == "claims":
         try:
             return claims_command.run(arguments)

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_model(path: Path, named: str) -> LightningModule:
+def load_model(path: Path, model: str) -> LightningModule:
     """The module with a checkpoint's weights, on the CPU.
 
     Raises:
@@ -36,16 +36,24 @@ def load_model(path: Path, named: str) -> LightningModule:
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is no file: give a checkpoint as ModelCheckpoint writes them.")
-    module, _, name = named.partition(":")
-    sys.path.insert(0, "")  # where the class is, for a program that lies in the working folder
+    loaded: LightningModule = named(model, "--model").load_from_checkpoint(path, map_location="cpu")
+    return loaded
+
+
+def named(name: str, option: str) -> Any:
+    """What ``MODULE:NAME`` names, in a module that is installed or lies in the working folder.
+
+    Raises:
+        CheckpointError: There is no such thing.
+    """
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, "")
     try:
-        kind = getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"--model {named}: {error}. Write package.module:Class.") from error
+        raise CheckpointError(f"{option} {name}: {error}. Write package.module:Name.") from error
     finally:
         sys.path.remove("")
-    loaded: LightningModule = kind.load_from_checkpoint(path, map_location="cpu")
-    return loaded
 
 
 def load_example(model: LightningModule, path: Path | None) -> Any:

@@ -31,7 +31,7 @@ from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, arguments_of, shapes_in
 from lightning_accel.deploy.int8 import without_deprecations
 from lightning_accel.deploy.plain import plain_copy
-from lightning_accel.deploy.quantize import Quantized
+from lightning_accel.deploy.quantizing import Quantized
 from lightning_accel.deploy.shapes import Dimension, Dynamic, dimensions_of, others, widened
 
 FormName = Literal["pt2", "aoti", "onnx", "tensorrt", "torchscript", "openvino"]

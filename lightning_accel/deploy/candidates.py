@@ -86,7 +86,8 @@ def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterabl
         MissingPackageError: Something is not installed.
     """
     form, _, mode = name.partition("+") if name.split("+")[0] in FORMS else ("", "", name)
-    module, remarks = plain_copy(model), []
+    module: nn.Module = plain_copy(model)
+    remarks: list[str] = []
     if mode in _INT8 or (mode in MODES and not form):
         quantized = quantize(model, mode, calibration=calibration)  # type: ignore[arg-type]
         module = quantized.model

@@ -136,7 +136,9 @@ def compare(
     device = device_of(original)
     first = arguments_of(original, inputs_and_targets(batches[0])[0])
     first = map_tensors(lambda t: t.to(device), first)
-    candidates, judged, left_out = {}, {}, {}
+    candidates: dict[str, Candidate] = {}
+    judged: dict[str, Judged] = {}
+    left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, without_deprecations():
         for name in dict.fromkeys((EAGER, *forms)):
             try:

@@ -489,7 +489,6 @@ def test_init_weights_is_how_transformers_models_start() -> None:
 
 def test_what_lightning_asks_of_tpus_is_what_is_asked_here() -> None:
     """Else a machine with TPUs would be taken for one without: this is where Lightning's own code looks."""
-
     from lightning.fabric.accelerators import xla
 
     module, _, name = "torch_xla._internal.tpu".rpartition(".")

@@ -7,7 +7,16 @@ import sys
 from collections.abc import Sequence
 
 from lightning_accel.claims import command as claims_command
-from lightning_accel.cli import bench_command, cache_command, compare_command, plan_command, report_command, run_command
+from lightning_accel.cli import (
+    bench_command,
+    cache_command,
+    compare_command,
+    deploy_command,
+    export_command,
+    plan_command,
+    report_command,
+    run_command,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cache_command.add_parser(subcommands)
     compare_command.add_parser(subcommands)
     report_command.add_parser(subcommands)
+    export_command.add_parser(subcommands)
+    deploy_command.add_parser(subcommands)
     subcommands.add_parser(
         "tune", help="the fastest settings for a run that a configuration describes, into accel.yaml"
     )
@@ -52,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return compare_command.run(arguments)
     if arguments.subcommand == "report":
         return report_command.run(arguments)
+    if arguments.subcommand == "export":
+        return export_command.run(arguments)
+    if arguments.subcommand == "deploy":
+        return deploy_command.run(arguments)
     if arguments.subcommand == "claims":
         try:
             return claims_command.run(arguments)

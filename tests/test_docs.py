@@ -16,6 +16,7 @@ import yaml
 import lightning_accel
 import lightning_accel.callbacks
 import lightning_accel.data
+import lightning_accel.deploy
 import lightning_accel.ops
 import lightning_accel.techniques
 from lightning_accel import Plan
@@ -129,7 +130,10 @@ def test_every_public_name_is_in_the_reference() -> None:
     folder = DOCS / "reference"
     shown = {name for path in folder.glob("*.md") for name in re.findall(r"^::: ([\w.]+)$", PAGES[path], re.MULTILINE)}
     last = {name.rpartition(".")[2] for name in shown}
-    packages = (lightning_accel, lightning_accel.callbacks, lightning_accel.data, lightning_accel.techniques)
+    packages = (
+        *(lightning_accel, lightning_accel.callbacks, lightning_accel.data, lightning_accel.deploy),
+        lightning_accel.techniques,
+    )
     public = {name for package in packages for name in package.__all__}
     assert public - last == set()
     functions = {f"lightning_accel.ops.{name}" for name in lightning_accel.ops.__all__ if name != "gaussian"}

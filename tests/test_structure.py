@@ -23,7 +23,7 @@ LAYERS = (
     ("edits.py",),
     ("engine.py",),
     ("tuning",),
-    ("evidence",),
+    ("evidence", "deploy"),
     ("assembly.py", "planning.py"),
     ("lightning/private.py",),
     ("resilience",),

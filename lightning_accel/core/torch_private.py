@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import _C, Tensor, nn
 from torch.autograd import Variable, forward_ad
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.nn.modules import module as all_modules
 from torch.nn.parallel import DistributedDataParallel
@@ -397,6 +399,24 @@ def inductor_options(mode: str) -> dict[str, Any]:
     Without it nothing is compiled, and the run goes on.
     """
     return torch._inductor.list_mode_options(mode)
+
+
+def compile_to_package(program: ExportedProgram, path: Path) -> None:
+    """Compiles an exported program to a file that needs no Python: ``torch._inductor.aoti_compile_and_package``, 2.6.
+
+    Documented: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html. Weights are constants that it
+    may lay out anew. Without the name: an ``AttributeError``.
+    """
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs={"freezing": True})
+
+
+def load_package(path: Path) -> Callable[..., Any]:
+    """What :func:`compile_to_package` has written: ``torch._inductor.aoti_load_package``, since torch 2.6.
+
+    Without the name: an ``AttributeError``.
+    """
+    loaded: Callable[..., Any] = torch._inductor.aoti_load_package(str(path))
+    return loaded
 
 
 def cpp_compilers() -> list[str]:

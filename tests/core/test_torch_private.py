@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -389,6 +390,15 @@ def test_inductor_tells_its_compilers() -> None:
     assert any(map(shutil.which, names)) is (shutil.which("g++") is not None)
 
 
+def test_inductor_compiles_exported_programs_ahead_of_time() -> None:
+    """Else no model can be exported as ``form="aoti"``. That it works is a slow test of tests/deploy/test_export.py."""
+    import torch._inductor as inductor
+
+    given = inspect.signature(inductor.aoti_compile_and_package).parameters
+    assert {"package_path", "inductor_configs"} <= set(given)
+    assert callable(inductor.aoti_load_package)
+
+
 # -- training --------------------------------------------------------------------------------------------------------
 
 
@@ -479,8 +489,6 @@ def test_init_weights_is_how_transformers_models_start() -> None:
 
 def test_what_lightning_asks_of_tpus_is_what_is_asked_here() -> None:
     """Else a machine with TPUs would be taken for one without: this is where Lightning's own code looks."""
-    import inspect
-
     from lightning.fabric.accelerators import xla
 
     module, _, name = "torch_xla._internal.tpu".rpartition(".")

@@ -1,0 +1,103 @@
+"""``lightning-accel deploy CKPT --forms onnx,int8-dynamic``: a checkpoint in several forms, one recommended."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from lightning_accel.cli import checkpoints
+from lightning_accel.cli.compare_command import share
+
+if TYPE_CHECKING:
+    from lightning_accel.deploy.comparing import Comparison
+
+COMPARED, WORSE, NOT_COMPARED = 0, 1, 2
+"""Exit statuses."""
+
+
+def add_parser(subcommands: Any) -> None:
+    """Adds ``deploy`` to the subcommands of an ``argparse`` parser."""
+    parser: argparse.ArgumentParser = subcommands.add_parser(
+        "deploy",
+        help="a checkpoint in several forms: latency, throughput, size, accuracy; one is recommended",
+        description="Measures the model of a checkpoint in several forms and recommends one. The status is 0; 1 where"
+        " a form drops a metric by more than the limit; 2 where nothing could be compared.",
+    )
+    checkpoints.add_arguments(parser)
+    parser.add_argument(
+        "--data", required=True, metavar="MODULE:FUNCTION", help="a function that returns batches of inputs and targets"
+    )
+    parser.add_argument(
+        "--metrics", metavar="MODULE:FUNCTION", help="one that returns a metric of torchmetrics, or several by name"
+    )
+    parser.add_argument(
+        "--forms",
+        default="int8-dynamic,bf16,torchscript,onnx,aoti",
+        metavar="FORM,FORM",
+        help="of export, of quantize, or both: torchscript+int8-dynamic (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-drop", type=share, default=0.01, metavar="1%", help="what a metric may be worse by (default: 1%%)"
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="of timing, for each form and size (default: 5)")
+    parser.add_argument("--json", action="store_true", help="as JSON, and nothing else")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the comparison; returns the exit status."""
+    from lightning_accel.deploy.comparing import compare  # late: --help answers without torch
+
+    try:
+        model = checkpoints.load_model(arguments.checkpoint, arguments.model)
+        data = checkpoints.named(arguments.data, "--data")()
+        metrics = checkpoints.named(arguments.metrics, "--metrics")() if arguments.metrics else None
+        forms = [name.strip() for name in arguments.forms.split(",") if name.strip()]
+        found = compare(model, forms, data, metrics, max_drop=arguments.max_drop, seconds=arguments.seconds)
+    except (ValueError, TypeError, OSError) as error:
+        print(f"lightning-accel deploy: {error}", file=sys.stderr)
+        return NOT_COMPARED
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(found)
+    return WORSE if found.worse else COMPARED
+
+
+def show(found: Comparison) -> None:
+    """Prints a comparison as a table."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from lightning_accel.core.byte_size import format_bytes
+
+    metrics = list(next(iter(found.forms.values())).scores)
+    sizes = list(next(iter(found.forms.values())).samples_per_sec)
+    table = Table("form", "p50 ms", "p95", "p99", "speed", box=None)
+    for name in (*(f"{size}: samples/s" for size in sizes), "first ms", "on disk", "in memory", "error", *metrics):
+        table.add_column(name)
+    for name, form in found.forms.items():
+        timing = form.latency
+        row = [name, *(f"{one:.3g}" for one in (timing.p50, timing.p95, timing.p99)), str(form.speedup)]
+        row += [f"{form.samples_per_sec[size]:,.0f}" if size in form.samples_per_sec else "no" for size in sizes]
+        memory = "" if form.memory_bytes is None else format_bytes(form.memory_bytes)
+        row += [f"{form.first_call_ms:.0f}", format_bytes(form.disk_bytes), memory, f"{form.error:.1e}"]
+        row += [str(form.scores[metric]) for metric in metrics]
+        table.add_row(*map(escape, row), style="red" if name in found.worse else "")
+    console = Console(width=max(160, Console().width))
+    console.print(table)
+    for name, why in found.left_out.items():
+        console.print(escape(f"! {name}: {why}"))
+    for name, form in found.forms.items():
+        for remark in form.remarks:
+            console.print(escape(f"  {name}: {remark}"))
+    for name, dropped in found.worse.items():
+        for metric in dropped:
+            score = found.forms[name].scores[metric]
+            interval = f"[{score.drop_low:.3g}, {score.drop_high:.3g}]"
+            console.print(
+                escape(f"! {name}: {metric} is worse by {score.drop:.3g} {interval}, allowed {found.max_drop:g}")
+            )
+    console.print(escape(f"Take {found.recommended}: {found.why}"))

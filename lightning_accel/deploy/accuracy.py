@@ -1,0 +1,129 @@
+"""What a form loses of a model's accuracy, and how sure that is: torchmetrics, resampled alike for all forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.wrappers import BootStrapper
+
+from lightning_accel.core.device import device_of, own_rng, seed_streams
+from lightning_accel.core.spread import deviation
+from lightning_accel.core.tree import map_tensors, tensors_in
+from lightning_accel.deploy.inputs import arguments_of, inputs_and_targets, shapes_in
+
+RESAMPLES = 100
+_BOUNDS = torch.tensor([0.025, 0.975])
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric of one form.
+
+    Attributes:
+        value: On the data as they are.
+        low: The lower bound of its 95% interval, over samples drawn anew.
+        high: The upper bound.
+        drop: By how much it is worse than the original's; negative where it is better.
+        drop_low: The lower bound of that, over the same samples for both.
+        drop_high: The upper bound.
+    """
+
+    value: float
+    low: float
+    high: float
+    drop: float
+    drop_low: float
+    drop_high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a form makes of the data.
+
+    Attributes:
+        scores: Metric → its value on the data, and its values on data drawn anew.
+        outputs: Of each batch.
+    """
+
+    scores: Mapping[str, tuple[float, Tensor]]
+    outputs: list[list[Tensor]]
+
+
+def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
+    """One metric by its class's name, several by theirs.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if metrics is None:
+        return {}
+    found = {type(metrics).__name__: metrics} if isinstance(metrics, Metric) else dict(metrics.items())
+    for name, metric in found.items():
+        if not isinstance(metric, Metric):
+            raise TypeError(f"metrics[{name!r}] is of type {type(metric).__name__}: give metrics of torchmetrics.")
+    return found
+
+
+def judge(call: Callable[..., Any], model: nn.Module, batches: Iterable[Any], metrics: Mapping[str, Metric]) -> Judged:
+    """Runs a form over the data.
+
+    Raises:
+        ValueError: A batch has no targets, or a metric cannot be had of what the model returns.
+    """
+    device = device_of(model)
+    plain = {name: metric.clone().to(device) for name, metric in metrics.items()}
+    drawn = {
+        name: BootStrapper(metric.clone(), RESAMPLES, raw=True, mean=False, std=False).to(device)
+        for name, metric in metrics.items()
+    }
+    outputs = []
+    with torch.no_grad(), own_rng(device):
+        seed_streams(0, device)  # the same samples for every form
+        for batch in batches:
+            inputs, targets = map_tensors(lambda t: t.to(device), inputs_and_targets(batch))
+            args, kwargs = arguments_of(model, inputs)
+            found = [one.to(device) for one in tensors_in(call(*args, **kwargs))]
+            outputs.append([one for one in found if one.is_floating_point()])
+            for name in metrics:
+                _update(name, plain[name], drawn[name], found[0], targets)
+    scores = {name: (float(plain[name].compute()), drawn[name].compute()["raw"].cpu()) for name in metrics}
+    return Judged(scores, outputs)
+
+
+def scores_of(form: Judged, original: Judged, metrics: Mapping[str, Metric]) -> dict[str, Score]:
+    """Metric → what it comes to for a form, beside the original."""
+    found = {}
+    for name, metric in metrics.items():
+        (value, values), (expected, expected_values) = form.scores[name], original.scores[name]
+        sign = -1.0 if metric.higher_is_better is False else 1.0
+        low, high = torch.quantile(values.float(), _BOUNDS).tolist()
+        least, most = torch.quantile(sign * (expected_values - values).float(), _BOUNDS).tolist()
+        found[name] = Score(value, low, high, sign * (expected - value), least, most)
+    return found
+
+
+def error_of(form: Judged, original: Judged) -> float:
+    """How far a form's outputs are off, as a share of the norm of the original's, on the worst batch."""
+    pairs = zip(form.outputs, original.outputs, strict=True)
+    return max((deviation(got, want).noise for got, want in pairs), default=0.0)
+
+
+def _update(name: str, metric: Metric, drawn: BootStrapper, outputs: Tensor, targets: Any) -> None:
+    if targets is None:
+        raise ValueError(f"metric {name!r} needs targets: give a loader of (inputs, targets), or no metrics.")
+    try:
+        metric.update(outputs, targets)
+        drawn.update(outputs, targets)
+    except Exception as error:
+        raise ValueError(
+            f"metric {name!r} cannot take what the model returns, {shapes_in(outputs)}, with targets of"
+            f" {shapes_in(targets)}: {error}"
+        ) from error

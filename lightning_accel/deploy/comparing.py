@@ -1,0 +1,230 @@
+"""A model in several forms beside each other: how fast, how large, how exact, and which to take."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.device import device_of
+from lightning_accel.core.tree import map_tensors
+from lightning_accel.core.trial import one_line
+from lightning_accel.deploy import accuracy, turns
+from lightning_accel.deploy.accuracy import Judged, Score
+from lightning_accel.deploy.candidates import EAGER, Candidate, check_form, make
+from lightning_accel.deploy.errors import ExportError
+from lightning_accel.deploy.inputs import Arguments, arguments_of, batch_size_of, inputs_and_targets
+from lightning_accel.deploy.int8 import MissingPackageError, without_deprecations
+from lightning_accel.deploy.plain import plain_copy
+from lightning_accel.deploy.shapes import dimensions_of, resized
+from lightning_accel.deploy.turns import Latency
+from lightning_accel.tuning.pairs import Interval
+
+BATCH_SIZES = (1, 8, 32)
+MAX_DROP = 0.01
+AS_FAST = 1.05
+"""Of forms that differ by less in latency the smaller one is taken."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One form.
+
+    Attributes:
+        latency: At batch 1.
+        speedup: How many times as fast as the original that is.
+        samples_per_sec: Batch size → throughput; without those that the form does not take.
+        first_call_ms: Loading, and calling it for the first time.
+        disk_bytes: Of its file, or of the saved weights.
+        memory_bytes: Of the weights, or by how much a process grows that loads the file; None: not known.
+        error: How far its outputs are off on the data, as a share of the norm of the original's.
+        scores: Metric → value, interval and drop.
+        remarks: What is to be known of it: layers left in float, dimensions that are fixed.
+    """
+
+    latency: Latency
+    speedup: Interval
+    samples_per_sec: Mapping[int, float]
+    first_call_ms: float
+    disk_bytes: int
+    memory_bytes: int | None
+    error: float
+    scores: Mapping[str, Score]
+    remarks: tuple[str, ...]
+
+    def drops_more_than(self, limit: float) -> list[str]:
+        """The metrics that are worse than the original's by more."""
+        return [name for name, score in self.scores.items() if not score.drop <= limit]  # NaN is worse
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`compare` has found.
+
+    Attributes:
+        forms: Name → what was measured; the first is ``"eager"``, the original.
+        left_out: Name → why a form is not among them.
+        max_drop: What a metric may be worse by.
+        recommended: The form to take.
+        why: In words.
+    """
+
+    forms: Mapping[str, Measured]
+    left_out: Mapping[str, str]
+    max_drop: float
+    recommended: str
+    why: str
+
+    @property
+    def worse(self) -> dict[str, list[str]]:
+        """Form → the metrics that it drops by more than the limit."""
+        found = {name: form.drops_more_than(self.max_drop) for name, form in self.forms.items()}
+        return {name: metrics for name, metrics in found.items() if metrics}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON; what is infinite is None."""
+        found: dict[str, Any] = _finite({**asdict(self), "worse": self.worse})
+        return found
+
+
+def compare(
+    model: nn.Module,
+    forms: Sequence[str],
+    loader: Iterable[Any],
+    metrics: Metric | Mapping[str, Metric] | None = None,
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    max_drop: float = MAX_DROP,
+    max_batches: int = 50,
+    seconds: float = 5.0,
+) -> Comparison:
+    """Measures a model in several forms, taking turns (A B B A), and recommends one.
+
+    That is the fastest at batch 1 of those that are proven faster than the original (the tuner's test of pairs, 95%)
+    and whose metrics are worse by ``max_drop`` at most; of forms within 5% the smallest on disk.
+
+    Args:
+        model: Accelerated or not.
+        forms: Those of ``export`` (``"onnx"``), modes of ``quantize`` (``"int8-dynamic"``), or both,
+            ``"torchscript+int8-dynamic"``. The original, ``"eager"``, is always measured.
+        loader: Batches of ``(inputs, targets)``; they calibrate, too.
+        metrics: Of torchmetrics, one or by name, updated with the model's first output and the targets; their intervals
+            are of 100 bootstrap samples, the same for all forms.
+        batch_sizes: For the throughput.
+        max_drop: By how much a metric may be worse, in its own unit: 0.01 is one point of accuracy.
+        max_batches: So many batches of the loader are looked at.
+        seconds: How long calls are timed for each form and each batch size, about.
+
+    Raises:
+        ValueError: An unknown form; an empty loader; batches, targets or metrics that do not fit the model.
+    """
+    for name in forms:
+        check_form(name)
+    batches = list(islice(loader, max_batches))
+    if not batches:
+        raise ValueError("loader gave no batches: give one of (inputs, targets) such as the model will be served.")
+    original, wanted = plain_copy(model), accuracy.named(metrics)
+    device = device_of(original)
+    first = arguments_of(original, inputs_and_targets(batches[0])[0])
+    first = map_tensors(lambda t: t.to(device), first)
+    candidates: dict[str, Candidate] = {}
+    judged: dict[str, Judged] = {}
+    left_out: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, without_deprecations():
+        for name in dict.fromkeys((EAGER, *forms)):
+            try:
+                candidate = make(name, original, first, batches, Path(folder))
+                judged[name] = accuracy.judge(candidate.call, original, batches, wanted)
+                candidates[name] = candidate
+            except (ExportError, MissingPackageError) as error:
+                left_out[name] = str(error)
+            except Exception as error:
+                if name == EAGER:
+                    raise
+                left_out[name] = one_line(error)
+        measured = _measured(candidates, judged, wanted, first, batch_sizes, seconds, device)
+    recommended, why = _recommended(measured, max_drop)
+    return Comparison(measured, left_out, max_drop, recommended, why)
+
+
+def _measured(
+    candidates: Mapping[str, Candidate],
+    judged: Mapping[str, Judged],
+    metrics: Mapping[str, Metric],
+    first: Arguments,
+    batch_sizes: Sequence[int],
+    seconds: float,
+    device: torch.device,
+) -> dict[str, Measured]:
+    batched = dimensions_of(first, "batch")
+    calls = {name: candidate.call for name, candidate in candidates.items()}
+    per_second: dict[str, dict[int, float]] = {name: {} for name in candidates}
+    spent: dict[str, list[float]] = {}
+    for size in dict.fromkeys((1, *batch_sizes)):
+        arguments = resized(first, batched, {"batch": size}) if batch_size_of(first) else first
+        able = {name: call for name, call in calls.items() if _takes(call, arguments)}
+        found = turns.timed(able, arguments, seconds * len(able), device)
+        for name, times in found.items():
+            if size in batch_sizes:
+                per_second[name][size] = turns.per_second(times, size)
+        spent = spent or found
+    return {
+        name: Measured(
+            latency=turns.latency_of(spent[name]),
+            speedup=turns.speedup_of(spent[EAGER], spent[name]) if name != EAGER else Interval(1.0, 1.0, 1.0),
+            samples_per_sec=per_second[name],
+            first_call_ms=candidate.first_call_ms,
+            disk_bytes=candidate.disk_bytes,
+            memory_bytes=candidate.memory_bytes,
+            error=accuracy.error_of(judged[name], judged[EAGER]),
+            scores=accuracy.scores_of(judged[name], judged[EAGER], metrics),
+            remarks=candidate.remarks,
+        )
+        for name, candidate in candidates.items()
+        if name in spent
+    }
+
+
+def _takes(call: Any, arguments: Arguments) -> bool:
+    try:
+        with torch.no_grad():
+            call(*arguments[0], **arguments[1])
+    except Exception:  # a size that its model, or its file, has fixed
+        return False
+    return True
+
+
+def _recommended(forms: Mapping[str, Measured], max_drop: float) -> tuple[str, str]:
+    exact = {name: form for name, form in forms.items() if not form.drops_more_than(max_drop)}
+    faster = {name: form for name, form in exact.items() if form.speedup.low > 1}
+    if not faster:
+        dropped = len(forms) - len(exact)
+        more = f" ({dropped} dropped a metric by more than {max_drop:g})" if dropped else ""
+        return EAGER, f"no other form is proven to be faster at batch 1 and as exact{more}"
+    quickest = min(form.latency.p50 for form in faster.values())
+    alike = [name for name, form in faster.items() if form.latency.p50 <= AS_FAST * quickest]
+    chosen = min(alike, key=lambda name: faster[name].disk_bytes)
+    form, eager = faster[chosen], forms[EAGER]
+    size = f"{format_bytes(form.disk_bytes)} on disk, the original {format_bytes(eager.disk_bytes)}"
+    said = [f"{form.speedup} the original's speed at batch 1", size]
+    said += [f"{name} {score}, worse by {score.drop:.2g}" for name, score in form.scores.items()]
+    if len(alike) > 1:
+        said.append(f"of {', '.join(alike)}, which are as fast, the smallest")
+    return chosen, "; ".join(said)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,0 +1,70 @@
+"""Why a model could not be exported, with the line of the user's code that is the reason."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+
+from lightning_accel.core.users_lines import is_users
+
+_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+_NODE = re.compile(r"Error when translating node %(\w+)")
+
+
+class ExportError(RuntimeError):
+    """A model was not exported; nothing was written."""
+
+
+class DynamicDimensionError(ExportError):
+    """A dimension that was to be dynamic is one that the model fixes."""
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it came of."""
+    seen: set[int] = set()
+    now: BaseException | None = error
+    while now is not None and id(now) not in seen:
+        seen.add(id(now))
+        yield now
+        now = now.__cause__ or now.__context__
+
+
+def users_line_of(error: BaseException) -> str:
+    """The innermost line of the user's on the way to an error, ``model.py:12, in forward``; empty: none is known.
+
+    Exporters run the model with tensors that have no numbers, so the traceback leads through its code, or they print
+    where an operation came from.
+    """
+    for one in chain_of(error):
+        lines = [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_tb(one.__traceback__)]
+        if found := _innermost([*lines, *((f, int(n), name) for f, n, name in _LINE.findall(str(one)))]):
+            return found
+    return ""
+
+
+def users_line_in(stack_trace: str) -> str:
+    """The same of a stack trace as graphs keep it for their nodes."""
+    return _innermost([(file, int(number), name) for file, number, name in _LINE.findall(stack_trace)])
+
+
+def failing_node(error: BaseException) -> str:
+    """The node of a graph that an exporter says that it failed on; empty: it says none."""
+    found = (_NODE.search(str(one)) for one in chain_of(error))
+    return next((match.group(1) for match in found if match), "")
+
+
+def in_words(error: BaseException) -> str:
+    """What is wrong, from the innermost cause, in one line."""
+    text = str([*chain_of(error)][-1] if failing_node(error) else error).strip()
+    lines = [line.strip(" -") for line in text.splitlines() if line.strip(" -")]
+    # Of constraints that are violated the second line says which.
+    said = lines[1] if len(lines) > 1 and lines[0].startswith("Constraints violated") else "".join(lines[:1])
+    if "data-dependent" in said:
+        said = f"its control flow depends on data ({said}): torch.where, torch.cond, or a mask instead"
+    return f"{type(error).__name__}: {said[:400]}"
+
+
+def _innermost(lines: list[tuple[str, int, str]]) -> str:
+    users = [line for line in lines if is_users(line[0])]
+    return "{}:{}, in {}".format(*users[-1]) if users else ""

@@ -1,0 +1,262 @@
+"""A trained model as a file that is served: written, loaded again, and found to compute the same."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.checks import check_choice
+from lightning_accel.core.device import device_of
+from lightning_accel.core.tree import map_tensors, tensors_in
+from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.deploy.beginnings import first_off
+from lightning_accel.deploy.errors import (
+    DynamicDimensionError,
+    ExportError,
+    failing_node,
+    in_words,
+    users_line_in,
+    users_line_of,
+)
+from lightning_accel.deploy.forms import FORMS, Captured, Form
+from lightning_accel.deploy.half import HalfPrecision
+from lightning_accel.deploy.inputs import Arguments, arguments_of, shapes_in
+from lightning_accel.deploy.int8 import without_deprecations
+from lightning_accel.deploy.plain import plain_copy
+from lightning_accel.deploy.quantizing import Quantized
+from lightning_accel.deploy.shapes import Dimension, Dynamic, dimensions_of, others, widened
+
+FormName = Literal["pt2", "aoti", "onnx", "tensorrt", "torchscript", "openvino"]
+Precision = Literal["32", "fp16", "bf16"]
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What :func:`export` has written.
+
+    Attributes:
+        path: The file.
+        form: Its form.
+        precision: What it computes in.
+        dynamic: The dimensions of the inputs that may be of any size, as ``"x: 0 (batch)"``.
+        fixed: Those that were to be, and are of one size as the model fixes it, likewise, → that size.
+        checked: The shapes of inputs on which it computes what the original does, each in words.
+        error: The largest relative error found there.
+        num_bytes: Of the file, and what lies beside it.
+        device_type: Of the device that it was written for.
+    """
+
+    path: Path
+    form: FormName
+    precision: Precision
+    dynamic: tuple[str, ...]
+    fixed: Mapping[str, int]
+    checked: tuple[str, ...]
+    error: float
+    num_bytes: int
+    device_type: str
+
+    def load(self) -> Callable[..., Any]:
+        """The model, to be called as the original is; ONNX and OpenVINO return a list of tensors."""
+        return FORMS[self.form].load(self.path, torch.device(self.device_type))
+
+    def __str__(self) -> str:
+        off = f"error {self.error:.1e} on {len(self.checked)} shapes"
+        lines = [f"{self.path}: {self.form}, {format_bytes(self.num_bytes)}, {off}"]
+        lines += [f"  any size: {name}" for name in self.dynamic]
+        return "\n".join([*lines, *(f"  fixed by the model: {name} is {size}" for name, size in self.fixed.items())])
+
+
+def export(
+    model: nn.Module | Quantized,
+    example: Any,
+    form: FormName = "pt2",
+    *,
+    path: str | Path | None = None,
+    dynamic: Dynamic = "auto",
+    precision: Precision = "32",
+) -> Exported:
+    """Writes a model in a form that is served, whole or not at all.
+
+    The model, accelerated or not, is exported as its author wrote it; it stays as it is. The file is loaded again and
+    called on inputs of several sizes: outputs have to be within the spread of the original's own (docs/numbers.md).
+
+    Args:
+        model: A module, or what ``quantize`` has made of one.
+        example: What ``forward`` takes: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        form: ``"pt2"``, torch's own graph; ``"aoti"``, compiled for this kind of machine; ``"onnx"``; ``"tensorrt"``,
+            for a model on an NVIDIA GPU; ``"torchscript"``, which torch has deprecated; ``"openvino"``.
+        path: Where to; by default ``model`` and the form's ending, in the working folder.
+        dynamic: Which dimensions may be of any size: ``"auto"``, batch and sequence, but for what the model fixes;
+            ``"batch"`` and ``"batch+sequence"``, these or an error; ``"off"``, none.
+        precision: ``"fp16"`` and ``"bf16"`` store and compute in it, between inputs and outputs in float32.
+
+    Raises:
+        ValueError: An unknown form, precision or kind of dynamic dimensions; an example without tensors.
+        MissingPackageError: The form needs what is not here; the message says how to install it.
+        ExportError: The model cannot be written in this form (with the line of its code, where that is known), or
+            computes other numbers in it (with the module where that begins).
+        OSError: The file cannot be written.
+    """
+    for name, value, allowed in (
+        ("form", form, FormName),
+        ("precision", precision, Precision),
+        ("dynamic", dynamic, Dynamic),
+    ):
+        check_choice(name, value, get_args(allowed))
+    original = plain_copy(model.model if isinstance(model, Quantized) else model).requires_grad_(False)
+    if precision in _DTYPES:
+        original = HalfPrecision(original, _DTYPES[precision]).eval()
+    device = device_of(original)
+    kind = FORMS[form]
+    kind.check(device)
+    target = Path(path or f"model{kind.ending}").expanduser().resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    arguments = arguments_of(original.model if isinstance(original, HalfPrecision) else original, example)
+    arguments = map_tensors(lambda t: t.detach().to(device).contiguous(), arguments)  # strides are guarded
+    dimensions = dimensions_of(arguments, dynamic)
+    captured = Captured(original, widened(arguments, dimensions), dimensions)
+    with torch.no_grad(), without_deprecations(), _beside(target) as folder:
+        temporary = Path(folder, target.name)
+        _write(kind, captured, temporary)
+        fixed = _fixed(captured) if kind.has_graph else {}
+        if fixed and dynamic != "auto":
+            raise DynamicDimensionError(_in_one_size(form, fixed, captured))
+        open_ones = [one for one in dimensions if one not in fixed]
+        calls = [arguments, *_possible(original, others(arguments, open_ones))]
+        failure, error = differs(original, kind.load(temporary, device), calls)
+        if failure:
+            where = _where(original, calls, kind, Path(folder)) if form != "aoti" else ""
+            begins = f" It begins in {where}." if where else ""
+            raise ExportError(f"form={form!r} computes {failure}.{begins} Nothing was written.")
+        num_bytes = _put(Path(folder), target)
+    return Exported(
+        path=target,
+        form=form,
+        precision=precision,
+        dynamic=tuple(_label(one, captured) for one in open_ones),
+        fixed={_label(one, captured): size for one, size in fixed.items()},
+        checked=tuple(shapes_in(call) for call in calls),
+        error=error,
+        num_bytes=num_bytes,
+        device_type=device.type,
+    )
+
+
+def differs(original: nn.Module, candidate: Callable[..., Any], calls: list[Arguments]) -> tuple[str, float]:
+    """How a form's outputs are off on some arguments, in words, empty where they are not; and the largest error."""
+    half = original.dtype if isinstance(original, HalfPrecision) else None
+    largest = 0.0
+    for args, kwargs in calls:
+        trial = Trial(original, args, kwargs, with_gradients=False, samples=None, judged=lambda out: _judged(out, half))
+        found = trial.numbers(Contender(original.forward), Contender(candidate))
+        if found.failure:
+            return f"{found.failure}, for inputs of {shapes_in((args, kwargs))}", found.error
+        largest = max(largest, found.error)
+    return "", largest
+
+
+def _judged(outputs: Any, half: torch.dtype | None) -> list[Tensor]:
+    """Numbers in the precision that they have; whole ones too."""
+    found = [t if t.is_floating_point() else t.double() for t in tensors_in(outputs)]
+    return [t.to(half) if half and t.dtype == torch.float32 else t for t in found]
+
+
+def _write(kind: Form, captured: Captured, path: Path) -> None:
+    try:
+        kind.write(captured, path)
+    except OSError:
+        raise
+    except Exception as error:
+        line = users_line_of(error)
+        if node := failing_node(error):
+            # What the exporter has decomposed has a name of its own at times: bessel_j0, of special_bessel_j0.
+            nodes = captured.program.graph.nodes
+            traces = [str(one.meta.get("stack_trace", "")) for one in nodes if one.name.endswith(node)]
+            line = next(filter(None, map(users_line_in, traces)), line)
+        at = f" at {line}" if line else ""
+        quantized = "LinearPackedParams" in str(error) or "Conv2dPackedParams" in str(error)
+        more = " Layers in INT8 are written as 'torchscript' only, but for those of 'int8-weight'." if quantized else ""
+        raise ExportError(f"form={kind.name!r} cannot hold this model{at}: {in_words(error)}.{more}") from error
+
+
+def _fixed(captured: Captured) -> dict[Dimension, int]:
+    """Of the dimensions that were to be open, those that the model has made one size."""
+    shapes = [node.meta["val"].shape for node in _placeholders(captured)]
+    sizes = {one: str(shapes[one.index][one.axis]) for one in captured.dimensions}  # an open one is a symbol
+    return {one: int(size) for one, size in sizes.items() if size.isdigit()}
+
+
+def _placeholders(captured: Captured) -> list[Any]:
+    """The inputs that are tensors, in their order."""
+    inputs = set(captured.program.graph_signature.user_inputs)
+    nodes = [node for node in captured.program.graph.nodes if node.op == "placeholder" and node.name in inputs]
+    return [node for node in nodes if isinstance(node.meta.get("val"), Tensor)]
+
+
+def _label(one: Dimension, captured: Captured) -> str:
+    nodes = _placeholders(captured) if "program" in vars(captured) else []
+    name = nodes[one.index].name if nodes else f"input {one.index}"
+    return f"{name}: {one.axis} ({one.name})"
+
+
+def _in_one_size(form: str, fixed: Mapping[Dimension, int], captured: Captured) -> str:
+    named = ", ".join(f"{_label(one, captured)} is {size}" for one, size in fixed.items())
+    return (
+        f"form={form!r}: the model fixes {named}: a table of positions, a reshape or a comparison with that number."
+        " dynamic='auto' leaves such dimensions fixed."
+    )
+
+
+def _where(original: nn.Module, calls: list[Arguments], kind: Form, folder: Path) -> str:
+    """The module in which a form begins to differ: of those that are off when written alone the innermost first."""
+
+    def is_off(module: nn.Module, calls: list[Arguments]) -> bool:
+        dimensions = dimensions_of(calls[0], "auto")
+        part = Captured(module, widened(calls[0], dimensions), dimensions)
+        path = folder / f"part{kind.ending}"
+        try:
+            kind.write(part, path)
+            return bool(differs(module, kind.load(path, device_of(original)), calls)[0])
+        except Exception:  # it takes or returns what a form cannot
+            return False
+
+    return first_off(original, calls, is_off)
+
+
+def _possible(original: nn.Module, calls: list[Arguments]) -> list[Arguments]:
+    """Those that the original takes: a sequence may not be longer than its table of positions."""
+    found = []
+    for args, kwargs in calls:
+        try:
+            original(*args, **kwargs)
+        except Exception:
+            continue
+        found.append((args, kwargs))
+    return found
+
+
+def _beside(target: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder on the same disk, gone afterwards, whatever happens."""
+    if target.is_dir():
+        raise IsADirectoryError(f"{target} is a folder: give the path of a file.")
+    return tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True)
+
+
+def _put(folder: Path, target: Path) -> int:
+    """Moves what was written to where it belongs, the file itself last; returns the bytes of all."""
+    written = [one for one in folder.iterdir() if one.is_file()]
+    num_bytes = sum(one.stat().st_size for one in written)
+    for one in sorted(written, key=lambda file: file.name == target.name):
+        os.replace(one, target.with_name(one.name))
+    return num_bytes

@@ -1,0 +1,235 @@
+"""The forms in which a model leaves Python: how each is written, and loaded again to see what it computes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from typing_extensions import override
+
+from lightning_accel.core import torch_private
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import temporarily
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.deploy.inputs import Arguments
+from lightning_accel.deploy.int8 import MissingPackageError
+from lightning_accel.deploy.shapes import Dimension, as_torch_wants
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model that is to be written.
+
+    Attributes:
+        model: Plain, in eval mode.
+        arguments: An example.
+        dimensions: Which of the example's may change.
+    """
+
+    model: nn.Module = field(repr=False)
+    arguments: Arguments
+    dimensions: list[Dimension]
+
+    @cached_property
+    def program(self) -> ExportedProgram:
+        """The model as a graph of torch's operations; captured once."""
+        shapes = as_torch_wants(self.model, self.arguments, self.dimensions)
+        return torch.export.export(self.model, *self.arguments, dynamic_shapes=shapes)
+
+
+class Form(ABC):
+    """One form.
+
+    Attributes:
+        name: As users write it.
+        ending: Of its file.
+        packages: What has to be installed, as modules.
+        install: The command that does.
+        has_graph: Whether it is made of :attr:`Captured.program`.
+    """
+
+    name: str
+    ending: str
+    packages: tuple[str, ...] = ()
+    install = ""
+    has_graph = True
+
+    def check(self, device: torch.device) -> None:
+        """Raises a MissingPackageError, with the mend, where this machine cannot make the form."""
+        missing = [package for package in self.packages if importlib.util.find_spec(package) is None]
+        if missing:
+            raise MissingPackageError(
+                f"form={self.name!r} needs {' and '.join(missing)}, not installed here: {self.install}"
+            )
+
+    @abstractmethod
+    def write(self, captured: Captured, path: Path) -> None:
+        """Writes the model; what belongs to it may lie beside ``path``."""
+
+    @abstractmethod
+    def load(self, path: Path, device: torch.device) -> Call:
+        """What was written, to be called as the model is."""
+
+
+class Pt2(Form):
+    """Torch's own: a graph in a file, which any torch of this version or later runs, compiles or lowers."""
+
+    name, ending = "pt2", ".pt2"
+
+    @override
+    def write(self, captured: Captured, path: Path) -> None:
+        torch.export.save(captured.program, path)
+
+    @override
+    def load(self, path: Path, device: torch.device) -> Call:
+        return torch.export.load(path).module()
+
+
+class Aoti(Form):
+    """Compiled ahead of time by TorchInductor for this kind of processor or GPU; runs without Python, from C++ too."""
+
+    name, ending = "aoti", ".pt2"
+
+    @override
+    def check(self, device: torch.device) -> None:
+        if Host.detect(device).compiler is None:
+            raise MissingPackageError("form='aoti' needs a compiler: `lightning-accel doctor` says what to install")
+
+    @override
+    def write(self, captured: Captured, path: Path) -> None:
+        torch_private.compile_to_package(captured.program, path)
+
+    @override
+    def load(self, path: Path, device: torch.device) -> Call:
+        return torch_private.load_package(path)
+
+
+class TorchScript(Form):
+    """Traced and frozen; deprecated by torch, and the one form that takes layers in INT8 as ``quantize`` makes them."""
+
+    name, ending, has_graph = "torchscript", ".ts", False
+
+    @override
+    def write(self, captured: Captured, path: Path) -> None:
+        args, kwargs = captured.arguments
+        given: dict[str, Any] = {"example_kwarg_inputs": kwargs} if kwargs else {"example_inputs": args}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what tracing bakes in is found by calling it with other shapes
+            jit: Any = torch.jit
+            traced = jit.trace(captured.model, check_trace=False, strict=False, **given)
+            jit.save(jit.freeze(traced), path)
+
+    @override
+    def load(self, path: Path, device: torch.device) -> Call:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            jit: Any = torch.jit
+            loaded: Call = jit.load(path, map_location=device)
+        return loaded
+
+
+class Onnx(Form):
+    """For whatever reads ONNX; checked by ONNX Runtime, with CUDA or TensorRT where it has them."""
+
+    name, ending = "onnx", ".onnx"
+    packages, install = ("onnx", "onnxscript", "onnxruntime"), "pip install 'lightning-accel[deploy]'"
+
+    @override
+    def write(self, captured: Captured, path: Path) -> None:
+        with temporarily(lambda: logging.root.manager.disable, logging.disable, logging.WARNING):
+            written = torch.onnx.export(captured.program, dynamo=True, verbose=False)
+        assert written is not None
+        written.save(path)
+
+    @override
+    def load(self, path: Path, device: torch.device) -> Call:
+        runtime = importlib.import_module("onnxruntime")
+        wanted = ["TensorrtExecutionProvider", "CUDAExecutionProvider"] if device.type == "cuda" else []
+        has = runtime.get_available_providers()
+        options = runtime.SessionOptions()
+        options.log_severity_level = 3  # errors: its warnings are of its own graph
+        options.intra_op_num_threads = torch.get_num_threads()
+        providers = [*(one for one in wanted if one in has), "CPUExecutionProvider"]
+        return Session(runtime.InferenceSession(str(path), options, providers=providers))
+
+
+class OpenVino(Form):
+    """For OpenVINO, on Intel's processors and GPUs: an ``.xml`` and, beside it, a ``.bin``."""
+
+    name, ending = "openvino", ".xml"
+    packages, install = ("openvino",), "pip install openvino"
+
+    @override
+    def write(self, captured: Captured, path: Path) -> None:
+        openvino = importlib.import_module("openvino")
+        openvino.save_model(openvino.convert_model(captured.program), path, compress_to_fp16=False)
+
+    @override
+    def load(self, path: Path, device: torch.device) -> Call:
+        compiled = importlib.import_module("openvino").compile_model(path, "CPU")
+
+        def run(*args: Any, **kwargs: Any) -> list[Tensor]:
+            found = compiled([t.detach().cpu().numpy() for t in tensors_in((args, kwargs))])
+            return [torch.from_numpy(found[output].copy()) for output in compiled.outputs]
+
+        return run
+
+
+class TensorRT(Form):
+    """Engines for an NVIDIA GPU by Torch-TensorRT, in torch's own file; what TensorRT cannot do stays torch's."""
+
+    name, ending = "tensorrt", ".ep"
+    packages, install = ("torch_tensorrt",), "pip install 'lightning-accel[tensorrt]'"
+
+    @override
+    def check(self, device: torch.device) -> None:
+        super().check(device)
+        if device.type != "cuda":
+            raise MissingPackageError("form='tensorrt' needs an NVIDIA GPU, and the model on it: model.cuda() before")
+
+    @override
+    def write(self, captured: Captured, path: Path) -> None:
+        tensorrt = importlib.import_module("torch_tensorrt")
+        args, kwargs = captured.arguments
+        compiled = tensorrt.dynamo.compile(captured.program, arg_inputs=list(args), kwarg_inputs=kwargs)
+        tensorrt.save(compiled, str(path), arg_inputs=list(args), kwarg_inputs=kwargs, retrace=False)
+
+    @override
+    def load(self, path: Path, device: torch.device) -> Call:
+        importlib.import_module("torch_tensorrt")  # which registers what the file calls
+        return torch.export.load(path).module()
+
+
+FORMS: dict[str, Form] = {form.name: form for form in (Pt2(), Aoti(), Onnx(), TensorRT(), TorchScript(), OpenVino())}
+
+
+class Session:
+    """A session of ONNX Runtime that takes and returns tensors.
+
+    Args:
+        session: Of ``onnxruntime``.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._names = [entry.name for entry in session.get_inputs()]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        tensors = tensors_in((args, [kwargs[name] for name in self._names if name in kwargs]))
+        if len(tensors) != len(self._names):  # keyword arguments that are no tensors, but hold some
+            tensors = tensors_in((args, kwargs))
+        feeds = {name: t.detach().cpu().numpy() for name, t in zip(self._names, tensors, strict=True)}
+        return [torch.from_numpy(found) for found in self._session.run(None, feeds)]

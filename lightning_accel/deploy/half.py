@@ -1,0 +1,34 @@
+"""A model in half precision that is called as before: what it takes and returns is float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.core.tree import map_tensors
+
+
+class HalfPrecision(nn.Module):
+    """Computes in ``dtype`` between inputs and outputs in float32.
+
+    Args:
+        model: It is converted in place.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model.to(dtype)
+        self.dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_tensors(self._narrow, (args, kwargs))
+        return map_tensors(self._wide, self.model(*args, **kwargs))
+
+    def _narrow(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.dtype == torch.float32 else tensor
+
+    def _wide(self, tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype == self.dtype else tensor

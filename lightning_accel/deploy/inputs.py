@@ -1,0 +1,87 @@
+"""How a model is called: on an example, on a batch of a loader, and the way to the user's forward from either."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_accel.core.tree import tensors_in
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional arguments, and keyword arguments."""
+
+TARGETS = ("labels", "targets", "label", "target")
+"""The keys of a batch that are not shown to the model."""
+
+
+def arguments_of(model: nn.Module, example: Any) -> Arguments:
+    """An example as arguments of ``model``.
+
+    Args:
+        model: Whose ``forward`` it is for.
+        example: A tensor, the one argument; a tuple or list, the positional arguments; a mapping, the keyword
+            arguments where ``forward`` has parameters of these names, else the one argument.
+
+    Raises:
+        ValueError: There is no tensor in it.
+    """
+    if not tensors_in(example):
+        raise ValueError(f"an example of type {type(example).__name__} has no tensor: give what forward() takes.")
+    if isinstance(example, Mapping):
+        names = inspect.signature(model.forward).parameters
+        return ((), dict(example)) if set(example) <= set(names) else ((example,), {})
+    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
+
+
+def example_in(model: nn.Module, batch: Any) -> Any:
+    """Of a batch, what ``forward`` takes: the first of more values than it has positions for, as others are targets."""
+    if isinstance(batch, tuple | list):
+        kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+        if inspect.Parameter.VAR_POSITIONAL in kinds:
+            return batch
+        positions = sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds)
+        return batch if len(batch) <= positions else inputs_and_targets(batch)[0]
+    return inputs_and_targets(batch)[0]
+
+
+def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    """A loader's batch as what the model sees and what it is to say; None for targets that there are not.
+
+    A pair is inputs and targets, of a longer tuple the first is the inputs and the last the targets; of a mapping the
+    targets are what is under ``labels`` or ``targets``.
+    """
+    if isinstance(batch, Mapping):
+        given = next((batch[key] for key in TARGETS if key in batch), None)
+        return {key: value for key, value in batch.items() if key not in TARGETS}, given
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        return batch[0], batch[-1]
+    return (batch[0] if isinstance(batch, tuple | list) and batch else batch), None
+
+
+def calls_of(model: nn.Module, loader: Iterable[Any], *, at_most: int, name: str) -> list[Arguments]:
+    """The first few batches of a loader as arguments of ``model``.
+
+    Raises:
+        ValueError: There are none, or they hold no tensors.
+    """
+    calls = [arguments_of(model, inputs_and_targets(batch)[0]) for batch in islice(loader, at_most)]
+    if not calls:
+        raise ValueError(
+            f"{name} gave no batches: give a loader with a few batches such as the model will be served, from the"
+            " training data say. (An iterator that was read before has none left.)"
+        )
+    return calls
+
+
+def shapes_in(arguments: Any) -> str:
+    """The shapes of all tensors, for messages: ``(8, 3, 32, 32), (8,)``."""
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(arguments)) or "no tensors"
+
+
+def batch_size_of(arguments: Any) -> int:
+    """The size of the first dimension of the first tensor that has one; 0 without any."""
+    return next((t.shape[0] for t in tensors_in(arguments) if isinstance(t, Tensor) and t.dim() > 0), 0)

@@ -1,0 +1,207 @@
+"""A trained model with smaller numbers: INT8, FP16 or bfloat16."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.checks import check_choice
+from lightning_accel.core.spread import deviation
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.core.trial import one_line
+from lightning_accel.deploy import int8
+from lightning_accel.deploy.half import HalfPrecision
+from lightning_accel.deploy.inputs import Arguments, calls_of, shapes_in
+from lightning_accel.deploy.plain import plain_copy
+
+Mode = Literal["int8-dynamic", "int8-static", "int8-weight", "fp16", "bf16"]
+
+MAX_ERROR = 0.05
+CALIBRATION_BATCHES = 32
+TRIAL_BATCHES = 2
+"""So many batches tell how much a layer loses; ranges are taken from all."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What :func:`quantize` has made.
+
+    Attributes:
+        model: For inference, called as the original was.
+        mode: As asked for.
+        converted: The names of the layers that compute with smaller numbers; attention is in four layers, ``query``,
+            ``key``, ``value`` and ``out``.
+        kept: Of layers left in float, name → why.
+        error: How far the outputs are off on the calibration data, as a share of their norm; None without any.
+        bytes_before: Of the saved weights.
+        bytes_after: The same, now.
+    """
+
+    model: nn.Module = field(repr=False)
+    mode: Mode
+    converted: tuple[str, ...]
+    kept: Mapping[str, str]
+    error: float | None
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        off = "not measured: no calibration data" if self.error is None else f"{self.error:.2%} of the outputs' norm"
+        size = f"{format_bytes(self.bytes_before)} to {format_bytes(self.bytes_after)}"
+        lines = [f"{self.mode}: {len(self.converted)} layers, {size}; error {off}"]
+        return "\n".join([*lines, *(f"  in float: {name or 'the model'}: {why}" for name, why in self.kept.items())])
+
+
+def quantize(
+    model: nn.Module, mode: Mode, *, calibration: Iterable[Any] | None = None, max_error: float = MAX_ERROR
+) -> Quantized:
+    """A copy of a trained model for inference, with smaller numbers; the model itself stays as it is.
+
+    With calibration data, INT8 is tried: where outputs are off by more than ``max_error``, layers are put back into
+    float, beginning with the one that loses the most alone, until they are not.
+
+    INT8 is computed by kernels of ``torch.ao``, which are deprecated and the fastest that there are at
+    batch 1, where they take 0.27 times what float32 does and PT2E's, compiled, 0.36 times
+    (:mod:`lightning_accel.deploy.int8`); ``int8-weight`` by torchao's.
+
+    Args:
+        model: Accelerated or not, on the CPU for INT8.
+        mode: ``"int8-dynamic"``: weights of linear layers for each output channel, inputs by their range at every call;
+            ``"int8-static"``: convolutions too, all ranges from the calibration data; ``"int8-weight"``: weights
+            are stored in INT8 and computed with in float, smaller and not faster; ``"fp16"``, ``"bf16"``: all weights.
+        calibration: A loader of batches such as the model will be served, of which the first 32 are looked at:
+            ``(inputs, targets)``, inputs alone, or mappings. ``"int8-static"`` needs one.
+        max_error: What share of the outputs' norm they may be off, on the calibration data.
+
+    Raises:
+        ValueError: An unknown mode; calibration data that is missing, empty, or not what the model takes; a model that
+            is not on the CPU, for INT8.
+        MissingPackageError: torchao is not installed, for ``"int8-weight"``.
+    """
+    check_choice("mode", mode, get_args(Mode))
+    if not 0 < max_error < math.inf:
+        raise ValueError(f"max_error={max_error!r}: give a share of the outputs' norm above 0, 0.05 say.")
+    original = plain_copy(model)
+    calls = (
+        [] if calibration is None else calls_of(original, calibration, at_most=CALIBRATION_BATCHES, name="calibration")
+    )
+    with torch.no_grad():
+        expected = [_outputs(original, call, number) for number, call in enumerate(calls)]
+        if mode in ("fp16", "bf16"):
+            half = HalfPrecision(plain_copy(original), torch.float16 if mode == "fp16" else torch.bfloat16)
+            names = tuple(name for name, one in original.named_modules() if any(True for _ in one.parameters(False)))
+            error = _error(half, calls, expected) if calls else None
+            return Quantized(half.eval(), mode, names, {}, error, saved_bytes(original), saved_bytes(half))
+        return _in_int8(original, mode, calls, expected, max_error)
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """Bytes of the ``state_dict`` as ``torch.save`` writes it."""
+    buffer = io.BytesIO()
+    with int8.without_deprecations():
+        torch.save(model.state_dict(), buffer)
+    return buffer.tell()
+
+
+def _in_int8(
+    original: nn.Module, mode: Mode, calls: list[Arguments], expected: list[list[Tensor]], max_error: float
+) -> Quantized:
+    if mode == "int8-static" and not calls:
+        raise ValueError("mode='int8-static' takes its ranges from data: calibration=loader, with a few batches.")
+    devices = {p.device.type for p in original.parameters()} - {"cpu"}
+    if devices:
+        raise ValueError(f"mode={mode!r} computes on a CPU, and the model is on {devices.pop()}: model.cpu() before.")
+    model = plain_copy(original)
+    int8.prepare(model)
+    names, kept = int8.choose(model, mode)
+    convert: int8.Convert = int8.weights_only if mode == "int8-weight" else int8.dynamic
+    if mode == "int8-static":
+        ranges = int8.observed(model, names, lambda: [_outputs(model, call, 0) for call in calls])
+        kept |= {
+            name: "the calibration data did not call it" for name in names if model.get_submodule(name) not in ranges
+        }
+        convert = int8.static(ranges)
+    layers = {name: model.get_submodule(name) for name in names if name not in kept}
+    converted = {}
+    for name, layer in layers.items():
+        try:
+            converted[name] = convert(layer)
+        except int8.MissingPackageError:
+            raise
+        except Exception as why:  # a size for which there is no kernel
+            kept[name] = f"could not be converted: {one_line(why)}"
+    trial = _Trial(model, layers, converted, calls[:TRIAL_BATCHES], expected[:TRIAL_BATCHES])
+    trial.put(converted)
+    if calls:
+        kept |= trial.put_back(max_error)
+    error = _error(model, calls, expected) if calls else None
+    done = tuple(name for name in converted if name not in kept)
+    return Quantized(model, mode, done, kept, error, saved_bytes(original), saved_bytes(model))
+
+
+class _Trial:
+    """Finds which layers lose too much."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        converted: Mapping[str, nn.Module],
+        calls: list[Arguments],
+        expected: list[list[Tensor]],
+    ) -> None:
+        self._model, self._layers, self._converted = model, layers, converted
+        self._calls, self._expected = calls, expected
+
+    def put(self, names: Iterable[str]) -> None:
+        """Has these layers in INT8, and all others in float."""
+        chosen = set(names)
+        for name, layer in self._layers.items():
+            int8.put(self._model, name, self._converted[name] if name in chosen else layer)
+
+    def put_back(self, max_error: float) -> dict[str, str]:
+        """Layer → why it is in float again: the fewest, taken in the order of what they lose, that bring it below."""
+        if self._error() <= max_error:
+            return {}
+        alone = {}
+        for name in self._converted:
+            self.put([name])
+            alone[name] = self._error()
+        back: dict[str, str] = {}
+        for name in sorted(alone, key=lambda one: alone[one], reverse=True):
+            back[name] = f"in INT8 it alone has the outputs off by {alone[name]:.1%} of their norm"
+            self.put(self._converted.keys() - back.keys())
+            if self._error() <= max_error:
+                break
+        return back
+
+    def _error(self) -> float:
+        return _error(self._model, self._calls, self._expected)
+
+
+def _error(model: nn.Module, calls: list[Arguments], expected: list[list[Tensor]]) -> float:
+    found = [
+        deviation(_outputs(model, call, n), want).noise
+        for n, (call, want) in enumerate(zip(calls, expected, strict=True))
+    ]
+    return max(found)
+
+
+def _outputs(model: nn.Module, call: Arguments, number: int) -> list[Tensor]:
+    args, kwargs = call
+    try:
+        with int8.without_deprecations():
+            outputs = model(*args, **kwargs)
+    except Exception as error:
+        raise ValueError(
+            f"The model failed on batch {number} of the calibration data, with tensors of {shapes_in(call)}:"
+            f" {one_line(error)}. Give batches as the model takes them: (inputs, targets), or inputs alone."
+        ) from error
+    return [t for t in tensors_in(outputs) if t.is_floating_point()]

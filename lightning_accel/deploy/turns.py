@@ -1,0 +1,87 @@
+"""How long calls take, of several forms that take turns: A B C C B A."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_accel.core.device import synchronize
+from lightning_accel.deploy.inputs import Arguments
+from lightning_accel.tuning.pairs import Interval, PairTest
+
+Call = Callable[..., Any]
+
+WARM_UP = 3
+LEAST_ROUNDS = 10
+_ALPHA = 0.05
+
+
+@dataclass(frozen=True)
+class Latency:
+    """What a call takes, in milliseconds.
+
+    Attributes:
+        p50: The median.
+        p95: The 95th percentile.
+        p99: The 99th percentile.
+        calls: How many were timed.
+    """
+
+    p50: float
+    p95: float
+    p99: float
+    calls: int
+
+
+def timed(
+    calls: Mapping[str, Call], arguments: Arguments, seconds: float, device: torch.device
+) -> dict[str, list[float]]:
+    """Name → seconds of each round, in which all are called once; rounds begin at either end in turns.
+
+    Args:
+        calls: What is timed.
+        arguments: What they are called with.
+        seconds: How long, about, in all.
+        device: Where they compute; it is waited for.
+    """
+    args, kwargs = arguments
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.no_grad():
+        for call in calls.values():
+            for _ in range(WARM_UP):
+                call(*args, **kwargs)
+        ends, rounds = time.perf_counter() + seconds, 0
+        while rounds < LEAST_ROUNDS or time.perf_counter() < ends:
+            for name in calls if rounds % 2 == 0 else reversed(list(calls)):
+                synchronize(device)
+                began = time.perf_counter()
+                calls[name](*args, **kwargs)
+                synchronize(device)
+                spent[name].append(time.perf_counter() - began)
+            rounds += 1
+    return spent
+
+
+def latency_of(seconds: Sequence[float]) -> Latency:
+    """Percentiles of what calls took."""
+    p50, p95, p99 = (float(one) for one in 1e3 * np.percentile(seconds, (50, 95, 99)))
+    return Latency(p50, p95, p99, len(seconds))
+
+
+def speedup_of(original: Sequence[float], candidate: Sequence[float]) -> Interval:
+    """How many times as fast a candidate is, by pairs of neighbours and the tuner's test."""
+    test = PairTest(_ALPHA)
+    for pair in zip(original, candidate, strict=True):
+        test.add(*pair)
+    return test.interval()
+
+
+def per_second(seconds: Sequence[float], batch_size: int) -> float:
+    """Samples, by the median round."""
+    return batch_size / statistics.median(seconds)

@@ -1,0 +1,93 @@
+"""``lightning-accel deploy``, of a checkpoint that a Trainer has written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torchmetrics import MeanSquaredError
+
+from lightning_accel.__main__ import main
+
+pytestmark = pytest.mark.numbers
+
+PROGRAM = """
+import torch
+from lightning.pytorch import LightningModule
+from torchmetrics.classification import MulticlassAccuracy
+
+
+class Served(LightningModule):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(width, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def data():
+    return [(torch.randn(8, 8), torch.randint(4, (8,))) for _ in range(3)]
+
+
+def metrics():
+    return MulticlassAccuracy(4, average="micro")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "deployed_program.py").write_text(PROGRAM)
+    return folder
+
+
+@pytest.fixture
+def command(make_trainer: Callable[..., Trainer], program: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command for a checkpoint of the program's class."""
+    monkeypatch.syspath_prepend(str(program))
+    import deployed_program
+
+    trainer = make_trainer()
+    trainer.strategy.connect(deployed_program.Served())
+    trainer.save_checkpoint("best.ckpt")
+    names = ["--model", "deployed_program:Served", "--data", "deployed_program:data"]
+    return ["deploy", "best.ckpt", *names, "--metrics", "deployed_program:metrics", "--seconds", "0.02"]
+
+
+def test_forms_are_shown_beside_each_other_and_one_is_recommended(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--forms", "bf16,tensorrt", "--max-drop", "50%"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("p50 ms", "eager", "bf16", "32: samples/s", "MulticlassAccuracy", "Take "))
+    assert "! tensorrt: form='tensorrt' needs" in shown
+
+
+def test_a_drop_above_the_limit_is_a_status_of_1_and_named(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Targets are what the model returns: whatever computes otherwise is off, and less is better."""
+    import deployed_program
+
+    model = deployed_program.Served.load_from_checkpoint("best.ckpt")
+    with torch.no_grad():
+        exact = [(x, model(x)) for x, _ in deployed_program.data()]
+    monkeypatch.setattr(deployed_program, "data", lambda: exact)
+    monkeypatch.setattr(deployed_program, "metrics", MeanSquaredError)
+    assert main([*command, "--forms", "bf16", "--max-drop", "0", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["worse"] == {"bf16": ["MeanSquaredError"]}
+    assert main([*command, "--forms", "bf16", "--max-drop", "0"]) == 1
+    assert "! bf16: MeanSquaredError is worse by" in capsys.readouterr().out
+
+
+def test_what_is_missing_is_said_and_the_status_is_2(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--data", "deployed_program:nothing"]) == 2
+    assert "--data deployed_program:nothing" in capsys.readouterr().err
+    assert main([*command, "--forms", "onyx"]) == 2
+    assert "did you mean 'onnx'" in capsys.readouterr().err

@@ -1,0 +1,222 @@
+"""Models as files that are served: the same numbers at several sizes, whole or not at all, errors with the line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_accel import Plan, accelerate
+from lightning_accel.deploy import DynamicDimensionError, ExportError, MissingPackageError, export, quantize
+from support.models import TASKS, TEXT, TinyCNN
+
+pytestmark = pytest.mark.numbers
+
+QUICK = ["pt2", "torchscript"]
+
+
+class Positions(nn.Module):
+    """Adds a table of positions as long as the sequences that it was trained on: tokens (B, 6) → (B, 6, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.positions = nn.Parameter(torch.randn(6, 8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens) + self.positions)
+
+
+class Gate(nn.Module):
+    """Decides by the numbers which way to go."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[:, 0].sum() > 0:
+            return x
+        return 2 * x
+
+
+class Gated(nn.Module):
+    """Gated features, (B, 8) → (B, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), Gate())
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def needs_onnx() -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name, reason="pip install 'lightning-accel[deploy]'")
+
+
+def line_of(text: str) -> str:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return f"{Path(__file__).name}:{lines.index(text) + 1}"
+
+
+@pytest.mark.parametrize("form", QUICK)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_form_computes_the_same_for_other_batches_and_sequences(form: str, task: str) -> None:
+    model, (inputs, _) = TASKS[task].model().eval(), TASKS[task].batch()
+    exported = export(model, inputs, form)
+    assert exported.path.exists()
+    assert len(exported.checked) == (3 if task == "cnn" else 5)
+    more = torch.cat([inputs, inputs, inputs])
+    with torch.no_grad():
+        torch.testing.assert_close(exported.load()(more), model(more), rtol=1e-4, atol=1e-5)
+
+
+def test_onnx_computes_the_same_under_onnx_runtime() -> None:
+    needs_onnx()
+    model, (inputs, _) = TASKS["transformer"].model().eval(), TASKS["transformer"].batch()
+    exported = export(model, inputs, "onnx", path="served/text.onnx")
+    assert exported.dynamic == ("tokens: 0 (batch)", "tokens: 1 (sequence)")
+    (found,) = exported.load()(inputs[:1, :3])
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(inputs[:1, :3]), rtol=1e-4, atol=1e-5)
+    assert [one.name for one in Path("served").iterdir()] == ["text.onnx"]
+
+
+@pytest.mark.slow
+def test_a_package_compiled_ahead_of_time_computes_the_same() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    exported = export(model, torch.randn(1, 8), "aoti")
+    with torch.no_grad():
+        x = torch.randn(5, 8)
+        torch.testing.assert_close(exported.load()(x), model(x))
+
+
+def test_a_mapping_is_the_one_argument_where_forward_has_no_such_names() -> None:
+    model, (inputs, _) = TEXT.model(), TEXT.batch()
+    inputs.pop("labels")
+    exported = export(model, inputs)
+    assert exported.fixed == {}
+    assert exported.load()(inputs).shape == (16, 17, 96)
+
+
+def test_what_is_accelerated_is_exported_as_its_author_wrote_it() -> None:
+    task = TASKS["transformer"]
+    model = task.model()
+    handle = accelerate(model, Plan(precision="32-true", gradient_checkpointing="full", tune="off"))
+    inputs, targets = task.batch()
+    with handle.step():
+        task.loss(model(handle.batch(inputs)), targets).backward()
+    edited = {name for name, module in model.named_modules() if "forward" in vars(module)}
+    exported = export(model, inputs)
+    assert edited == {name for name, module in model.named_modules() if "forward" in vars(module)} != set()
+    handle.undo()
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(exported.load()(inputs), model(inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_dimension_that_the_model_fixes_is_said_to_be_fixed() -> None:
+    exported = export(Positions(), torch.randint(11, (1, 6)))
+    assert exported.dynamic == ("tokens: 0 (batch)",)
+    assert exported.fixed == {"tokens: 1 (sequence)": 6}
+    assert "fixed by the model: tokens: 1 (sequence) is 6" in str(exported)
+
+
+def test_a_dimension_that_was_asked_for_and_is_fixed_is_an_error() -> None:
+    with pytest.raises(DynamicDimensionError, match=r"fixes tokens: 1 \(sequence\) is 6: a table of positions"):
+        export(Positions(), torch.randint(11, (1, 6)), dynamic="batch+sequence")
+    assert list(Path().iterdir()) == []
+
+
+def test_control_flow_on_data_names_the_line_of_the_model() -> None:
+    with pytest.raises(ExportError) as caught:
+        export(Gated(), torch.randn(4, 8))
+    assert line_of("        if x[:, 0].sum() > 0:") in str(caught.value)
+    assert "its control flow depends on data" in str(caught.value)
+    assert list(Path().iterdir()) == []
+
+
+def test_a_form_whose_numbers_are_off_is_kept_out_and_the_module_named_where_that_begins() -> None:
+    """Tracing goes one way at the gate, and takes it ever after."""
+    model = Gated()
+    with torch.no_grad():
+        model.body[0].weight.copy_(torch.eye(8))
+        model.body[0].bias.zero_()
+    example = torch.tensor([-1.0, 3.0, 1.0])[:, None].repeat(1, 8)
+    with pytest.raises(ExportError, match=r"other numbers than the original.*It begins in 'body\.1', Gate\. Nothing"):
+        export(model, example, "torchscript")
+    assert list(Path().iterdir()) == []
+
+
+def test_an_operator_that_onnx_lacks_names_the_line_of_the_model() -> None:
+    needs_onnx()
+
+    class Bessel(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.special.bessel_j0(x)
+
+    with pytest.raises(ExportError, match=r"No ONNX function found for .*bessel_j0") as caught:
+        export(Bessel(), torch.randn(4, 8), "onnx")
+    assert line_of("            return torch.special.bessel_j0(x)") in str(caught.value)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_takes_and_returns_float32(precision: str) -> None:
+    model, x = TinyCNN(channels=64).eval(), torch.randn(3, 3, 8, 8)
+    exported = export(model, x, precision=precision)
+    found = exported.load()(x)
+    assert found.dtype == torch.float32
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(x), rtol=0.1, atol=0.1)
+    assert exported.num_bytes < export(model, x, path="full.pt2").num_bytes
+
+
+def test_layers_in_int8_are_written_as_torchscript_and_elsewhere_said_not_to_be() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    quantized = quantize(model, "int8-dynamic")
+    assert export(quantized, torch.randn(4, 64), "torchscript").path.exists()
+    with pytest.raises(ExportError, match="Layers in INT8 are written as 'torchscript' only"):
+        export(quantized, torch.randn(4, 64), "pt2")
+
+
+def test_what_was_there_stays_where_the_new_one_cannot_be_written() -> None:
+    Path("model.pt2").write_text("the previous one")
+    with pytest.raises(ExportError):
+        export(Gated(), torch.randn(4, 8))
+    assert Path("model.pt2").read_text() == "the previous one"
+
+
+def test_a_path_that_cannot_be_written_is_an_error_before_anything_is_exported() -> None:
+    Path("file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        export(nn.Linear(2, 2), torch.randn(2, 2), path="file/model.pt2")
+    with pytest.raises(IsADirectoryError, match="give the path of a file"):
+        export(nn.Linear(2, 2), torch.randn(2, 2), path=".")
+
+
+@pytest.mark.parametrize(
+    ("form", "install"), [("openvino", "pip install openvino"), ("tensorrt", "lightning-accel[tensorrt]")]
+)
+def test_what_is_not_installed_is_said_with_the_command_that_does(form: str, install: str) -> None:
+    package = {"openvino": "openvino", "tensorrt": "torch_tensorrt"}[form]
+    if package in sys.modules:
+        pytest.skip(f"{package} is here")
+    with pytest.raises(MissingPackageError) as caught:
+        export(nn.Linear(2, 2), torch.randn(2, 2), form)
+    assert install in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"form": "onyx"}, "form='onyx'; did you mean 'onnx'"),
+        ({"precision": "int8"}, "precision='int8'"),
+        ({"dynamic": "on"}, "dynamic='on'"),
+    ],
+)
+def test_settings_that_do_not_exist_are_errors(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        export(nn.Linear(2, 2), torch.randn(2, 2), **options)

@@ -88,18 +88,19 @@ def recompiling(seen: Seen) -> Iterator[Finding]:
     late = [some for some in record.steps if some.first > BEGINNING * record.num_steps] or record.steps[1:]
     captured = sum(some.captured for some in late)
     whole = sum(some.captured for some in record.steps)
-    is_short = len(record.steps) == 1 and whole > max(8, 0.2 * record.num_steps)
-    if captured < 3 and not is_short:
+    goes_on = captured >= 3
+    # Torch gives up after some hundred of them, and a run may have come there.
+    if not goes_on and whole <= max(8, 0.2 * record.num_steps):
         return
-    chosen = late or record.steps
+    chosen = late if goes_on else record.steps
     took_ms = sum(count * ms for some in chosen for _, count, ms in some.pieces())
     compiling_ms = sum(some.compiling_ms for some in chosen)
-    if is_short:  # the first one is needed
+    if not goes_on:  # the first one is needed
         compiling_ms *= (whole - 1) / whole
     yield Finding(
         name="recompiling",
-        says=f"torch.compile has captured {whole} graphs in {record.num_steps:,} steps, and goes on:"
-        f" {min(1.0, compiling_ms / took_ms):.0%} of the time",
+        says=f"torch.compile has captured {whole} graphs in {record.num_steps:,} steps{', and goes on' * goes_on}: "
+        f"{min(1.0, compiling_ms / took_ms):.0%} of the time",
         action="let it expect sizes that change, or give it fewer of them; TORCH_LOGS=recompiles names the reasons",
         python="torch.compile(..., dynamic=True)",
         speedup=took_ms / max(took_ms - compiling_ms, WORTH * took_ms),

@@ -48,6 +48,15 @@ def test_without_recompiling_the_time_that_it_took_goes() -> None:
     assert found(run, "recompiling").speedup == pytest.approx(1 / (1 - 0.5 * 99 / 100))  # the first one is needed
 
 
+def test_recompiling_that_torch_has_given_up_is_told_too() -> None:
+    """It does so after some hundred graphs, and a long run has lines without any."""
+    run = record({FORWARD: 100.0}, captured=100, compiling_ms=0.5 * 100.0 * STEPS)
+    run.steps.append(replace(run.steps[0], first=STEPS + 1, last=2 * STEPS, captured=0, compiling_ms=0.0))
+    finding = found(run, "recompiling")
+    assert "goes on" not in finding.says
+    assert finding.speedup == pytest.approx(1 / (1 - 0.25 * 99 / 100))
+
+
 def test_bfloat16_speeds_up_what_products_take_and_casts_weights() -> None:
     run = record(anatomy=anatomy(product_ms=49.5), native_bf16=True, parameters=10**7)
     casts = 12 * 10**7 / PEAKS.bytes_per_sec / 0.1

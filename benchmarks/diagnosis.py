@@ -44,6 +44,7 @@ COLUMNS = (
     *("fault", "found", "predicted", "measured", "measured by predicted", "predicted MiB", "measured MiB"),
     *("also found", "TraceML"),
 )
+ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path(__file__).parent / "_fault_runs.py"
 
 
@@ -152,7 +153,10 @@ def healthy_row(name: str, peaks: Peaks, options: argparse.Namespace, folder: Pa
 def details(outcome: Outcome) -> dict[str, Any]:
     return {
         "fault": outcome.fault.title,
-        "findings": [{"name": one.name, "says": one.says, "speedup": one.speedup} for one in outcome.findings],
+        "findings": [
+            {"name": one.name, "says": one.says.replace(f"{ROOT}/", ""), "speedup": one.speedup}
+            for one in outcome.findings
+        ],
         "comparison": outcome.came.to_dict(),
         "speed": asdict(outcome.speed),
         "traceml": outcome.traceml,

@@ -1,10 +1,8 @@
 """The layers of a model in INT8, one by one: what can be converted, by which kernels, and with which ranges.
 
-``torch.ao.nn.quantized`` is deprecated, and used all the same: it is the fastest there is at batch 1, and needs no
-compiler. Measured there, on 2 shared cores of an AMD EPYC with AVX-512 VNNI, torch 2.13, torchao 0.18, two layers of
-2,048 between smaller ones: float32 2.18 ms; torch.ao dynamic 0.60 ms (3.7x) and static 0.71 ms (3.1x); PT2E, compiled
-with frozen weights, dynamic 0.78 ms (2.8x) and static 0.82 ms (2.7x); torchao's INT8 compiled 1.01 ms (2.2x), eagerly
-3.84 ms. For weights alone there is nothing in torch.ao, and torchao is used.
+``torch.ao.nn.quantized`` is deprecated, and used all the same: it needs no compiler, and at batch 1 it was the fastest
+of what was tried (PT2E compiled with frozen weights, torchao compiled and eagerly), on one model and a busy machine: it
+is to be measured again. For weights alone there is nothing in torch.ao, and torchao is used.
 """
 
 from __future__ import annotations

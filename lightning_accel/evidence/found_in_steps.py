@@ -121,7 +121,8 @@ def waits(seen: Seen) -> Iterator[Finding]:
     is_gpu = "(cuda)" in seen.record.header.machine or "(rocm)" in seen.record.header.machine
     yield Finding(
         name="waits",
-        says=f"the host asks the device for results {sum(anatomy.waits.values())} times a step, {count} of them at {line}",
+        says=f"the host asks the device for results {sum(anatomy.waits.values())} times a step, {count} of them at"
+        f" {line}",
         action="log tensors as they are (`self.log` takes them), and ask for numbers once in many steps",
         speedup=None if is_gpu else 1.0,
         basis="on a CPU nothing is waited for; on a GPU, until its queue is empty",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 
+from lightning_accel.core.measured import Measured
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.report import AccelError, AccelWarning, Report
 from lightning_accel.techniques.base import Refusal, Technique
@@ -39,21 +40,21 @@ class Edits:
         else:
             patches.add(claim)
 
-    def apply(self, technique: Technique, patch: Patch, remark: str) -> None:
+    def apply(self, technique: Technique, patch: Patch, remark: str, measured: Measured | None = None) -> None:
         """Puts an edit in force; refuses it where that fails."""
         try:
             patch.apply()
         except Exception as error:
-            self.refuse(technique, patch.site, f"could not be applied: {type(error).__name__}: {error}")
+            self.refuse(technique, patch.site, f"could not be applied: {type(error).__name__}: {error}", measured)
         else:
-            self._report.record_applied(technique.name, patch.site, remark)
+            self._report.record_applied(technique.name, patch.site, remark, measured)
 
-    def refuse(self, technique: Technique, site: str, reason: str) -> None:
+    def refuse(self, technique: Technique, site: str, reason: str, measured: Measured | None = None) -> None:
         """Takes an edit back for good."""
         for patches in (self.on_model[technique.name], self.on_optimizers[technique.name]):
             if site in patches:
                 patches.drop(site)
-        self._report.record_refused(technique.name, site, reason)
+        self._report.record_refused(technique.name, site, reason, measured)
 
     def undo(self, technique: Technique) -> None:
         """Takes all edits of ``technique`` back, the report left as it is."""

@@ -199,7 +199,10 @@ class Engine:
 
     def arms(self) -> list[Arm]:
         """What live trials may switch; complete once no technique is tried any more."""
-        return [arm for technique in self._techniques for arm in technique.arms()]
+        found = [arm for technique in self._techniques for arm in technique.arms()]
+        for arm in found:
+            self.report.of(arm.name).waits_for_trials = arm.starts_off or arm.setup is not None
+        return found
 
     def rest(self, names: Iterable[str]) -> None:
         """Leaves these techniques out of the steps to come, until it is called again: their arms are off."""
@@ -391,9 +394,9 @@ class Engine:
             verdict = verdicts.get(patch.site) or Verdict(keep=False, reason="has no verdict: not seen in its trial")
             if verdict.keep:
                 remark = f"{patch.change}{': ' if verdict.reason else ''}{verdict.reason}"
-                self._edits.apply(technique, patch, remark)
+                self._edits.apply(technique, patch, remark, verdict.measured)
             else:
-                self._edits.refuse(technique, patch.site, verdict.reason)
+                self._edits.refuse(technique, patch.site, verdict.reason, verdict.measured)
         self._settle(technique)
 
     def _hear(self, technique: Technique) -> None:
@@ -401,18 +404,19 @@ class Engine:
         if not technique.notes.is_new:
             return
         refused, revised, warned = technique.notes.take()
-        for site, reason in refused.items():
-            self._edits.refuse(technique, site, reason)
+        for site, verdict in refused.items():
+            self._edits.refuse(technique, site, verdict.reason, verdict.measured)
         for site, verdict in revised.items():
             tell = self.report.record_applied if verdict.keep else self.report.record_refused
-            tell(technique.name, site, verdict.reason)
-        changed = {site: Verdict(keep=False, reason=reason) for site, reason in refused.items()} | revised
+            tell(technique.name, site, verdict.reason, verdict.measured)
+        changed = refused | revised
         if changed:
             if technique.remembers:  # a resumed run, too, must do so
                 self.decisions[technique.name] = self.decisions.get(technique.name, {}) | changed
             self._settle(technique)
         record = self.report.of(technique.name)
         record.status, record.details = technique.notes.status or record.status, technique.notes.details
+        record.measured_as_a_whole = technique.notes.measured
         for message in warned:
             self.degrade(message)
 

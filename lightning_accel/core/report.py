@@ -10,6 +10,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_accel.core.measured import Measured, together
+
 
 class AccelWarning(UserWarning):
     """Something that was asked for could not be done; the run goes on without it (``strict=True`` raises instead)."""
@@ -48,6 +50,10 @@ class TechniqueReport:
         is_on: Whether the technique acts at all.
         details: What there is to say beyond sites: a table, say.
         data: The same as plain values, for programs.
+        measured: Site → the figures of its trial.
+        measured_as_a_whole: What was measured of all sites together; None: nothing.
+        was_in_force: Whether some site was given back that had been changed.
+        waits_for_trials: Whether it does nothing until live trials have put it on.
     """
 
     status: str = ""
@@ -56,6 +62,21 @@ class TechniqueReport:
     refusals: dict[str, str] = field(default_factory=dict)
     is_on: bool = False
     data: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Measured] = field(default_factory=dict)
+    measured_as_a_whole: Measured | None = None
+    was_in_force: bool = False
+    waits_for_trials: bool = False
+
+    def take_up(self, site: str, measured: Measured | None) -> None:
+        """Keeps the figures of a site; what was measured before holds where nothing was now."""
+        if measured is not None:
+            self.measured[site] = measured
+
+    def figures(self) -> Measured | None:
+        """What was measured, all in all: where it is in force, else where it was refused; None: nothing was."""
+        chosen = [one for site, one in self.measured.items() if site in self.changes] or list(self.measured.values())
+        chosen += [self.measured_as_a_whole] if self.measured_as_a_whole is not None else []
+        return together(chosen) if chosen else None
 
     def outcome(self) -> str:
         """What came of the sites, in a line."""
@@ -94,15 +115,19 @@ class Report:
         if line not in self.notes:
             self.notes.append(line)
 
-    def record_applied(self, technique: str, site: str, change: str) -> None:
+    def record_applied(self, technique: str, site: str, change: str, measured: Measured | None = None) -> None:
+        """Says what was changed at a site, and what its trial has measured."""
         record = self.of(technique)
         record.changes[site] = change
         record.refusals.pop(site, None)
+        record.take_up(site, measured)
 
-    def record_refused(self, technique: str, site: str, reason: str) -> None:
+    def record_refused(self, technique: str, site: str, reason: str, measured: Measured | None = None) -> None:
+        """Says why a site was left alone or given back, and what its trial has measured."""
         record = self.of(technique)
         record.refusals[site] = reason
-        record.changes.pop(site, None)
+        record.was_in_force |= record.changes.pop(site, None) is not None
+        record.take_up(site, measured)
 
     def summary(self) -> str:
         """A line a technique: its status, and how many sites it changed and refused."""
@@ -138,6 +163,9 @@ class Report:
                     "applied": dict(record.changes),
                     "refused": dict(record.refusals),
                     "details": record.details,
+                    "was_in_force": record.was_in_force,
+                    "waits_for_trials": record.waits_for_trials,
+                    **({"measured": figures.to_dict()} if (figures := record.figures()) else {}),
                     **({"data": record.data} if record.data else {}),
                 }
                 for name, record in self.techniques.items()

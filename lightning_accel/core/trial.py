@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_accel.core.device import own_rng, seed_streams
 from lightning_accel.core.dropout import dropout_off
 from lightning_accel.core.isolation import isolated, silent_twin
+from lightning_accel.core.measured import Measured
 from lightning_accel.core.passes import Call, Passes
 from lightning_accel.core.spread import FACTOR, Spread, deviation, is_batched, measured, other_orders
 from lightning_accel.core.tree import map_tensors, tensors_in
@@ -59,6 +60,7 @@ class Comparison:
         compared: How many tensors were compared.
         left_behind: Buffers, attributes and inputs that the forward pass changed (and the trial restored).
         spread: What it may be off by, where that was measured.
+        is_same: Whether the candidate's numbers are the original's, to the bit; None where that was not asked.
     """
 
     failure: str = ""
@@ -68,6 +70,18 @@ class Comparison:
     compared: int = 0
     left_behind: tuple[str, ...] = ()
     spread: Spread | None = None
+    is_same: bool | None = None
+
+    def measured(self, timed: Comparison | None = None) -> Measured:
+        """The figures of numbers, and of times where those are another comparison's."""
+        timed = timed or self
+        return Measured(
+            error=None if self.spread is None else self.error,
+            spread=None if self.spread is None else self.spread.allowed.noise / FACTOR,
+            is_same=self.is_same,
+            original_ms=timed.original_ms,
+            candidate_ms=timed.candidate_ms,
+        )
 
 
 @dataclass
@@ -164,7 +178,8 @@ class Trial:
             with original.state(), own_rng(self._device):
                 args, kwargs = self._samples(original.call)
         expected = self._once(original, args, kwargs)
-        return self._judge(expected, [expected], self._once(candidate, args, kwargs))
+        actual = self._once(candidate, args, kwargs)
+        return replace(self._judge(expected, [expected], actual), is_same=_are_same(expected, actual))
 
     def _by_spread(self, original: Contender, candidate: Contender) -> Comparison:
         without_dropout: AbstractContextManager[list[float]] = nullcontext([])
@@ -181,6 +196,7 @@ class Trial:
                 oracle = None
             runs = [expected, *self._in_other_orders(original, args, kwargs)]
             found = self._judge(expected if oracle is None else oracle, runs, actual)
+            found = replace(found, is_same=_are_same(expected, actual))
             if not found.failure and args is not self.args:
                 whole = [self._once(side, self.args, self.kwargs) for side in (original, candidate)]
                 found = replace(found, failure=self._objection(found.spread, *whole))
@@ -301,6 +317,11 @@ class Trial:
                 outputs = forward.results(side.call, *side.arguments(args, kwargs))
                 draws.append([float(output.double().square().mean()) for output in outputs])
         return [list(of_output) for of_output in zip(*draws, strict=True)]
+
+
+def _are_same(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> bool:
+    pairs = list(zip(expected, actual, strict=False))
+    return len(expected) == len(actual) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 def one_line(error: BaseException) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.evidence import parts
@@ -27,59 +25,10 @@ from lightning_accel.evidence.module_tree import Node, tree_of
 from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.reading import RecordError
 from lightning_accel.evidence.record import Record
+from lightning_accel.evidence.tried import Trial, Tried, trials_of, tried_of
 
 FORMAT = 1
 _MOST_LINES = 20  # of copies and of waits
-_MOST_REMARKS = 20  # of a technique, other than each other
-_MOST_SITES = 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """What one live trial has come to.
-
-    Attributes:
-        name: Of the arm; ``whole plan``: all that holds against plain.
-        verdict: ``"faster"``, ``"slower"``, ``"cannot tell"`` and the like.
-        ratio: How many times as fast the steps are with it.
-        low: The least that this may be, with 95% confidence.
-        high: The most; None: no bound is known.
-        steps: On how many it was judged.
-        setup_s: Seconds that it took before it could be had; None: nothing to speak of.
-    """
-
-    name: str
-    verdict: str
-    ratio: float
-    low: float
-    high: float | None
-    steps: int
-    setup_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tried:
-    """What one technique did.
-
-    Attributes:
-        name: As in the settings.
-        is_on: Whether it acts at all.
-        status: In a line.
-        changed: How many sites, and what was changed there, with what its trial has measured.
-        left_alone: How many sites, and why.
-        details: What there is to say beside.
-        sites: The first of them: what came of each.
-        num_sites: How many there are in all.
-    """
-
-    name: str
-    is_on: bool
-    status: str
-    changed: list[tuple[int, str]]
-    left_alone: list[tuple[int, str]]
-    details: str
-    sites: dict[str, str]
-    num_sites: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +131,9 @@ def _page_of(record: Record, earlier: Sequence[Record], peaks: Peaks | None) -> 
         rule=parts.RULE,
         modules=None if anatomy is None else tree_of(anatomy),
         operations=0 if anatomy is None else anatomy.operations,
-        trials=[_trial(one, tuning.get("setup_s") or {}) for one in (tuning.get("results") or {}).values()],
+        trials=trials_of(tuning),
         settled_step=record.settled_step,
-        techniques=[_tried(name, one) for name, one in techniques.items()],
+        techniques=[tried_of(name, one, tuning) for name, one in techniques.items()],
         memory=memory_use(record),
         peaks=peaks,
         layouts=[] if anatomy is None else anatomy.copies[:_MOST_LINES],
@@ -198,38 +147,6 @@ def _page_of(record: Record, earlier: Sequence[Record], peaks: Peaks | None) -> 
         out_of_memory=record.page,
         remarks=list(_remarks(record)),
     )
-
-
-def _trial(result: Mapping[str, Any], setup_s: Mapping[str, float]) -> Trial:
-    ratio, low, high = (float(result["interval"][name]) for name in ("ratio", "low", "high"))
-    return Trial(
-        name=str(result["name"]),
-        verdict=str(result["verdict"]),
-        ratio=ratio,
-        low=low,
-        high=high if math.isfinite(high) else None,
-        steps=int(result["turns"]),
-        setup_s=setup_s.get(result["name"]),
-    )
-
-
-def _tried(name: str, one: Mapping[str, Any]) -> Tried:
-    sites = {**one["applied"], **one["refused"]}
-    return Tried(
-        name=name,
-        is_on=bool(one["on"]),
-        status=str(one["status"]),
-        changed=_counted(one["applied"]),
-        left_alone=_counted(one["refused"]),
-        details=str(one.get("details", "")),
-        sites={site: str(what) for site, what in islice(sites.items(), _MOST_SITES)},
-        num_sites=len(sites),
-    )
-
-
-def _counted(sites: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """What is said of the most of them, each with how many these are."""
-    return [(count, what) for what, count in Counter(map(str, sites.values())).most_common(_MOST_REMARKS)]
 
 
 def _machine(record: Record) -> dict[str, str]:

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.evidence.cells import Table, bytes_cell, number_cell, share_cell, table, without_empty
 from lightning_accel.evidence.headline import gain_of
 from lightning_accel.evidence.memory_use import MemoryUse
 from lightning_accel.evidence.module_tree import Node
-from lightning_accel.evidence.page import Page, Trial
+from lightning_accel.evidence.page import Page
 from lightning_accel.evidence.peaks import Peaks
-
-Cell = tuple[str, float | None]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows under heads.
-
-    Attributes:
-        caption: What it is of, for those who do not see what stands above it.
-        heads: Of the columns; those of numbers end in none.
-        numeric: Whether a column has numbers, each of them.
-        rows: Of cells: what is shown, and its number (None: it has none, and is sorted as text).
-        whole: The row below them, which stays there; empty: there is none.
-    """
-
-    caption: str
-    heads: list[str]
-    numeric: list[bool]
-    rows: list[list[Cell]]
-    whole: list[Cell] = field(default_factory=list)
-
+from lightning_accel.evidence.tried_tables import contributions_table, trials_table
 
 _EPOCH_HEADS = {
     "epoch": "epoch",
@@ -64,25 +44,25 @@ _ALL = "all of it"
 def parts_table(page: Page) -> Table:
     """What a step's time goes to."""
     total = page.step_ms or 1.0
-    rows = [[part, _number(ms), _share(ms / total)] for part, ms in page.parts_ms.items()]
-    found = _table("Parts of a step", {"part": False, "ms": True, "share": True}, rows)
-    return replace(found, whole=[(_ALL, None), _number(page.step_ms), _share(1.0)])
+    rows = [[part, number_cell(ms), share_cell(ms / total)] for part, ms in page.parts_ms.items()]
+    found = table("Parts of a step", {"part": False, "ms": True, "share": True}, rows)
+    return replace(found, whole=[(_ALL, None), number_cell(page.step_ms), share_cell(1.0)])
 
 
 def memory_table(memory: MemoryUse) -> Table:
     """What the peak consisted of."""
     named = {**memory.parts, **({memory.beside: memory.beside_bytes} if memory.beside else {})}
     total = sum(named.values()) or 1
-    rows = [[name, _bytes(size), _share(size / total)] for name, size in named.items()]
-    found = _table("Memory at the peak", {"category": False, "size": True, "share": True}, rows)
-    return replace(found, whole=[(_ALL, None), _bytes(total), _share(1.0)])
+    rows = [[name, bytes_cell(size), share_cell(size / total)] for name, size in named.items()]
+    found = table("Memory at the peak", {"category": False, "size": True, "share": True}, rows)
+    return replace(found, whole=[(_ALL, None), bytes_cell(total), share_cell(1.0)])
 
 
 def held_table(memory: MemoryUse) -> Table:
     """Which modules' forward passes made what was alive at the peak."""
     total = sum(memory.parts.values()) or 1
-    rows = [[one.module or "(model)", _bytes(one.bytes), _share(one.bytes / total)] for one in memory.modules]
-    return _table("Activations by module", {"module": False, "size": True, "share": True}, rows)
+    rows = [[one.module or "(model)", bytes_cell(one.bytes), share_cell(one.bytes / total)] for one in memory.modules]
+    return table("Activations by module", {"module": False, "size": True, "share": True}, rows)
 
 
 def roof_table(model: Node, peaks: Peaks) -> Table:
@@ -92,32 +72,15 @@ def roof_table(model: Node, peaks: Peaks) -> Table:
     rows = [
         [
             path,
-            _number(one.flops / one.moved_bytes if one.flops and one.moved_bytes else None),
-            _number(one.flops / one.ms / 1e6 if one.flops and one.ms > 0 else None),
-            _number(one.moved_bytes / one.ms / 1e6 if one.ms > 0 else None),
-            _share(one.of_the_roof(peaks)),
-            _number(one.ms),
+            number_cell(one.flops / one.moved_bytes if one.flops and one.moved_bytes else None),
+            number_cell(one.flops / one.ms / 1e6 if one.flops and one.ms > 0 else None),
+            number_cell(one.moved_bytes / one.ms / 1e6 if one.ms > 0 else None),
+            share_cell(one.of_the_roof(peaks)),
+            number_cell(one.ms),
         ]
         for path, one in leaves
     ]
-    return _table("Modules under the roof", heads, rows)
-
-
-def trials_table(trials: Iterable[Trial]) -> Table:
-    """What live trials have come to."""
-    heads = {"arm": False, "verdict": False, "ratio": True, "95% interval": False, "steps": True, "set up, s": True}
-    rows = [
-        [
-            one.name,
-            one.verdict,
-            (f"{one.ratio:.3f}x", one.ratio),
-            _bounds(one),
-            _number(one.steps),
-            _number(one.setup_s),
-        ]
-        for one in trials
-    ]
-    return _without_empty(_table("Live trials", heads, rows))
+    return table("Modules under the roof", heads, rows)
 
 
 def outcomes_table(page: Page) -> Table:
@@ -127,7 +90,7 @@ def outcomes_table(page: Page) -> Table:
         [one.finding, (f"{one.predicted:.2f}x", one.predicted), (one.measured, one.ratio), one.earlier]
         for one in page.outcomes
     ]
-    return _table("Predictions", heads, rows)
+    return table("Predictions", heads, rows)
 
 
 def layouts_table(page: Page) -> Table:
@@ -137,22 +100,22 @@ def layouts_table(page: Page) -> Table:
         [
             one.line or f"backward pass of {one.module or 'the model'}",
             one.made_by,
-            _number(one.count),
-            _bytes(one.moved_bytes),
-            _number(one.ms),
+            number_cell(one.count),
+            bytes_cell(one.moved_bytes),
+            number_cell(one.ms),
         ]
         for one in page.layouts
     ]
-    return _table("Layout copies", heads, rows)
+    return table("Layout copies", heads, rows)
 
 
 def epochs_table(page: Page) -> Table:
     """Epochs, with those columns that some of them have a value for."""
     rows = [
-        [_share(one.get(name)) if name in _SHARES else _number(one.get(name)) for name in _EPOCH_HEADS]
+        [share_cell(one.get(name)) if name in _SHARES else number_cell(one.get(name)) for name in _EPOCH_HEADS]
         for one in page.epochs
     ]
-    return _without_empty(_table("Epochs", dict.fromkeys(_EPOCH_HEADS.values(), True), rows))
+    return without_empty(table("Epochs", dict.fromkeys(_EPOCH_HEADS.values(), True), rows))
 
 
 def curves_table(page: Page) -> Table:
@@ -161,50 +124,14 @@ def curves_table(page: Page) -> Table:
     rows = []
     for name, points in page.curves.items():
         values = [value for _, value in points]
-        rows.append([name, *map(_number, (values[0], min(values), max(values), values[-1]))])
-    return _table("Over the run", heads, rows)
+        rows.append([name, *map(number_cell, (values[0], min(values), max(values), values[-1]))])
+    return table("Over the run", heads, rows)
 
 
 def plain_table(caption: str, values: Mapping[str, str | float]) -> Table:
     """Names and values."""
-    rows = [[name, value if isinstance(value, str) else _number(value)] for name, value in values.items()]
-    return _table(caption, {"": False, "value": False}, rows)
-
-
-def _table(caption: str, heads: Mapping[str, bool], rows: Iterable[list[Any]]) -> Table:
-    """Of cells that are text, or pairs of text and number."""
-    cells = [[cell if isinstance(cell, tuple) else (str(cell), None) for cell in row] for row in rows]
-    return Table(caption, list(heads), list(heads.values()), cells)
-
-
-def _without_empty(table: Table) -> Table:
-    """Without the columns that have no value."""
-    kept = [place for place in range(len(table.heads)) if any(row[place][0] for row in table.rows)]
-    return Table(
-        table.caption,
-        [table.heads[place] for place in kept],
-        [table.numeric[place] for place in kept],
-        [[row[place] for place in kept] for row in table.rows],
-    )
-
-
-def _number(value: float | None) -> Cell:
-    if value is None:
-        return "", None
-    return (f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:,.4g}"), value
-
-
-def _share(value: float | None) -> Cell:
-    return ("", None) if value is None else (f"{value:.1%}", value)
-
-
-def _bytes(size: float) -> Cell:
-    return format_bytes(round(size)), size
-
-
-def _bounds(trial: Trial) -> str:
-    """An interval, as it is read."""
-    return f"[{trial.low:.2f}, {'∞' if trial.high is None else f'{trial.high:.2f}'}]"
+    rows = [[name, value if isinstance(value, str) else number_cell(value)] for name, value in values.items()]
+    return table(caption, {"": False, "value": False}, rows)
 
 
 def _rate(amount: float, ms: float) -> str:
@@ -243,6 +170,7 @@ FILTERS: Mapping[str, Callable[..., Any]] = {
     "held_table": held_table,
     "roof_table": roof_table,
     "trials_table": trials_table,
+    "contributions_table": contributions_table,
     "outcomes_table": outcomes_table,
     "layouts_table": layouts_table,
     "epochs_table": epochs_table,

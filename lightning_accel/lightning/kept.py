@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,8 @@ from torch import nn
 from lightning_accel.engine import Decisions
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.tuning.settled import Tuning
+
+_FIELDS = ("keep", "reason", "choices", "measured")  # older checkpoints have the first ones
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Kept:
         """Of plain values, for a checkpoint; only what there is."""
         found = {
             "decisions": {
-                technique: {site: list(asdict(verdict).values()) for site, verdict in verdicts.items()}
+                technique: {site: list(verdict.to_dict().values()) for site, verdict in verdicts.items()}
                 for technique, verdicts in self.decisions.items()
             },
             "out_of_memory": self.put_on,
@@ -55,7 +57,9 @@ class Kept:
         if "tuning" in state:
             self.tuning = Tuning.from_dict(state["tuning"])
         return {
-            technique: {site: Verdict(*values) for site, values in verdicts.items()}
+            technique: {
+                site: Verdict.from_dict(dict(zip(_FIELDS, values, strict=False))) for site, values in verdicts.items()
+            }
             for technique, verdicts in state.get("decisions", {}).items()
         }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,9 +111,9 @@ class CompileSetup:
         if verdict.keep:
             patch.apply()
             in_force = patch.remark if isinstance(patch, ReplayedPatch) else patch.change
-            self._notes.revise(patch.site, Verdict(keep=True, reason=verdict.reason or in_force))
+            self._notes.revise(patch.site, replace(verdict, reason=verdict.reason or in_force))
         else:
-            self._notes.refuse(patch.site, verdict.reason)
+            self._notes.refuse(patch.site, verdict.reason, verdict.measured)
 
     def _meeting(self, patch: CompilePatch) -> Callable[[Any, Any], None]:
         def meet(args: Any, kwargs: dict[str, Any]) -> None:
@@ -136,7 +137,10 @@ class CompileSetup:
             self._kinds[key] = Kind(self._told)
         patch.kind = self._kinds[key]
         start = time.perf_counter()
-        verdict = tried(patch, args, kwargs, for_numbers=patch.site not in self.known)
+        known = self.known.get(patch.site)
+        verdict = tried(patch, args, kwargs, for_numbers=known is None)
+        if known is not None:
+            verdict = replace(verdict, measured=known.measured)
         if verdict.keep and isinstance(patch, ReplayedPatch):
             patch.try_replay(args, kwargs)
         self._longest_s = max(self._longest_s, time.perf_counter() - start)

@@ -134,7 +134,7 @@ def tried(patch: CompilePatch, args: Any, kwargs: dict[str, Any], *, for_numbers
     is_cached = torch.is_autocast_cache_enabled()
     compiled = Contender(_call(block), state=lambda: _applied(patch, is_cached))
     found = trial.numbers(Contender(eager_call(block)), compiled) if for_numbers else trial.rehearse(compiled)
-    return Verdict(keep=not found.failure, reason=found.failure)
+    return Verdict(keep=not found.failure, reason=found.failure, measured=found.measured() if for_numbers else None)
 
 
 def _call(block: nn.Module) -> Callable[..., Any]:

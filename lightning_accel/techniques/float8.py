@@ -21,6 +21,7 @@ from lightning_accel.core.checks import check_choice
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import isolated
+from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.passes import Passes
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.torchao import load, why_missing
@@ -172,7 +173,7 @@ class Float8(Technique):
         self._is_compiled = is_compiled
         self._emulate = emulate
         self.applied_before_trial = not verify
-        self._speeds: dict[Any, tuple[str, bool]] = {}  # of layers and inputs of one size, which are timed once
+        self._speeds: dict[Any, Verdict] = {}  # of layers and inputs of one size, which are timed once
 
     @classmethod
     @override
@@ -210,17 +211,23 @@ class Float8(Technique):
             errors = self._errors(patch, args, kwargs)
         except Exception as error:
             return Verdict(keep=False, reason=f"failed in its trial: {one_line(error)}")
-        off = f"output off by {errors[0]:.1%}, gradients by {errors[1]:.1%}"
         limits = bounds(configuration(self._recipe))
+        # The one of the two that is nearer to what its format explains.
+        worst, limit = max(zip(errors, limits, strict=True), key=lambda pair: pair[0] / pair[1])
+        measured = Measured(error=worst, spread=limit, is_same=False)
+        off = f"output off by {errors[0]:.1%}, gradients by {errors[1]:.1%}"
         if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
-            return Verdict(keep=False, reason=f"{off}, where its formats round by {limits[0]:.1%} and {limits[1]:.1%}")
+            reason = f"{off}, where its formats round by {limits[0]:.1%} and {limits[1]:.1%}"
+            return Verdict(keep=False, reason=reason, measured=measured)
         if torch.are_deterministic_algorithms_enabled():  # which decides nothing by the clock
-            return Verdict(keep=True, reason=off)
+            return Verdict(keep=True, reason=off, measured=measured)
         size = (rows, *layer.weight.shape, layer.bias is None, tensor.dtype, layer.weight.dtype, tensor.requires_grad)
         if size not in self._speeds:
             self._speeds[size] = self._speed(patch, args, kwargs)
-        speed, is_faster = self._speeds[size]
-        return Verdict(keep=is_faster, reason=f"{speed}; {off}")
+        speed = self._speeds[size]
+        return replace(
+            speed, reason=f"{speed.reason}; {off}", measured=together(filter(None, [measured, speed.measured]))
+        )
 
     def _errors(self, patch: Float8Patch, args: Any, kwargs: dict[str, Any]) -> tuple[float, float]:
         """How far the output, and the gradient that is furthest off, are from the layer's own."""
@@ -236,7 +243,7 @@ class Float8(Technique):
         off = [_relative(actual, plain) for actual, plain in zip(found, expected, strict=True)]
         return off[0], max(off[1:], default=0.0)
 
-    def _speed(self, patch: Float8Patch, args: Any, kwargs: dict[str, Any]) -> tuple[str, bool]:
+    def _speed(self, patch: Float8Patch, args: Any, kwargs: dict[str, Any]) -> Verdict:
         with _applied(patch):
             functions = patch.original, patch.value.__func__
         sides: list[Callable[..., Any]] = [functools.partial(function, patch.layer) for function in functions]
@@ -246,9 +253,10 @@ class Float8(Technique):
             trial.numbers(*map(Contender, sides), in_other_orders=False)  # whose first pass compiles
         found = trial.time(*map(Contender, sides))
         if found.original_ms is None or found.candidate_ms is None:
-            return found.failure, False
+            return Verdict(keep=False, reason=found.failure)
         before, after = found.original_ms, found.candidate_ms
-        return f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms)", after * NOT_SLOWER < before
+        words = f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms)"
+        return Verdict(keep=after * NOT_SLOWER < before, reason=words, measured=found.measured())
 
     @override
     def forecast(self, host: Host) -> Forecast:

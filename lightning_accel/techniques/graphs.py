@@ -173,5 +173,5 @@ def _tried(block: nn.Module, graphed: GraphedBlock, args: Any, kwargs: dict[str,
     found = trial.numbers(Contender(block.forward), Contender(lambda *a, **k: graphed.replay(a, k)))
     if found.failure:
         graphed.pause(True)
-        return Verdict(keep=False, reason=found.failure)
-    return Verdict(keep=True, reason=f"deviates by {found.error:.1e}")
+        return Verdict(keep=False, reason=found.failure, measured=found.measured())
+    return Verdict(keep=True, reason=f"deviates by {found.error:.1e}", measured=found.measured())

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_accel.core.layout import FORMATS, in_format
+from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.notes import Verdict
@@ -69,6 +70,7 @@ class LayoutTrial(TorchFunctionMode):
         self._compared: set[Any] = set()
         self._timings: dict[Any, _Timing] = {}
         self._total = _Timing()
+        self._numbers: list[Measured] = []
         self._failure = ""
 
     @override
@@ -87,14 +89,17 @@ class LayoutTrial(TorchFunctionMode):
     def verdict(self) -> Verdict:
         """Whether channels_last is right, and worth it."""
         if self._failure:
-            return Verdict(keep=False, reason=self._failure)
+            return Verdict(keep=False, reason=self._failure, measured=together(self._numbers))
         if not self._compared:
             return Verdict(keep=False, reason="no convolution ran on the first step, so nothing was tried")
         before, after = self._total.original_ms, self._total.candidate_ms
+        times = Measured(original_ms=before, candidate_ms=after) if after else Measured()
+        figures = together([*self._numbers, times])
         if not after:  # untimed
-            return Verdict(keep=True)
+            return Verdict(keep=True, measured=figures)
         measured = f"convolutions, norms and pooling at {before / after:.2f}x the speed here"
-        return Verdict(keep=after <= _WORTH * before, reason=f"{measured} ({before:.1f} → {after:.1f} ms a step)")
+        reason = f"{measured} ({before:.1f} → {after:.1f} ms a step)"
+        return Verdict(keep=after <= _WORTH * before, reason=reason, measured=figures)
 
     def _try(self, func: Any, image: Tensor, args: Any, kwargs: Any) -> None:
         name = func.__name__
@@ -104,7 +109,9 @@ class LayoutTrial(TorchFunctionMode):
             self._failure = _unsafe(image, name, args, kwargs)
             if self._failure:
                 return
-            self._failure = self._trial(args, kwargs).numbers(*self._sides(func)).failure
+            compared = self._trial(args, kwargs).numbers(*self._sides(func))
+            self._numbers.append(compared.measured())
+            self._failure = compared.failure
         if self._by_clock and not self._failure:
             if kind not in self._timings:
                 found = self._trial(args, kwargs).time(*self._sides(func))

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import Self
+
+from lightning_accel.core.measured import Measured
 
 
 @dataclass(frozen=True)
@@ -14,11 +19,28 @@ class Verdict:
         keep: Whether the patch stays.
         reason: What was measured, or why not.
         choices: What a technique decided in more detail than to keep or not: by the kind of call.
+        measured: The figures of ``reason``; None: nothing was measured.
     """
 
     keep: bool
     reason: str = ""
     choices: Mapping[str, str] = field(default_factory=dict)
+    measured: Measured | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Of plain values, for checkpoints and JSON."""
+        measured = None if self.measured is None else self.measured.to_dict()
+        return {"keep": self.keep, "reason": self.reason, "choices": dict(self.choices), "measured": measured}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Self:
+        """What :meth:`to_dict` gave, now or before there were figures.
+
+        Raises:
+            TypeError: It did not.
+        """
+        measured = state.get("measured")
+        return cls(**{**state, "measured": None if measured is None else Measured.from_dict(measured)})
 
 
 Verdicts = dict[str, Verdict]
@@ -30,6 +52,7 @@ class Notes:
     Attributes:
         status: One line for the report; empty: the sites are counted.
         details: What the full report says below the status, several lines perhaps.
+        measured: What was measured of the technique as a whole; None: nothing yet.
         is_new: Whether something was said that nobody has acted on.
     """
 
@@ -37,7 +60,8 @@ class Notes:
         self.is_new = False
         self._status = ""
         self._details = ""
-        self._refused: dict[str, str] = {}
+        self._measured: Measured | None = None
+        self._refused: dict[str, Verdict] = {}
         self._revised: Verdicts = {}
         self._warnings: list[str] = []
         self._warned: set[str] = set()
@@ -60,9 +84,18 @@ class Notes:
         if text != self._details:
             self._details, self.is_new = text, True
 
-    def refuse(self, site: str, why: str) -> None:
+    @property
+    def measured(self) -> Measured | None:
+        return self._measured
+
+    @measured.setter
+    def measured(self, measured: Measured | None) -> None:
+        if measured != self._measured:
+            self._measured, self.is_new = measured, True
+
+    def refuse(self, site: str, why: str, measured: Measured | None = None) -> None:
         """The patch at ``site`` must be taken back, here and in resumed runs."""
-        self._refused[site] = why
+        self._refused[site] = Verdict(keep=False, reason=why, measured=measured)
         self.is_new = True
 
     def revise(self, site: str, verdict: Verdict) -> None:
@@ -77,7 +110,7 @@ class Notes:
             self._warnings.append(message)
             self.is_new = True
 
-    def take(self) -> tuple[dict[str, str], Verdicts, list[str]]:
+    def take(self) -> tuple[Verdicts, Verdicts, list[str]]:
         """What was refused, revised and warned of since the last call."""
         taken = self._refused, self._revised, self._warnings
         self._refused, self._revised, self._warnings, self.is_new = {}, {}, [], False

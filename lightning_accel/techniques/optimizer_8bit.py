@@ -20,6 +20,7 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
+from lightning_accel.core.measured import Measured
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.torchao import why_missing
 from lightning_accel.memory import eight_bits
@@ -153,6 +154,7 @@ class EightBitStates(Patch):
                 parameter.grad = None
         if (line := self._errors.line(self._steps)) is not None:
             packed, floats = state_bytes(self._optimizer)
+            self._notes.measured = Measured(original_bytes=floats, candidate_bytes=packed)
             sizes = f"{packed / 2**20:,.1f} MiB instead of {floats / 2**20:,.1f}"
             self._notes.status = f"in force: states take {sizes}; {line}"
 

@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import Self, override
 
 from lightning_accel.core.host import Host
+from lightning_accel.core.measured import Measured
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.packing_budget import MAX_TIME_SHARE
 from lightning_accel.memory.saved import saving
@@ -106,4 +107,7 @@ class SparseActivations(Technique):
             self.packer.abandon_step()
             raise
         self.packer.end_step()
-        self.notes.status = str(self.packer.report())
+        report = self.packer.report()
+        self.notes.status = str(report)
+        if report.packed:
+            self.notes.measured = Measured(original_bytes=report.before_bytes, candidate_bytes=report.after_bytes)

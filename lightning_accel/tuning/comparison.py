@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_accel.tuning.pairs import Interval, PairTest
@@ -59,12 +59,18 @@ class Result:
         verdict: In a word or two.
         interval: How many times as fast the candidate is as the original, and how sure that is.
         turns: How many turns were counted.
+        original: What was chosen for one side.
+        candidate: And for the other.
+        peak_bytes: The most memory that a turn of either has held; empty where that was not seen.
     """
 
     name: str
     verdict: Verdict
     interval: Interval
     turns: int
+    original: dict[str, str] = field(default_factory=dict)
+    candidate: dict[str, str] = field(default_factory=dict)
+    peak_bytes: tuple[int, ...] = ()
 
     @property
     def is_won(self) -> bool:
@@ -186,7 +192,12 @@ class Comparison:
         """How it ended; None while it goes on."""
         verdict = self._verdict()
         turns = 2 * self._length * len(self._test)
-        return None if verdict is None else Result(self.name, verdict, self._test.interval(), turns)
+        if verdict is None:
+            return None
+        peaks = (self._peaks[0], self._peaks[1]) if len(self._peaks) == 2 else ()
+        return Result(
+            self.name, verdict, self._test.interval(), turns, dict(self.original), dict(self.candidate), peaks
+        )
 
     def _verdict(self) -> Verdict | None:
         if self._failure is not None:

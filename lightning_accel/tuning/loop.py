@@ -88,3 +88,4 @@ class LoopTurns:
         assert self._trials is not None
         tuning, record = self._trials.tuning, self._engine.report.of("tuning")
         record.is_on, record.status, record.details = bool(tuning.choices), tuning.line(), tuning.table()
+        record.data = tuning.to_dict()

@@ -97,4 +97,5 @@ class Tuning:
 
 
 def _result(state: Mapping[str, Any]) -> Result:
-    return Result(**{**state, "interval": Interval(**state["interval"])})
+    more = {"interval": Interval(**state["interval"]), "peak_bytes": tuple(state.get("peak_bytes", ()))}
+    return Result(**{**state, **more})

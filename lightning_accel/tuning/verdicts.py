@@ -15,7 +15,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def recall(program: Program) -> Known | None:
         if content["format"] != FORMAT or datetime.now(timezone.utc) - written > GOOD_FOR:
             return None
         decisions = {
-            technique: {where: Verdict(**verdict) for where, verdict in verdicts.items()}
+            technique: {where: Verdict.from_dict(verdict) for where, verdict in verdicts.items()}
             for technique, verdicts in content["decisions"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -126,7 +126,7 @@ def remember(program: Program, decisions: Mapping[str, Verdicts]) -> None:
     content = {
         "format": FORMAT,
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "decisions": {name: {site: asdict(v) for site, v in verdicts.items()} for name, verdicts in sound.items()},
+        "decisions": {name: {site: v.to_dict() for site, v in verdicts.items()} for name, verdicts in sound.items()},
     }
     write_whole(program.path, json.dumps(content, indent=1))
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from lightning_accel.core.measured import Measured
 from lightning_accel.core.report import Report
 
 
@@ -70,6 +71,18 @@ def test_the_json_leaves_nothing_out(report: Report) -> None:
     assert len(read["techniques"]["memory_format"]["applied"]) == 10
     assert read["notes"] == ["no compiler"]
     assert read["device"] == "TPU-9 (cpu)"
+
+
+def test_figures_are_of_the_sites_in_force_and_of_the_others_where_none_is() -> None:
+    report = Report()
+    slow, fast = Measured(original_ms=1.0, candidate_ms=2.0), Measured(original_ms=2.0, candidate_ms=1.0)
+    report.record_refused("compile", "a", "slower", slow)
+    assert report.of("compile").figures() == slow
+    report.record_applied("compile", "b", "faster", fast)
+    assert report.of("compile").figures() == fast
+    report.record_refused("compile", "b", "failed in mid-run")
+    assert report.to_dict()["techniques"]["compile"]["measured"] == {"original_ms": 3.0, "candidate_ms": 3.0}
+    assert report.to_dict()["techniques"]["compile"]["was_in_force"]
 
 
 def test_what_it_hands_out_are_copies(report: Report) -> None:

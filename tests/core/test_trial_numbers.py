@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.core.spread import FACTOR
 from lightning_accel.core.trial import Contender, Trial
 from support.errors import relative_error
 from support.models import ResidualBlock, images
@@ -27,6 +28,17 @@ def test_bfloat16_is_judged_by_what_bfloat16_costs() -> None:
     assert found.failure == ""
     assert found.error > 1e-4
     assert worse.failure
+
+
+def test_the_same_numbers_to_the_bit_are_told_from_those_within_the_spread() -> None:
+    module, x = nn.Linear(64, 64), torch.randn(8, 64)
+    same = compare(module, module.forward, x)
+    near = compare(module, lambda x: module(x) * (1 + 1e-6), x)
+    assert same.is_same
+    assert not near.failure
+    assert not near.is_same
+    assert same.measured().error_spreads == 0.0
+    assert 0 < (near.measured().error_spreads or 0.0) <= FACTOR
 
 
 def test_an_original_that_overflows_does_not_let_everything_pass() -> None:

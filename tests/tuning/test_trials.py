@@ -132,6 +132,7 @@ def test_an_arm_that_needs_more_memory_has_to_win_ten_percent() -> None:
 
     assert tuned(1.05).choices == {}
     assert tuned(1.05).results["whole plan"].verdict == "needs more memory"
+    assert tuned(1.05).results["whole plan"].peak_bytes == (1000 << 20, 1100 << 20)
     assert tuned(1.3).choices == {"hungry": "on"}
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_accel.core.measured import Measured
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.tuning import verdicts
 from lightning_accel.tuning.verdicts import Program
@@ -50,6 +51,15 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     yield make
     sys.modules.pop("my_program", None)
+
+
+def test_figures_are_remembered_with_the_verdict(program: Any) -> None:
+    measured = Measured(error=1e-6, spread=2e-6, is_same=False, original_ms=2.0, candidate_ms=1.0)
+    decisions = {"flash_attention": {"layer": Verdict(keep=True, measured=measured)}}
+    verdicts.remember(program(), decisions)
+    known = verdicts.recall(program())
+    assert known is not None
+    assert known.decisions == decisions
 
 
 def test_the_same_program_finds_what_it_has_tried(program: Any) -> None:

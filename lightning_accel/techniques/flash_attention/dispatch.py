@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accel.core.isolation import is_trial
+from lightning_accel.core.measured import Measured
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import TIMED_S, one_line
@@ -101,10 +102,10 @@ class Dispatch(Patch):
             self.choices.update(self.tried)
         self.tried = {}
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str, measured: Measured | None = None) -> None:
         """Sends all calls to the original from now on."""
         self.is_refused = True
-        self._revise(self.site, Verdict(keep=False, reason=reason))
+        self._revise(self.site, Verdict(keep=False, reason=reason, measured=measured))
 
     # -- a call ------------------------------------------------------------------------------------------------
 
@@ -199,13 +200,13 @@ class Dispatch(Patch):
         known = nearest_choice(shapes, self.choices)
         if self._judge.is_trial_step:
             choices = {} if judgement.is_wrong else {shapes: judgement.choice}
-            self._revise(self.site, Verdict(keep=keep, reason=judgement.reason, choices=choices))
+            self._revise(self.site, Verdict(keep, judgement.reason, choices, judgement.measured))
         elif judgement.is_wrong:
-            self.refuse(judgement.reason)
+            self.refuse(judgement.reason, judgement.measured)
         elif known is None or (keep and known == ORIGINAL):
             reason = f"{self.change}: {judgement.reason}" if keep else judgement.reason
             choices = {**self.choices, shapes: judgement.choice}
-            self._revise(self.site, Verdict(keep=keep, reason=reason, choices=choices))
+            self._revise(self.site, Verdict(keep, reason, choices, judgement.measured))
 
     def _watch_gradients(self, outputs: Any) -> Any:
         """Notes, before anything is fused, whether gradients through the site are differentiated again."""

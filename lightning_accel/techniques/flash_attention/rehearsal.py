@@ -6,6 +6,7 @@ attention stands it hands the original and the fused form to a :class:`Rehearsal
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accel.core.dropout import is_dropout_off
+from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.trial import TIMED_S, Contender, Trial
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
@@ -29,6 +31,7 @@ class Judgement:
     choice: str  # the name of a backend, or "original"
     reason: str  # what was measured, or why none of the backends may
     is_wrong: bool = False  # every backend failed or had other numbers, so that none may be tried there again
+    measured: Measured | None = None  # of the backend that is spoken of
 
 
 class WatchedBackend(Backend):
@@ -72,6 +75,7 @@ class Rehearsal:
         self._timed_s = timed_s
         self._failures: dict[str, str] = {}
         self._ms: dict[str, tuple[float, float]] = {}  # of the original, and of the backend
+        self._measured: dict[str, list[Measured]] = defaultdict(list)
         self._num_attentions = 0
 
     def rehearse(
@@ -112,6 +116,7 @@ class Rehearsal:
 
     def _try(self, trial: Trial, original: Contender, candidate: Contender, backend: WatchedBackend) -> str:
         found = trial.numbers(original, candidate)
+        self._measured[backend.name].append(found.measured())
         if found.failure:
             return found.failure
         if backend.lacking and len(self._backends) > 1:
@@ -125,6 +130,7 @@ class Rehearsal:
         assert found.candidate_ms is not None
         before, after = self._ms.get(backend.name, (0.0, 0.0))
         self._ms[backend.name] = before + found.original_ms, after + found.candidate_ms
+        self._measured[backend.name].append(found.measured())
         return ""
 
     def judgement(self, nothing_found: str | None) -> Judgement:
@@ -137,14 +143,17 @@ class Rehearsal:
         if not agreeing:
             is_one = len(self._backends) == 1
             reasons = [reason if is_one else f"{name}: {reason}" for name, reason in self._failures.items()]
-            return Judgement(ORIGINAL, "; ".join(reasons), is_wrong=True)
+            return Judgement(ORIGINAL, "; ".join(reasons), is_wrong=True, measured=self._figures(*self._failures))
         if not self._by_clock:
-            return Judgement(agreeing[0], f"by {agreeing[0]}")
+            return Judgement(agreeing[0], f"by {agreeing[0]}", measured=self._figures(agreeing[0]))
         speeds = {name: self._ms[name][0] / self._ms[name][1] for name in agreeing}
         best = max(agreeing, key=speeds.__getitem__)
         before, after = self._ms[best]
         measured = f"{speeds[best]:.2f}x the speed here ({before:.2f} → {after:.2f} ms a pass)"
         # At the same speed, too, the fused form wins: its memory grows with the length, not with its square.
         if speeds[best] < 1:
-            return Judgement(ORIGINAL, f"not faster by {best}: {measured}")
-        return Judgement(best, f"by {best}, {measured}")
+            return Judgement(ORIGINAL, f"not faster by {best}: {measured}", measured=self._figures(best))
+        return Judgement(best, f"by {best}, {measured}", measured=self._figures(best))
+
+    def _figures(self, *backends: str) -> Measured:
+        return together(one for name in backends for one in self._measured[name])

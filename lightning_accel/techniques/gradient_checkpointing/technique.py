@@ -174,7 +174,7 @@ class GradientCheckpointing(Technique):
         finally:  # what was found holds, though the step raises later
             for site, verdict in verdicts.items():
                 if not verdict.keep:
-                    self.notes.refuse(site, verdict.reason)
+                    self.notes.refuse(site, verdict.reason, verdict.measured)
 
     @contextmanager
     def _tried_when_called(self) -> Iterator[Verdicts]:
@@ -227,9 +227,9 @@ def try_block(
     trial = Trial(block, args, kwargs, samples=ORACLE_SAMPLES if on_few else None)
     found = trial.numbers(Contender(original), Contender(checkpointed), in_other_orders=False)
     if found.failure:
-        return Verdict(keep=False, reason=found.failure)
+        return Verdict(keep=False, reason=found.failure, measured=found.measured())
     norms = {n: m for n, m in block.named_modules() if isinstance(m, NORMS)}
     changed = [name for name in found.left_behind if name.rpartition(".")[0] not in norms]
     if changed:
         return Verdict(keep=False, reason=f"its forward changes {changed[0]!r}, which recomputing would change again")
-    return Verdict(keep=True)
+    return Verdict(keep=True, measured=found.measured())

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.isolation import is_trial
+from lightning_accel.core.measured import Measured
 from lightning_accel.core.torch_private import is_transformed
 from lightning_accel.techniques.loss.deferred import DeferredLogits, Family, is_checkpointing
 from lightning_accel.techniques.loss.pieces import Form, Problem, linear_cross_entropy
-from lightning_accel.techniques.loss.rehearsal import objection
+from lightning_accel.techniques.loss.rehearsal import compared
 
 SMALLEST_BYTES = 16 << 20
 """Of logits: fewer fit in caches, and computing them in pieces gains nothing."""
@@ -40,6 +41,7 @@ class Head:
         verify: Whether its numbers are tried at its first loss of each form.
         smallest: Bytes of logits below which it computes them at once.
         refuse: Told, with the reason, when it is not to act any more in a stage.
+        tell: Told of what each trial has measured.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class Head:
         verify: bool,
         smallest: int,
         refuse: Callable[[str, str, str], None],
+        tell: Callable[[Measured], None],
     ) -> None:
         self.site, self.module = site, module
         self.stage: str | None = None  # of the step under way
         self.num_fused = 0
+        self._tell = tell
         self._always, self._verify, self._smallest, self._refuse = always, verify, smallest, refuse
         self._families: list[weakref.ref[Family]] = []
         self._reader = ""  # in the step under way
@@ -175,7 +179,8 @@ class Head:
         kind = (form, problem.class_weight is None, with_gradients, autocast)
         if kind in self._tried:
             return ""
-        why = objection(problem, with_gradients)
-        if not why:
+        found = compared(problem, with_gradients)
+        self._tell(found.measured())
+        if not found.failure:
             self._tried.add(kind)
-        return why
+        return found.failure

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.core.trial import Comparison, Contender, Trial
 from lightning_accel.techniques.loss.pieces import Problem, linear_cross_entropy
 
 ROWS, CLASSES, AT_ONCE = 48, 4096, 16  # three pieces; a copy of the weight in float64 is small beside the logits
 
 
-def objection(problem: Problem, with_gradients: bool) -> str:
-    """How the numbers differ from the plain way's by more than its own spread; empty: they do not.
+def compared(problem: Problem, with_gradients: bool) -> Comparison:
+    """Whether the numbers differ from the plain way's by more than its own spread.
 
     What is in float64 is tried in float32: there is no wider yardstick, and the few orders in which a small problem can
     be summed show less of its rounding than the many of pieces.
@@ -42,7 +42,7 @@ def objection(problem: Problem, with_gradients: bool) -> str:
         return linear_cross_entropy(small)
 
     trial = Trial(plain, (rows, target), with_gradients=with_gradients, samples=None)
-    return trial.numbers(Contender(plain), Contender(in_pieces)).failure
+    return trial.numbers(Contender(plain), Contender(in_pieces))
 
 
 def _targets(problem: Problem) -> Tensor:

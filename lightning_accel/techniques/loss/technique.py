@@ -14,6 +14,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.blocks import repeated_blocks
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
+from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.vocabulary import why_unlucky
 from lightning_accel.techniques.arms import OFF, Arm
@@ -104,6 +105,7 @@ class Loss(Technique):
                 verify=self._verify,
                 smallest=self._smallest,
                 refuse=self._refuse,
+                tell=self._tell,
             )
             change = "its cross-entropy is computed in pieces, without the logits"
             yield MethodPatch(site, change, module, "forward", head.rebound)
@@ -113,6 +115,9 @@ class Loss(Technique):
             self.notes.refuse(site, why)
         else:
             self.notes.revise(site, Verdict(keep=True, reason=f"in pieces while training; in {stage} {why}"))
+
+    def _tell(self, measured: Measured) -> None:
+        self.notes.measured = together(filter(None, [self.notes.measured, measured]))
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:

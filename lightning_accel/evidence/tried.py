@@ -1,0 +1,206 @@
+"""What was tried and what came of it: live trials one by one, and techniques with all that was measured of each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal
+
+from lightning_accel.core.measured import Measured
+
+CameOfIt = Literal["kept", "undone", "refused", "not asked"]
+
+TUNING = "tuning"
+"""What live trials have come to, among the techniques of a report."""
+
+_MOST_REMARKS = 20  # of a technique, other than each other
+_MOST_SITES = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What one live trial has come to.
+
+    Attributes:
+        name: Of the arm; ``whole plan``: all that holds against plain.
+        verdict: ``"faster"``, ``"slower"``, ``"cannot tell"`` and the like.
+        ratio: How many times as fast the steps are with it.
+        low: The least that this may be, with 95% confidence.
+        high: The most; None: no bound is known.
+        steps: On how many it was judged.
+        setup_s: Seconds that it took before it could be had; None: nothing to speak of.
+        peak_bytes_without: The most memory that a step has held without it; None: that was not seen.
+        peak_bytes_with: The same with it.
+    """
+
+    name: str
+    verdict: str
+    ratio: float
+    low: float
+    high: float | None
+    steps: int
+    setup_s: float | None
+    peak_bytes_without: int | None = None
+    peak_bytes_with: int | None = None
+
+    def turned_round(self) -> Trial:
+        """Of the run without it against the run with it: the other way round."""
+        return replace(
+            self,
+            verdict=f"without it: {self.verdict}",
+            ratio=1 / self.ratio,
+            low=0.0 if self.high is None else 1 / self.high,
+            high=1 / self.low if self.low else None,
+            peak_bytes_without=self.peak_bytes_with,
+            peak_bytes_with=self.peak_bytes_without,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What one technique did, and what was measured of it.
+
+    Attributes:
+        name: As in the settings.
+        is_on: Whether it acts at all.
+        status: In a line.
+        changed: How many sites, and what was changed there, with what its trial has measured.
+        left_alone: How many sites, and why.
+        details: What there is to say beside.
+        sites: The first of them: what came of each.
+        num_sites: How many there are in all.
+        came_of_it: ``"kept"``; ``"undone"`` after it had been in force or had its turns; ``"refused"`` before;
+            ``"not asked"``: it is off. None: it is no technique.
+        why: Of that, in a line.
+        trial: On whole training steps, by itself; None: it had none.
+        measured: Of its parts, on the first batch: the largest error, times and memory in their sums; None: nothing.
+        error_spreads: That error, as a multiple of the spread; 0: the same numbers, to the bit.
+    """
+
+    name: str
+    is_on: bool
+    status: str
+    changed: list[tuple[int, str]]
+    left_alone: list[tuple[int, str]]
+    details: str
+    sites: dict[str, str]
+    num_sites: int
+    came_of_it: CameOfIt | None = None
+    why: str = ""
+    trial: Trial | None = None
+    measured: Measured | None = None
+    error_spreads: float | None = None
+
+
+def trials_of(tuning: Mapping[str, Any]) -> list[Trial]:
+    """All live trials of a run.
+
+    Args:
+        tuning: What they have come to, as the report has it; empty: there were none.
+    """
+    return [_trial(one, tuning) for one in _results(tuning)]
+
+
+def tried_of(name: str, one: Mapping[str, Any], tuning: Mapping[str, Any]) -> Tried:
+    """What a technique did.
+
+    Args:
+        name: As in the settings.
+        one: The report's record of it.
+        tuning: As :func:`trials_of` has it.
+    """
+    sites = {**one["applied"], **one["refused"]}
+    state = one.get("measured")
+    measured = None if state is None else Measured.from_dict(state)
+    tried = Tried(
+        name=name,
+        is_on=bool(one["on"]),
+        status=str(one["status"]),
+        changed=_counted(one["applied"]),
+        left_alone=_counted(one["refused"]),
+        details=str(one.get("details", "")),
+        sites={site: str(what) for site, what in islice(sites.items(), _MOST_SITES)},
+        num_sites=len(sites),
+        trial=_trial_by_itself(name, tuning),
+        measured=measured,
+        error_spreads=None if measured is None else measured.error_spreads,
+    )
+    if name == TUNING:
+        return tried
+    came_of_it, why = _came_of(tried, one, tuning)
+    return replace(tried, came_of_it=came_of_it, why=why)
+
+
+def _came_of(tried: Tried, one: Mapping[str, Any], tuning: Mapping[str, Any]) -> tuple[CameOfIt, str]:
+    held = tuning.get("choices") or {}
+    is_tuned = any(tried.name in _arms_of(result) for result in _results(tuning))
+    if tried.name in held:
+        return "kept", tried.status if tried.trial is None else tried.trial.verdict
+    if tried.is_on and not is_tuned and not one.get("waits_for_trials"):
+        return "kept", tried.status
+    if is_tuned:
+        return "undone", _why_undone(tried, tuning)
+    if one.get("waits_for_trials"):
+        return "not asked", tried.status
+    why = _most_said(tried.left_alone) or tried.status
+    if one.get("was_in_force") or tried.status.startswith("taken back"):
+        return "undone", why
+    return ("not asked", "off") if tried.status == "off" else ("refused", why)
+
+
+def _why_undone(tried: Tried, tuning: Mapping[str, Any]) -> str:
+    if tried.trial is None:
+        verdicts = [str(result["verdict"]) for result in _results(tuning) if tried.name in _arms_of(result)]
+        return f"together with others: {verdicts[-1]}; not asked by itself"
+    if tried.trial.verdict == "faster":
+        return "faster by itself; what held with it was then not faster than plain for sure"
+    return tried.trial.verdict
+
+
+def _trial_by_itself(name: str, tuning: Mapping[str, Any]) -> Trial | None:
+    """The latest in which nothing but this arm made the difference, rather with it than with a choice of it."""
+    found = None
+    for result in _results(tuning):
+        original, candidate = (set(result.get(side) or ()) for side in ("original", "candidate"))
+        if not (original or candidate):  # of a record from before they were told
+            found = _trial(result, tuning) if result["name"] == name else found
+        elif original ^ candidate == {name}:
+            trial = _trial(result, tuning)
+            found = trial if name in candidate else trial.turned_round()
+    return found
+
+
+def _arms_of(result: Mapping[str, Any]) -> set[str]:
+    return {*(result.get("original") or ()), *(result.get("candidate") or ()), str(result["name"])}
+
+
+def _results(tuning: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield from (tuning.get("results") or {}).values()
+
+
+def _trial(result: Mapping[str, Any], tuning: Mapping[str, Any]) -> Trial:
+    ratio, low, high = (float(result["interval"][name]) for name in ("ratio", "low", "high"))
+    peaks = [int(peak) for peak in result.get("peak_bytes") or ()]
+    return Trial(
+        name=str(result["name"]),
+        verdict=str(result["verdict"]),
+        ratio=ratio,
+        low=low,
+        high=high if math.isfinite(high) else None,
+        steps=int(result["turns"]),
+        setup_s=(tuning.get("setup_s") or {}).get(result["name"]),
+        peak_bytes_without=peaks[0] if len(peaks) == 2 else None,
+        peak_bytes_with=peaks[1] if len(peaks) == 2 else None,
+    )
+
+
+def _counted(sites: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """What is said of the most of them, each with how many these are."""
+    return [(count, what) for what, count in Counter(map(str, sites.values())).most_common(_MOST_REMARKS)]
+
+
+def _most_said(counted: list[tuple[int, str]]) -> str:
+    return counted[0][1] if counted else ""

@@ -1,0 +1,82 @@
+"""What was tried as tables: live trials, and what each technique has contributed."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.evidence.cells import NOTHING, Cell, Table, number_cell, table, without_empty
+from lightning_accel.evidence.tried import Trial, Tried
+
+
+def trials_table(trials: Iterable[Trial]) -> Table:
+    """What live trials have come to."""
+    heads = {"arm": False, "verdict": False, "ratio": True, "95% interval": False, "steps": True, "peak": True}
+    heads |= {"set up, s": True}
+    rows = [
+        [
+            one.name,
+            one.verdict,
+            (f"{one.ratio:.3f}x", one.ratio),
+            _bounds(one),
+            number_cell(one.steps),
+            _memory(one.peak_bytes_without, one.peak_bytes_with),
+            number_cell(one.setup_s),
+        ]
+        for one in trials
+    ]
+    return without_empty(table("Live trials", heads, rows))
+
+
+def contributions_table(techniques: Iterable[Tried]) -> Table:
+    """What each technique has contributed, losers included; not those that are off."""
+    heads = {"technique": False, "came of it": False, "ratio": True, "95% interval": False, "judged on": False}
+    heads |= {"peak": True, "error, spreads": True, "its part": True, "its memory": True, "why": False}
+    rows = [_contribution(one) for one in techniques if one.came_of_it is not None and one.status != "off"]
+    return without_empty(table("What each technique contributed", heads, rows))
+
+
+def _contribution(one: Tried) -> list[Any]:
+    trial, part = one.trial, one.measured
+    on_whole_steps: list[Any] = [NOTHING, "", "" if part is None else "first batch", NOTHING]
+    if trial is not None:
+        peak = _memory(trial.peak_bytes_without, trial.peak_bytes_with)
+        on_whole_steps = [(f"{trial.ratio:.3f}x", trial.ratio), _bounds(trial), f"{trial.steps:,} steps", peak]
+    of_its_part: list[Any] = [NOTHING, NOTHING, NOTHING]
+    if part is not None:
+        of_its_part = [
+            _spreads(one),
+            _ratio(part.original_ms, part.candidate_ms),
+            _memory(part.original_bytes, part.candidate_bytes),
+        ]
+    return [one.name, one.came_of_it, *on_whole_steps, *of_its_part, one.why]
+
+
+def _spreads(one: Tried) -> Cell:
+    if one.measured is not None and one.measured.is_same:
+        return "the same to the bit", 0.0
+    off = one.error_spreads
+    if off is None or math.isnan(off):
+        return NOTHING
+    return (f"{off:.2g}", off) if math.isfinite(off) else ("∞", sys.float_info.max)
+
+
+def _ratio(original: float | None, candidate: float | None) -> Cell:
+    """How many times as fast."""
+    return (f"{original / candidate:.2f}x", original / candidate) if original and candidate else NOTHING
+
+
+def _memory(original: int | None, candidate: int | None) -> Cell:
+    """How many times as much, and how much more or less."""
+    if not original or candidate is None:
+        return NOTHING
+    more = candidate - original
+    return f"{candidate / original:.2f}x ({'+' if more >= 0 else '−'}{format_bytes(abs(more))})", candidate / original
+
+
+def _bounds(trial: Trial) -> str:
+    """An interval, as it is read."""
+    return f"[{trial.low:.2f}, {'∞' if trial.high is None else f'{trial.high:.2f}'}]"

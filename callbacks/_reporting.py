@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_accel.callbacks._saying import say
@@ -14,7 +15,9 @@ from lightning_accel.settings import Plan
 
 
 def report_path(trainer: Trainer) -> Path | None:
-    """Where the plan of a run wants its report; None: nowhere."""
+    """Where the plan of a fit wants its report; None: nowhere. An evaluation is not to overwrite a training's."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return None
     plan = getattr(trainer.precision_plugin, "plan", None)
     return Path(plan.report) if isinstance(plan, Plan) and plan.report != "off" else None
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._instruments import FitInstruments
-from lightning_accel.callbacks._record import FitRecord
+from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.evidence.record import FOLDER
 from lightning_accel.memory.page import StepMemoryError
@@ -222,9 +222,9 @@ class SpeedMemoryLogger(Callback):
 
     def _end_record(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         record, self._ending = self._ending, None
-        if record is None and isinstance(exception, StepMemoryError) and trainer.is_global_zero:
-            record = FitRecord(trainer, Path(trainer.default_root_dir) / FOLDER)  # for the page that it leaves
-        if record is not None:
+        if record is None and isinstance(exception, StepMemoryError):
+            _leave_page(trainer, exception)
+        elif record is not None:
             record.end(exception)
 
     def _close(self) -> None:
@@ -233,6 +233,19 @@ class SpeedMemoryLogger(Callback):
         fit, self._fit = self._fit, None
         if fit is not None:
             fit.close()
+
+
+def leave_page_of_evaluation(trainer: Trainer, error: StepMemoryError) -> None:
+    """Leaves the page of a lack of memory in a run that only evaluates, to which no SpeedMemoryLogger is added."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if not trainer.barebones and not any(isinstance(callback, SpeedMemoryLogger) for callback in callbacks):
+        _leave_page(trainer, error)
+
+
+def _leave_page(trainer: Trainer, error: StepMemoryError) -> None:
+    """A record of what has no steps, for the page beside it."""
+    if trainer.is_global_zero:
+        FitRecord(trainer, record_folder(trainer) or Path(trainer.default_root_dir) / FOLDER).end(error)
 
 
 def tell_settled(trainer: Trainer) -> None:

@@ -55,6 +55,7 @@ class MemoryAnswers:
         is_on: Whether anything is put on, and pages are written; else errors are left as they are.
         interrupt: Called where a step's time is not to be counted.
         split: Halves the batch where nothing else is left; None: that was not asked for.
+        leave: Told of the page of a step that ends the run, before it does.
 
     Attributes:
         put_on: What was, in its order, but for the batch in parts.
@@ -69,6 +70,7 @@ class MemoryAnswers:
         is_on: bool,
         interrupt: Callable[[], None] = lambda: None,
         split: SplitBatches | None = None,
+        leave: Callable[[StepMemoryError], None] = lambda page: None,
     ) -> None:
         self.put_on: list[NamedRelief] = []
         self._module, self._engine, self._around = module, engine, around
@@ -76,7 +78,7 @@ class MemoryAnswers:
         self._has_others = module.trainer.world_size > 1
         self._may_answer = is_on and not self._has_others
         self._interrupt = interrupt
-        self._split = split
+        self._split, self._leave = split, leave
         self._searches = Searches(module.trainer)
         self._left: list[NamedRelief] | None = None  # found when first asked for
         self._pressure = Pressure(around.device)
@@ -120,6 +122,7 @@ class MemoryAnswers:
         """Raises the page in place of ``error``, if that is for want of memory and not to pass as it is."""
         ending = self.ending(error, within)
         if ending is not None:
+            self._leave(ending)
             raise ending from error
 
     def let_go(self) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_accel.assembly import surroundings_for
-from lightning_accel.callbacks.speed_memory import add_speed_memory_logger
+from lightning_accel.callbacks.speed_memory import add_speed_memory_logger, leave_page_of_evaluation
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
@@ -27,6 +27,7 @@ from lightning_accel.lightning.loaders import Loaders
 from lightning_accel.lightning.out_of_memory import MemoryAnswers
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.lightning.split_batches import SplitBatches
+from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
@@ -67,7 +68,13 @@ class Run:
         if plan.out_of_memory == "split" and self.is_fitting and self._can_repeat:
             self._split = SplitBatches(module, self.engine.report, precision.scaled)
         self.memory = MemoryAnswers(
-            module, self.engine, self._around, is_on=is_answering, interrupt=self.interrupt, split=self._split
+            module,
+            self.engine,
+            self._around,
+            is_on=is_answering,
+            interrupt=self.interrupt,
+            split=self._split,
+            leave=self._leave_page,
         )
         self.net: SafetyNet | None = None
         self.live: LiveTuning | None = None
@@ -172,6 +179,11 @@ class Run:
         """Told that what comes next is no step of training."""
         if self.live is not None:
             self.live.turns.interrupt()
+
+    def _leave_page(self, page: StepMemoryError) -> None:
+        """Leaves it as a file; of a fit its SpeedMemoryLogger does."""
+        if self._plan.log and not self.is_fitting:
+            leave_page_of_evaluation(self._module.trainer, page)
 
     def backward(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
         """The backward pass of a step, above the net where there is one.

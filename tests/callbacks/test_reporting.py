@@ -196,6 +196,71 @@ def test_a_run_that_dies_of_a_lack_of_memory_leaves_a_report(
         assert part in text
 
 
+class Evaluates(Tight):
+    """Whose evaluation takes as much as its training."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.parametrize("has_logger", [True, False], ids=["with a logger", "without"])
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_that_dies_of_a_lack_of_memory_leaves_a_report(
+    tmp_path: Path, stage: str, has_logger: bool
+) -> None:
+    plugin = AccelPlugin(**OFF | {"precision": "32-true"})
+    trainer = make_trainer(tmp_path / "logs" if has_logger else None, plugin, default_root_dir=tmp_path)
+    with pytest.raises(StepMemoryError):
+        getattr(trainer, stage)(Evaluates(most=3), DataLoader(Batches(), batch_size=None))
+    (path,) = files(tmp_path, "html")
+    assert path.startswith("logs/" if has_logger else "accel/")
+    text = (tmp_path / path).read_text(encoding="utf-8")
+    assert "Out of memory: simulated: Tried to allocate 5.00 GiB." in text
+    kind = "validation" if stage == "validate" else stage
+    assert f"A {kind} step ran out of memory: it keeps nothing for a backward pass" in text
+    assert all(part in text for part in ("Who asked:", "What held it, of", "DataLoader(batch_size="))
+
+
+def test_it_does_not_take_the_place_of_a_trainings_report(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("the training's")
+    plugin = AccelPlugin(**OFF | {"precision": "32-true", "report": "report.html"})
+    trainer = make_trainer(None, plugin, default_root_dir=tmp_path)
+    with pytest.raises(StepMemoryError):
+        trainer.validate(Evaluates(most=3), DataLoader(Batches(), batch_size=None))
+    assert (tmp_path / "report.html").read_text() == "the training's"
+    assert [name.partition("/")[0] for name in files(tmp_path, "html")] == ["accel", "report.html"]
+
+
+def test_with_a_logger_of_the_users_own_it_leaves_one_all_the_same(tmp_path: Path) -> None:
+    plugin = AccelPlugin(**OFF | {"precision": "32-true"})
+    trainer = make_trainer(None, plugin, default_root_dir=tmp_path, callbacks=[SpeedMemoryLogger()])
+    with pytest.raises(StepMemoryError):
+        trainer.validate(Evaluates(most=3), DataLoader(Batches(), batch_size=None))
+    assert len(files(tmp_path, "html")) == 1
+
+
+def test_log_false_leaves_an_evaluation_without(tmp_path: Path) -> None:
+    plugin = AccelPlugin(**OFF | {"precision": "32-true", "log": False})
+    with pytest.raises(StepMemoryError):
+        make_trainer(None, plugin, default_root_dir=tmp_path).validate(
+            Evaluates(most=3), DataLoader(Batches(), batch_size=None)
+        )
+    assert files(tmp_path) == []
+
+
+def test_the_look_at_validation_before_a_fit_leaves_a_report_beside_its_logs(tmp_path: Path) -> None:
+    plugin = AccelPlugin(**OFF | {"precision": "32-true"})
+    trainer = make_trainer(tmp_path / "logs", plugin, default_root_dir=tmp_path)
+    batches = DataLoader(Batches(), batch_size=None)
+    with pytest.raises(StepMemoryError):
+        trainer.fit(Evaluates(most=3), batches, batches)
+    (path,) = files(tmp_path, "html")
+    assert path.startswith("logs/")
+    assert "A validation step ran out of memory" in (tmp_path / path).read_text(encoding="utf-8")
+
+
 def test_a_run_that_found_a_way_out_leaves_none(tmp_path: Path) -> None:
     accel = {"precision": "32-true", "out_of_memory": "split"}
     fit(tmp_path / "logs", Tight(most=3), DataLoader(Batches(), batch_size=None), accel=accel)

@@ -33,7 +33,7 @@ def test_bfloat16_is_judged_by_what_bfloat16_costs() -> None:
 def test_the_same_numbers_to_the_bit_are_told_from_those_within_the_spread() -> None:
     module, x = nn.Linear(64, 64), torch.randn(8, 64)
     same = compare(module, module.forward, x)
-    near = compare(module, lambda x: module(x) * (1 + 1e-6), x)
+    near = compare(module, lambda x: module(x) * (1 + 2**-22), x)
     assert same.is_same
     assert not near.failure
     assert not near.is_same

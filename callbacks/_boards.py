@@ -74,8 +74,10 @@ class TensorBoard(Board):
     """Text, Images, HParams and Custom Scalars.
 
     All runs below a folder share the columns of its HParams tab, which one that has told of an *experiment* decides.
-    Lightning does so for modules with hyperparameters. These are to stay what is shown there: beside them nothing is
-    written, and no experiment is ever told of.
+    Lightning does so for modules with hyperparameters. TensorBoard takes the first experiment that it finds and no
+    other, and makes a row of every session: told of in a folder of their own, too, ours would either take the place of
+    the user's columns or add rows that are empty under them. So these stay what is shown there: beside them the arms
+    that were compared are scalars alone, and no experiment is ever told of.
     """
 
     def __init__(self, logger: TensorBoardLogger) -> None:
@@ -96,9 +98,12 @@ class TensorBoard(Board):
             writer.add_custom_scalars(_layout(metrics))
             if shows_hparams:
                 self._add(writer, run, step)
-        for session in compared if shows_hparams else ():
+        for session in compared:
             with self._below(f"arms/{_slug(session.name)}") as writer:
-                self._add(writer, session, step)
+                if shows_hparams:
+                    self._add(writer, session, step)
+                else:
+                    self._add_scalars(writer, session, step)
 
     def _add(self, writer: Any, session: Session, step: int) -> None:
         # Lightning's logger writes with either of two packages.
@@ -106,6 +111,9 @@ class TensorBoard(Board):
         hparams: Any = import_module(f"{package}.summary").hparams
         for summary in hparams(session.settings, session.metrics)[1:]:  # the first one is the experiment
             writer.file_writer.add_summary(summary, step)
+        self._add_scalars(writer, session, step)
+
+    def _add_scalars(self, writer: Any, session: Session, step: int) -> None:
         for name, value in session.metrics.items():
             writer.add_scalar(name, value, step)
 

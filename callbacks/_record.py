@@ -24,13 +24,21 @@ from lightning_accel.callbacks._header import header_of
 from lightning_accel.callbacks._parts import EVERY, StepParts
 from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks._saying import report_of, say
-from lightning_accel.callbacks.gpu_stats import told_by_cards
+from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
 from lightning_accel.core.clocks import Tally
 from lightning_accel.core.torch_private import compiling_ms, exposed_communication, graphs_captured
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.anatomy import Anatomy, MemoryPeak
 from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION
-from lightning_accel.evidence.record import FOLDER, MOST_PIECES, RECORD_VARIABLE, RecordWriter, Steps, in_pieces
+from lightning_accel.evidence.record import (
+    FOLDER,
+    MOST_OF_CARD,
+    MOST_PIECES,
+    RECORD_VARIABLE,
+    RecordWriter,
+    Steps,
+    in_pieces,
+)
 from lightning_accel.memory.page import StepMemoryError
 
 EVERY_S = 60.0
@@ -198,6 +206,7 @@ class FitRecord:
             captured=captured - self._captured,
             compiling_ms=max(0.0, compiling - self._compiling_ms),
             loading_cpu_ms=0.0 if self._parts is None else self._parts.taken_loading_cpu_ms(),
+            card={name: in_pieces(each, MOST_OF_CARD) for name, each in course_of_cards(self._trainer).items()},
         )
         self._written, self._samples = self._steps, 0
         self._captured, self._compiling_ms = captured, compiling

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,6 +22,7 @@ from lightning_accel.callbacks._saying import Notes
 from lightning_accel.core.ranks import gather
 
 _EVERY_S = 1.0
+_MOST_UNTAKEN = 600  # of each value: a record takes them once a minute, and some runs have none
 _VALUES: dict[str, Callable[[Card], float | None]] = {
     "utilisation_percent": Card.utilisation_percent,
     "memory_mib": Card.memory_mib,
@@ -75,11 +78,13 @@ class GpuStats(Callback):
         self.history: list[dict[str, float]] = []
         self._batch_size_fn = batch_size_fn
         self._fit: _FitStats | None = None
+        self._course = _course()  # of the fit, as far as nobody has taken it
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
-        self._fit = _FitStats(trainer, self._batch_size_fn)
+        self._course = _course()
+        self._fit = _FitStats(trainer, self._batch_size_fn, self._note)
         self._fit.restart()  # a run that resumes within an epoch has no on_train_epoch_start
 
     @override
@@ -131,6 +136,14 @@ class GpuStats(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
 
+    def take_course(self) -> dict[str, list[float]]:
+        """What this rank's card has said of the fit since it was last taken, in its order, by the names of metrics."""
+        course, self._course = self._course, _course()
+        return {name: list(values) for name, values in course.items()}
+
+    def _note(self, name: str, value: float) -> None:
+        self._course[name].append(value)
+
     def _close(self) -> None:
         fit, self._fit = self._fit, None
         if fit is not None and fit.card is not None:
@@ -140,7 +153,10 @@ class GpuStats(Callback):
 class _FitStats:
     """One fit's card on this rank, and what the ranks know together."""
 
-    def __init__(self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None) -> None:
+    def __init__(
+        self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None, note: Callable[[str, float], None]
+    ) -> None:
+        self._note = note
         self._notes = Notes(trainer)
         self._world_size = trainer.world_size
         self.card: Card | None = None
@@ -184,8 +200,10 @@ class _FitStats:
         for name, read in _VALUES.items():
             if (value := read(card)) is not None:
                 self._epoch.values.setdefault(name, []).append(value)
+                self._note(name, value)
         if (reasons := card.throttled_by()) is not None:
             self._epoch.throttled_by.append(reasons)
+            self._note("throttled_frac", float(bool(reasons)))
 
     def _say_samples_unknown(self, batch: Any) -> None:
         self._notes.say(
@@ -216,6 +234,17 @@ def put_together(cards: Sequence[CardEpoch]) -> dict[str, float]:
 
 def _part(answers: Iterable[bool]) -> float:
     return statistics.fmean(map(float, answers))
+
+
+def _course() -> defaultdict[str, deque[float]]:
+    return defaultdict(partial(deque, (), _MOST_UNTAKEN))
+
+
+def course_of_cards(trainer: Trainer) -> dict[str, list[float]]:
+    """What this rank's card has said since it was last asked for; empty without a GpuStats in its fit."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    taken = [one.take_course() for one in callbacks if isinstance(one, GpuStats)]
+    return next(filter(None, taken), {})
 
 
 def told_by_cards(trainer: Trainer) -> dict[str, float]:

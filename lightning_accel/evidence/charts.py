@@ -39,7 +39,7 @@ def of(page: Page) -> dict[str, str]:
             share_bar(sizes, "MiB", "Tensors at the peak of a step"), "What the memory at the peak consists of"
         )
     if any(len(points) > 1 for points in page.curves.values()):
-        found["curves"] = _svg(_curves(page), "Step time, waiting, memory and loss over the run")
+        found["curves"] = _svg(_curves(page), f"Over the run: {'; '.join(page.curves)}")
     if page.peaks is not None and page.modules is not None and (points := _points(page.modules)):
         found["roofline"] = _svg(_roofline(points, page.peaks), "Achieved FLOP/s of modules by FLOPs a byte")
     return found

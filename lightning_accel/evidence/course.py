@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from lightning_accel.evidence.record import Record
+from lightning_accel.evidence.record import Record, Steps
 
 Curve = list[tuple[float, float]]
 
@@ -17,6 +17,14 @@ MOST_EPOCHS = 200
 STEP, WAIT, HELD, LOSS, SCALE = (
     *("step, ms", "waiting for data, ms", "memory held, MiB", "loss", "loss scale, at the end of each epoch"),
 )
+_OF_CARDS = {
+    "sm_clock_mhz": "clock of the GPU, MHz",
+    "throttled_frac": "share of the time in which its clocks were throttled",
+    "power_w": "its power, W",
+    "temperature_c": "its temperature, °C",
+    "utilisation_percent": "its utilisation, %",
+    "memory_mib": "its memory in use, by all processes, MiB",
+}
 _OF_EPOCHS = (
     *("epoch", "samples_per_sec", "steps_per_sec", "step_ms_p50", "step_ms_p95", "data_wait_frac", "peak_memory_mib"),
     *("host_rss_mib", "tflops", "mfu", "loss_scale", "skipped_steps", "energy_j_per_sample"),
@@ -31,17 +39,24 @@ def curves_of(record: Record) -> dict[str, Curve]:
     found = {
         STEP: cycles,
         WAIT: [(number, ms) for (number, _), ms in zip(cycles, waits, strict=False)],
-        HELD: list(_held(record)),
+        HELD: list(_spread(record, lambda some: some.held_mib)),
         LOSS: [(float(step), loss) for step, loss in sorted(record.losses.items())],
         SCALE: list(_scales(record)),
+        **{shown: list(_spread(record, _said_of(name))) for name, shown in _OF_CARDS.items()},
     }
     return {name: thinned(points) for name, points in found.items() if any(math.isfinite(value) for _, value in points)}
 
 
-def _held(record: Record) -> Iterator[tuple[float, float]]:
+def _spread(record: Record, of: Callable[[Steps], Sequence[float]]) -> Iterator[tuple[float, float]]:
+    """Values that were taken every so often, at about the steps at which they were."""
     for some in record.steps:
-        length = (some.last - some.first + 1) / max(1, len(some.held_mib))
-        yield from ((some.first + length * (place + 1), mib) for place, mib in enumerate(some.held_mib))
+        values = of(some)
+        length = (some.last - some.first + 1) / max(1, len(values))
+        yield from ((some.first + length * (place + 1), value) for place, value in enumerate(values))
+
+
+def _said_of(name: str) -> Callable[[Steps], Sequence[float]]:
+    return lambda some: some.card.get(name, ())
 
 
 def _scales(record: Record) -> Iterator[tuple[float, float]]:

@@ -107,6 +107,8 @@ def _steps(line: dict[str, Any]) -> Steps:
         raise ValueError(f"steps {some.first!r} to {some.last!r} are not counted in whole numbers")
     if not all(isinstance(ms, int | float) and 0 <= ms < math.inf for ms in times) or 0 in some.cycle_ms:
         raise ValueError(f"the times of steps {some.first} to {some.last} are no milliseconds")
+    if not all(isinstance(value, int | float) for values in some.card.values() for value in values):
+        raise ValueError(f"what a card said in steps {some.first} to {some.last} is in no numbers")
     if len(some.cycle_ms) != -(-some.timed // piece_length(some.timed)) or (some.parts_ms and not some.looked_at):
         raise ValueError(f"the times of steps {some.first} to {some.last} are not those of {some.timed} steps")
     return some

@@ -27,6 +27,9 @@ RECORD_VARIABLE = "LIGHTNING_ACCEL_RECORD"
 """Of the environment: another folder for records, with any logger or none."""
 
 MOST_PIECES = 32
+MOST_OF_CARD = 4
+"""Pieces of what a card says, which changes slowly: every quarter of a minute."""
+
 _ALL_EPOCHS = 1000  # are written; of those after, ever fewer
 
 
@@ -96,6 +99,8 @@ class Steps:
         compiling_ms: What it took for that.
         loading_cpu_ms: Processor time of the training's own thread while it waited for data, in the sum of steps that
             were looked at: what loading without workers takes.
+        card: What NVML said of the first rank's card, by the names of :class:`~lightning_accel.callbacks.GpuStats`, and
+            ``throttled_frac``: means over consecutive pieces; empty without it.
     """
 
     first: int
@@ -111,6 +116,7 @@ class Steps:
     captured: int = 0
     compiling_ms: float = 0.0
     loading_cpu_ms: float = 0.0
+    card: dict[str, list[float]] = field(default_factory=dict)
 
     def pieces(self) -> Iterator[tuple[int, int, float]]:
         """Of each piece: the number of its first step, about; how many it has; their mean milliseconds."""

@@ -38,6 +38,23 @@ def hparams_of(folder: str | Path) -> dict[str, Any]:
     return {name: getattr(value, value.WhichOneof("kind")) for name, value in hparams.items()}
 
 
+def columns_of(folder: str | Path) -> list[str]:
+    """The settings that the HParams tab of a TensorBoard on this folder has columns for."""
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.hparams.backend_context import Context
+
+    runs = EventMultiplexer(tensor_size_guidance={"tensors": 0}).AddRunsFromDirectory(str(folder))
+    runs.Reload()
+    backend = Context(TBContext(data_provider=MultiplexerDataProvider(runs, str(folder))))
+    request = RequestContext()
+    known = backend.hparams_from_data_provider(request, "", limit=100)
+    experiment = backend.experiment_from_metadata(request, "", False, backend.hparams_metadata(request, ""), known)
+    return [info.name for info in experiment.hparam_infos]
+
+
 def layout_of(folder: str | Path) -> dict[str, dict[str, list[str]]]:
     """Group → chart → tags, of the arrangement of charts."""
     from tensorboard.plugins.custom_scalar import layout_pb2, metadata
@@ -132,14 +149,40 @@ class TimedWithHparams(Timed):
         self.save_hyperparameters("lr")
 
 
-def test_a_modules_own_hyperparameters_are_all_that_the_hparams_tab_shows(tmp_path: Path) -> None:
-    board = TensorBoardLogger(tmp_path)
-    with simulated(1.5) as time:
+@pytest.fixture(scope="module")
+def with_hparams(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TensorBoard's folder of a run whose module has hyperparameters of its own."""
+    folder = tmp_path_factory.mktemp("with_hparams")
+    board = TensorBoardLogger(folder)
+    with pytest.MonkeyPatch.context() as patch, simulated(1.5) as time:
+        patch.setenv("LIGHTNING_ACCEL_CACHE", str(folder / "remembered"))
+        patch.chdir(folder)
         fit(TimedWithHparams(time), logger=board, callbacks=[SpeedMemoryLogger()])
-    assert hparams_of(board.log_dir) == {"lr": 0.1}
-    assert "hp_metric" in events(board.log_dir).Tags()["scalars"]
-    assert hparams_of(Path(board.log_dir) / "accel") == {}
-    assert not (Path(board.log_dir) / "accel" / "arms").exists()
+    return Path(board.log_dir)
+
+
+def test_a_modules_own_hyperparameters_are_all_that_the_hparams_tab_shows(with_hparams: Path) -> None:
+    assert hparams_of(with_hparams) == {"lr": 0.1}
+    assert "hp_metric" in events(with_hparams).Tags()["scalars"]
+    assert hparams_of(with_hparams / "accel") == {}
+    assert columns_of(with_hparams) == ["lr"]
+
+
+def test_beside_them_what_live_trials_compared_is_told_in_scalars(with_hparams: Path) -> None:
+    (arm,) = (with_hparams / "accel" / "arms").iterdir()
+    assert hparams_of(arm) == {}
+    (ratio,) = events(arm).Scalars("accel/run/speed_ratio")
+    assert ratio.value == pytest.approx(1.5, rel=0.1)
+
+
+def test_a_second_experiment_in_a_folder_of_its_own_would_not_be_shown_beside_the_users(tmp_path: Path) -> None:
+    """By TensorBoard's own code: why nothing more is told. Should this fail, both can be had at last."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_hparams({"lr": 0.1}, {"loss": 1.0}, run_name="version_0")
+        writer.add_hparams({"accel/compared": "compile"}, {"accel/run/speed_ratio": 1.5}, run_name="version_0/accel")
+    assert len(columns_of(tmp_path)) == 1
 
 
 def test_a_users_own_arrangement_of_charts_stays(tmp_path: Path) -> None:

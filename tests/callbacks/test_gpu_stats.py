@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_accel import AccelPlugin
-from lightning_accel.callbacks import GpuStats
+from lightning_accel.callbacks import GpuStats, SpeedMemoryLogger
 from lightning_accel.callbacks._nvml import Card, NoCardError
 from lightning_accel.callbacks.gpu_stats import CardEpoch, put_together
+from lightning_accel.evidence.page import page_of
+from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.record import MOST_OF_CARD
+from lightning_accel.evidence.render import to_html, to_markdown
 from support.measured_runs import BATCH_SIZE, Model, loader
 from support.simulated_nvml import SimulatedCard, SimulatedNvml, install
 
@@ -96,6 +101,45 @@ def test_the_reason_of_throttling_is_logged_and_said_once(
     }
     said = [note for note in plugin.report.notes if "throttled" in note]
     assert [note.split(": ")[1].split(" (")[0] for note in said] == ["hw_thermal_slowdown", "sw_power_cap"]
+
+
+def test_clocks_and_throttling_of_a_simulated_card_are_shown_over_the_run(
+    make_trainer: Any, nvml: SimulatedNvml, card: SimulatedCard, tmp_path: Path
+) -> None:
+    """In the second epoch it is too hot: clocks fall by half, and NVML says why."""
+
+    class Heats(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            card.sm_mhz, card.reasons = (1_500, 0) if trainer.current_epoch == 0 else (750, 0x40)
+
+    # Whichever of the two ends first.
+    trainer = make_trainer(
+        callbacks=[GpuStats(), SpeedMemoryLogger(), Heats()], logger=CSVLogger(tmp_path), max_epochs=2
+    )
+    trainer.fit(Model(), loader(8))
+    record = read_record(tmp_path)
+    assert all(len(values) <= MOST_OF_CARD for some in record.steps for values in some.card.values())
+    page = page_of(record)
+    clocks, throttled = (
+        [value for _, value in page.curves[name]]
+        for name in ("clock of the GPU, MHz", "share of the time in which its clocks were throttled")
+    )
+    assert (clocks[0], clocks[-1]) == (1_500, 750)
+    assert (throttled[0], throttled[-1]) == (0, 1)
+    assert [number for number, _ in page.curves["its power, W"]] == sorted(
+        number for number, _ in page.curves["its power, W"]
+    )
+    for form in (to_html(page), to_markdown(page)):
+        assert "clock of the GPU, MHz" in form
+
+
+def test_what_nobody_takes_of_a_simulated_card_is_bounded(
+    make_trainer: Any, nvml: SimulatedNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_accel.callbacks.gpu_stats._MOST_UNTAKEN", 2)
+    stats, _ = fit(make_trainer)
+    assert {len(values) for values in stats.take_course().values()} == {2}
+    assert stats.take_course() == {}
 
 
 def test_energy_of_validation_is_not_that_of_training(

@@ -112,7 +112,7 @@ def test_clocks_and_throttling_of_a_simulated_card_are_shown_over_the_run(
         def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             card.sm_mhz, card.reasons = (1_500, 0) if trainer.current_epoch == 0 else (750, 0x40)
 
-    # Whichever of the two ends first.
+    # GpuStats ends before the record is written.
     trainer = make_trainer(
         callbacks=[GpuStats(), SpeedMemoryLogger(), Heats()], logger=CSVLogger(tmp_path), max_epochs=2
     )

@@ -33,7 +33,7 @@ def trials_table(trials: Iterable[Trial]) -> Table:
 
 def contributions_table(techniques: Iterable[Tried]) -> Table:
     """What each technique has contributed, losers included; not those that are off."""
-    heads = {"technique": False, "came of it": False, "ratio": True, "95% interval": False, "judged on": False}
+    heads = {"technique": False, "came of it": False, "ratio [95%]": True, "judged on": False}
     heads |= {"peak": True, "error, spreads": True, "its part": True, "its memory": True, "why": False}
     rows = [_contribution(one) for one in techniques if one.came_of_it is not None and one.status != "off"]
     return without_empty(table("What each technique contributed", heads, rows))
@@ -41,16 +41,18 @@ def contributions_table(techniques: Iterable[Tried]) -> Table:
 
 def _contribution(one: Tried) -> list[Any]:
     trial, part = one.trial, one.measured
-    on_whole_steps: list[Any] = [NOTHING, "", "" if part is None else "first batch", NOTHING]
+    was_tried = part is not None and (part.error is not None or part.original_ms is not None)
+    on_whole_steps: list[Any] = [NOTHING, "first batch" if was_tried else "", NOTHING]
     if trial is not None:
-        peak = _memory(trial.peak_bytes_without, trial.peak_bytes_with)
-        on_whole_steps = [(f"{trial.ratio:.3f}x", trial.ratio), _bounds(trial), f"{trial.steps:,} steps", peak]
+        ratio = f"{trial.ratio:.2f}x {_bounds(trial)}", trial.ratio
+        peak = _times(trial.peak_bytes_without, trial.peak_bytes_with)
+        on_whole_steps = [ratio, f"{trial.steps:,} steps", peak]
     of_its_part: list[Any] = [NOTHING, NOTHING, NOTHING]
     if part is not None:
         of_its_part = [
             _spreads(one),
             _ratio(part.original_ms, part.candidate_ms),
-            _memory(part.original_bytes, part.candidate_bytes),
+            _times(part.original_bytes, part.candidate_bytes),
         ]
     return [one.name, one.came_of_it, *on_whole_steps, *of_its_part, one.why]
 
@@ -71,10 +73,15 @@ def _ratio(original: float | None, candidate: float | None) -> Cell:
 
 def _memory(original: int | None, candidate: int | None) -> Cell:
     """How many times as much, and how much more or less."""
+    text, ratio = _times(original, candidate)
     if not original or candidate is None:
         return NOTHING
     more = candidate - original
-    return f"{candidate / original:.2f}x ({'+' if more >= 0 else '−'}{format_bytes(abs(more))})", candidate / original
+    return f"{text} ({'+' if more >= 0 else '−'}{format_bytes(abs(more))})", ratio
+
+
+def _times(original: int | None, candidate: int | None) -> Cell:
+    return (f"{candidate / original:.2f}x", candidate / original) if original and candidate is not None else NOTHING
 
 
 def _bounds(trial: Trial) -> str:

@@ -19,7 +19,6 @@ from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.setup import Setup
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Result
-from lightning_accel.tuning.pairs import Interval
 
 FORMAT = 2
 
@@ -72,9 +71,7 @@ class Answers:
             raise ValueError(f"format {content['format']!r}, not {FORMAT}")
         self._asked_in_s = float(content["seconds"])
         self.facts = {key: Facts(**one) for key, one in content["facts"].items()}
-        self._results = {
-            key: Result(**{**one, "interval": Interval(**one["interval"])}) for key, one in content["results"].items()
-        }
+        self._results = {key: Result.from_dict(one) for key, one in content["results"].items()}
 
     def _write(self) -> None:
         if self._path is None:

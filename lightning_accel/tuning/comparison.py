@@ -7,7 +7,7 @@ import random
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_accel.tuning.pairs import Interval, PairTest
 
@@ -71,6 +71,16 @@ class Result:
     original: dict[str, str] = field(default_factory=dict)
     candidate: dict[str, str] = field(default_factory=dict)
     peak_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Result:
+        """What :func:`dataclasses.asdict` gave, through JSON or not, now or before there were sides and peaks.
+
+        Raises:
+            KeyError, TypeError: It did not.
+        """
+        plain = {"interval": Interval(**state["interval"]), "peak_bytes": tuple(state.get("peak_bytes", ()))}
+        return cls(**{**state, **plain})
 
     @property
     def is_won(self) -> bool:

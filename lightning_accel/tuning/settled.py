@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_accel.tuning.comparison import Result
-from lightning_accel.tuning.pairs import Interval
 
 
 @dataclass
@@ -57,8 +56,8 @@ class Tuning:
         whole = state["whole"]
         return cls(
             choices=dict(state["choices"]),
-            results={name: _result(one) for name, one in state["results"].items()},
-            whole=None if whole is None else _result(whole),
+            results={name: Result.from_dict(one) for name, one in state["results"].items()},
+            whole=None if whole is None else Result.from_dict(whole),
             is_settled=bool(state["is_settled"]),
             is_earlier=bool(state["is_earlier"]),
             setup_s=dict(state.get("setup_s", {})),
@@ -94,8 +93,3 @@ class Tuning:
             return "as the user wrote it: nothing was faster for sure"
         where = "steps of an earlier run" if self.is_earlier else "of your own steps"
         return f"{self.whole.interval} over plain, on {self.whole.turns} {where}"
-
-
-def _result(state: Mapping[str, Any]) -> Result:
-    more = {"interval": Interval(**state["interval"]), "peak_bytes": tuple(state.get("peak_bytes", ()))}
-    return Result(**{**state, **more})

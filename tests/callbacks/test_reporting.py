@@ -103,6 +103,8 @@ def test_live_trials_are_in_it_with_the_step_at_which_they_had_settled(tmp_path:
         fit_live(Timed(time), logger=CSVLogger(tmp_path), callbacks=[SpeedMemoryLogger()])
     page = page_of(read_record(tmp_path))
     assert [(trial.name, trial.verdict) for trial in page.trials] == [("whole plan", "faster")]
+    (won,) = [one for one in page.techniques if one.trial is not None]  # the only one: the whole plan is its own trial
+    assert (won.came_of_it, won.trial) == ("kept", page.trials[0])
     assert page.settled_step is not None
     assert 0 < page.settled_step < 200
     assert 1.2 < float(page.headline.partition("x")[0]) < 1.8

@@ -120,7 +120,7 @@ class Outcome:
         if self.peak_memory_mib is not None:
             parts.append(f"peak {self.peak_memory_mib:,.0f} MiB")
         techniques = {} if self.report is None else self.report.techniques
-        in_force = [name for name, one in techniques.items() if one.is_on and name != "tuning"]
+        in_force = [name for name, one in techniques.items() if one.acts and name != "tuning"]
         parts.append(f"with {', '.join(in_force)}" if in_force else "as the user wrote it")
         line = ", ".join(parts)
         if record is None:

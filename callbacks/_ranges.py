@@ -116,7 +116,7 @@ def techniques_by_site(report: Report | None) -> dict[str, list[str]]:
     """The techniques that act at each site; at site ``""`` those that act on whole steps."""
     found: dict[str, list[str]] = {}
     for name, record in ({} if report is None else report.techniques).items():
-        if record.is_on:
+        if record.acts:
             for site in record.changes or [""]:
                 found.setdefault(site, []).append(name)
     return found

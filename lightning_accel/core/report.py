@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,8 @@ class TechniqueReport:
         status: One line on the technique as a whole: ``"bf16-mixed: native bfloat16"``.
         changes: Site → what was changed there, and what its trial measured.
         refusals: Site → why it was left alone or reverted.
-        is_on: Whether the technique acts at all.
+        is_on: Whether the technique found something to do.
+        rests: Whether live trials have settled without it.
         details: What there is to say beyond sites: a table, say.
         data: The same as plain values, for programs.
         measured: Site → the figures of its trial.
@@ -61,6 +62,7 @@ class TechniqueReport:
     changes: dict[str, str] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     is_on: bool = False
+    rests: bool = False
     data: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Measured] = field(default_factory=dict)
     measured_as_a_whole: Measured | None = None
@@ -77,6 +79,16 @@ class TechniqueReport:
         chosen = [one for site, one in self.measured.items() if site in self.changes] or list(self.measured.values())
         chosen += [self.measured_as_a_whole] if self.measured_as_a_whole is not None else []
         return together(chosen) if chosen else None
+
+    @property
+    def acts(self) -> bool:
+        """Whether the technique acts on the steps that are under way."""
+        return self.is_on and not self.rests
+
+    @property
+    def line(self) -> str:
+        """Its status, and that it rests."""
+        return f"off, as live trials have settled without it; before: {self.status}" if self.rests else self.status
 
     def outcome(self) -> str:
         """What came of the sites, in a line."""
@@ -104,11 +116,18 @@ class Report:
 
     def applied(self, technique: str) -> list[str]:
         """The sites where ``technique`` is in force."""
-        return list(self.techniques[technique].changes) if technique in self.techniques else []
+        record = self.techniques.get(technique)
+        return [] if record is None or record.rests else list(record.changes)
 
     def refused(self, technique: str) -> dict[str, str]:
         """The sites that ``technique`` left alone or gave back, with the reasons."""
         return dict(self.techniques[technique].refusals) if technique in self.techniques else {}
+
+    def settled(self, resting: Iterable[str]) -> None:
+        """Says which techniques live trials have settled without; none while they have not settled."""
+        resting = set(resting)
+        for name, record in self.techniques.items():
+            record.rests = name in resting
 
     def note(self, line: str) -> None:
         """Adds a remark on the run as a whole, once."""
@@ -136,7 +155,7 @@ class Report:
             counts = [f"{len(record.changes)} sites"] if record.changes else []
             counts += [f"{len(record.refusals)} left alone"] if record.refusals else []
             tail = f" ({', '.join(counts)})" if counts else ""
-            lines.append(f"  {'+' if record.is_on else '-'} {name}: {record.status}{tail}")
+            lines.append(f"  {'+' if record.acts else '-'} {name}: {record.line}{tail}")
         lines += [f"  ! {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -144,7 +163,8 @@ class Report:
         """The whole report; sites with the same remark share a line."""
         lines = [self.summary()]
         for name, record in self.techniques.items():
-            for title, remarks in (("applied", record.changes), ("refused", record.refusals)):
+            applied = "applied before it was switched off" if record.rests else "applied"
+            for title, remarks in ((applied, record.changes), ("refused", record.refusals)):
                 if remarks:
                     lines.append(f"\n{name}, {title}:")
                     lines += _grouped(remarks)
@@ -158,8 +178,9 @@ class Report:
             "notes": list(self.notes),
             "techniques": {
                 name: {
-                    "on": record.is_on,
-                    "status": record.status,
+                    "on": record.acts,
+                    "rests": record.rests,
+                    "status": record.line,
                     "applied": dict(record.changes),
                     "refused": dict(record.refusals),
                     "details": record.details,

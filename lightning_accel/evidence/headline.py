@@ -132,7 +132,9 @@ def settings_of(record: Record, tuning: Mapping[str, Any]) -> dict[str, str]:
         plan = Plan.from_dict(record.header.settings)
     except (TypeError, ValueError):  # of another version, or of a technique that is not here
         return {}
-    choices = {**dict.fromkeys(tuning.get("results") or {}, "off"), **(tuning.get("choices") or {})}
+    techniques = {} if record.report is None else record.report["techniques"]
+    resting = [name for name, one in techniques.items() if one.get("rests")]
+    choices = {**dict.fromkeys(resting, "off"), **(tuning.get("choices") or {})}
     for arm, choice in choices.items() if tuning.get("is_settled") else ():
         if arm not in defaults.to_dict():
             continue

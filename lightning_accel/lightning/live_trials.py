@@ -304,6 +304,8 @@ class LiveTuning:
         record = self._engine.report.of("tuning")
         record.is_on, record.status, record.details = bool(tuning.choices), tuning.line(), tuning.table()
         record.data = tuning.to_dict()
+        resting = {arm.name for arm in self._arms} - tuning.choices.keys() if tuning.is_settled else ()
+        self._engine.report.settled(resting)
 
     def _say(self, line: str) -> None:
         tuning = self.tuning
@@ -338,6 +340,7 @@ def have(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
     for arm in arms:
         arm.choose(choices.get(arm.name, OFF))
     _rest(engine, arms, choices)
+    engine.report.settled({arm.name for arm in arms} - choices.keys())
 
 
 def _rest(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:

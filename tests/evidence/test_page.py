@@ -69,6 +69,12 @@ def test_what_trials_have_settled_is_in_the_settings_to_copy() -> None:
     assert page.settled_step == 20
 
 
+def test_what_trials_have_settled_without_is_off_in_the_settings_to_copy() -> None:
+    report = report_of(flash_attention={"rests": True}, optimizer={"on": True}, tuning=tuned(0.9, 0.8, 1.0, {}))
+    page = page_of(with_header(record_of(report=report), settings=WITH_PLUGIN))
+    assert page.settings["python"] == "Trainer(plugins=[AccelPlugin(flash_attention='off')])"
+
+
 def test_settings_of_another_version_are_shown_and_not_offered() -> None:
     page = page_of(with_header(record_of(), settings={"warp_drive": "on"}))
     assert (page.settings, page.plan) == ({}, {"warp_drive": "on"})

@@ -54,6 +54,19 @@ def test_what_is_slower_goes() -> None:
     assert status(plugin) == "as the user wrote it: nothing was faster for sure"
 
 
+def test_the_report_says_of_what_has_gone_that_it_is_off() -> None:
+    with simulated(0.8) as time:
+        plugin = fit(Timed(time))
+    assert "  - speed: off, as live trials have settled without it" in plugin.report.summary()
+    assert not plugin.report.to_dict()["techniques"]["speed"]["on"]
+
+
+def test_a_run_that_has_not_settled_has_nothing_that_is_off_for_good() -> None:
+    with simulated(0.8) as time:
+        plugin = fit(Timed(time), 8)
+    assert plugin.report.of("speed").acts
+
+
 def test_every_step_of_a_trial_trains() -> None:
     with simulated(1.5) as time:
         model, plain = Timed(time), Timed(time)

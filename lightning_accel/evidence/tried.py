@@ -145,8 +145,8 @@ def _came_of(tried: Tried, one: Mapping[str, Any], tuning: Mapping[str, Any]) ->
         return "undone", _why_undone(tried, tuning)
     if one.get("waits_for_trials"):
         return "not asked", tried.status
-    why = _most_said(tried.left_alone) or tried.status
-    if one.get("was_in_force") or tried.status.startswith("taken back"):
+    why = tried.status if one.get("rests") else _most_said(tried.left_alone) or tried.status
+    if one.get("rests") or one.get("was_in_force") or tried.status.startswith("taken back"):
         return "undone", why
     return ("not asked", "off") if tried.status == "off" else ("refused", why)
 

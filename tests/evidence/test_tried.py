@@ -102,6 +102,7 @@ def test_a_run_without_it_against_one_with_it_is_read_the_other_way_round() -> N
         ({"status": "no site in this model"}, "refused", "no site in this model"),
         ({"status": "x", "refused": {"a": "failed in mid-run"}, "was_in_force": True}, "undone", "failed in mid-run"),
         ({"status": "taken back: a step raised"}, "undone", "taken back: a step raised"),
+        ({"status": "off, as settled", "rests": True, "refused": {"a": "b"}}, "undone", "off, as settled"),
         ({"on": True, "status": "too dear", "applied": {"a": "b"}, "waits_for_trials": True}, "not asked", "too dear"),
     ],
 )

@@ -404,17 +404,19 @@ class Engine:
         if not technique.notes.is_new:
             return
         refused, revised, warned = technique.notes.take()
+        record = self.report.of(technique.name)
+        changed = refused | revised
+        lost = [site for site, verdict in changed.items() if not verdict.keep and site in record.changes]
+        record.was_in_force |= bool(lost) and not self.is_trying
         for site, verdict in refused.items():
             self._edits.refuse(technique, site, verdict.reason, verdict.measured)
         for site, verdict in revised.items():
             tell = self.report.record_applied if verdict.keep else self.report.record_refused
             tell(technique.name, site, verdict.reason, verdict.measured)
-        changed = refused | revised
         if changed:
             if technique.remembers:  # a resumed run, too, must do so
                 self.decisions[technique.name] = self.decisions.get(technique.name, {}) | changed
             self._settle(technique)
-        record = self.report.of(technique.name)
         record.status, record.details = technique.notes.status or record.status, technique.notes.details
         record.measured_as_a_whole = technique.notes.measured
         for message in warned:

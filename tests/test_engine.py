@@ -215,6 +215,16 @@ def test_an_objection_after_the_trial_takes_a_site_back_for_good() -> None:
     assert handle.decisions["fake"]["1"] == Verdict(keep=False, reason="line 7 does not like it")
     assert handle.decisions["fake"]["2"].keep
     assert not fake.notes.is_new
+    assert handle.report.of("fake").was_in_force
+
+
+def test_what_its_trial_refuses_was_not_in_force_though_it_was_applied_for_it() -> None:
+    fake = Fake(verdict=Verdict(keep=False, reason="slower"), applied_before_trial=True)
+    handle = engine(model(), fake)
+    with handle.step():
+        pass
+    assert handle.report.refused("fake")["1"] == "slower"
+    assert not handle.report.of("fake").was_in_force
 
 
 def test_decisions_of_an_earlier_run_hold_without_a_trial() -> None:

@@ -53,7 +53,7 @@ class TechniqueReport:
         data: The same as plain values, for programs.
         measured: Site → the figures of its trial.
         measured_as_a_whole: What was measured of all sites together; None: nothing.
-        was_in_force: Whether some site was given back that had been changed.
+        was_in_force: Whether some site was given back in mid-run, after all trials.
         waits_for_trials: Whether it does nothing until live trials have put it on.
     """
 
@@ -145,7 +145,7 @@ class Report:
         """Says why a site was left alone or given back, and what its trial has measured."""
         record = self.of(technique)
         record.refusals[site] = reason
-        record.was_in_force |= record.changes.pop(site, None) is not None
+        record.changes.pop(site, None)
         record.take_up(site, measured)
 
     def summary(self) -> str:

@@ -16,6 +16,7 @@ CameOfIt = Literal["kept", "undone", "refused", "not asked"]
 TUNING = "tuning"
 """What live trials have come to, among the techniques of a report."""
 
+_REFUSED = "refused in its trial"  # of what live trials have to set up before
 _MOST_REMARKS = 20  # of a technique, other than each other
 _MOST_SITES = 200
 
@@ -136,9 +137,11 @@ def tried_of(name: str, one: Mapping[str, Any], tuning: Mapping[str, Any]) -> Tr
 
 def _came_of(tried: Tried, one: Mapping[str, Any], tuning: Mapping[str, Any]) -> tuple[CameOfIt, str]:
     held = tuning.get("choices") or {}
+    if tried.trial is not None and tried.trial.verdict == _REFUSED:
+        return "refused", _most_said(tried.left_alone) or tried.trial.verdict
     is_tuned = any(tried.name in _arms_of(result) for result in _results(tuning))
     if tried.name in held:
-        return "kept", tried.status if tried.trial is None else tried.trial.verdict
+        return "kept", tried.status if tried.trial is None else _verdict_on(tried.trial)
     if tried.is_on and not is_tuned and not one.get("waits_for_trials"):
         return "kept", tried.status
     if is_tuned:
@@ -157,7 +160,12 @@ def _why_undone(tried: Tried, tuning: Mapping[str, Any]) -> str:
         return f"together with others: {verdicts[-1]}; not asked by itself"
     if tried.trial.verdict == "faster":
         return "faster by itself; what held with it was then not faster than plain for sure"
-    return tried.trial.verdict
+    return _verdict_on(tried.trial)
+
+
+def _verdict_on(trial: Trial) -> str:
+    """With the choice, where there are several."""
+    return f"{trial.name}: {trial.verdict}" if "=" in trial.name else trial.verdict
 
 
 def _trial_by_itself(name: str, tuning: Mapping[str, Any]) -> Trial | None:

@@ -83,6 +83,19 @@ def test_the_whole_plan_of_one_technique_is_its_own_trial() -> None:
     assert one.trial.ratio == 1.5
 
 
+def test_what_could_not_be_set_up_for_its_turns_is_refused() -> None:
+    refused = result("compile", "refused in its trial", (1.0, 0.0, "inf"), (), ("compile",))
+    one = tried("compile", refused, status="left alone", refused={"block": "other numbers"}, waits_for_trials=True)
+    assert (one.came_of_it, one.why) == ("refused", "other numbers")
+
+
+def test_of_several_choices_the_one_that_was_judged_last_is_named() -> None:
+    first = result("optimizer", "cannot tell", (0.9, 0.5, 1.5), (), ("optimizer",))
+    second = result("optimizer=foreach", "not faster", (1.0, 0.9, 1.1), (), ("optimizer",))
+    one = tried("optimizer", first, second, **FUSED)
+    assert (one.came_of_it, one.why) == ("undone", "optimizer=foreach: not faster")
+
+
 def test_a_run_without_it_against_one_with_it_is_read_the_other_way_round() -> None:
     """As live trials ask of what saves memory: whether the run is faster without."""
     without = result("without loss", "not faster", (0.8, 0.5, "inf"), ("loss",), (), [600 * MIB, 1000 * MIB])

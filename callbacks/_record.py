@@ -229,7 +229,8 @@ def _with_communication(trainer: Trainer, parts_ms: dict[str, float]) -> dict[st
     if not isinstance(wrapped, DistributedDataParallel) or BACKWARD not in parts_ms:
         return parts_ms
     exposed = parts_ms[BACKWARD] * exposed_communication(wrapped)
-    return {**parts_ms, BACKWARD: parts_ms[BACKWARD] - exposed, COMMUNICATION: exposed}
+    seen = parts_ms.get(COMMUNICATION, 0.0)  # other than DDP's
+    return {**parts_ms, BACKWARD: parts_ms[BACKWARD] - exposed, COMMUNICATION: seen + exposed}
 
 
 def record_folder(trainer: Trainer) -> Path | None:

@@ -21,11 +21,11 @@ from lightning_accel.callbacks._tracks import add_tracks
 from lightning_accel.core import torch_private
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.profilers import closing_ranges, giving_way
-from lightning_accel.evidence.parts import DATA, LOGGING
+from lightning_accel.evidence.parts import COMMUNICATION, DATA, LOGGING
 from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.resilience.atomic_checkpoint import commit, discard
 
-_PHASES = {DATA, *PARTS.values(), LOGGING}
+_PHASES = {DATA, *PARTS.values(), COMMUNICATION, LOGGING}
 _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 
 

@@ -69,7 +69,7 @@ class CollectivesPatch(Patch):
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             is_of_training = threading.get_ident() == self._thread or is_in_backward()
-            if not is_of_training or not is_communication():
+            if not is_of_training or not is_communication() or _is_capturing():
                 return original(*args, **kwargs)
             told = tuple(self._listeners)
             for listener in told:
@@ -83,7 +83,17 @@ class CollectivesPatch(Patch):
         return call
 
 
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being made, in which no time passes, and which a mark of ours would spoil."""
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
 def _is_asked_by_torch_distributed() -> bool:
     """Whether it is what calls us, or what calls ``torch.cuda.Stream.wait_stream``, which calls us."""
-    callers = sys._getframe(2), sys._getframe(3)
-    return any(frame.f_globals.get("__name__", "").startswith("torch.distributed.") for frame in callers)
+    caller = sys._getframe(2)
+    callers = (caller, caller.f_back)  # none above a hook on a thread of autograd
+    return any(one is not None and _is_of_torch_distributed(one.f_globals.get("__name__")) for one in callers)
+
+
+def _is_of_torch_distributed(module: Any) -> bool:
+    return isinstance(module, str) and module.startswith("torch.distributed.")

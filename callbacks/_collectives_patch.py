@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -16,11 +17,7 @@ from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
 from lightning_accel.core.torch_private import is_in_backward
 from lightning_accel.evidence.parts import COMMUNICATION
 
-_COLLECTIVES = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all"),
-    *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
-    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
-)
+_RETURNS_WORK = re.compile(r"-> .*\bWork\b")  # a collective call, by the signature in its docstring
 
 
 class Listener(Protocol):
@@ -36,9 +33,11 @@ class Listener(Protocol):
 class CollectivesPatch(Patch):
     """Tells of collective calls of ``torch.distributed``, FSDP's among them, and of CUDA streams that wait for one.
 
-    The calls of a backward pass are told of, too, on whichever thread of autograd. FSDP on a GPU calls ahead, on
-    streams of its own: there a call takes no time, and what does is that the training's stream waits for it. What
-    DistributedDataParallel does in C++, and functional collectives, as sharded tensors call them, go by unseen.
+    What the functions of ``torch.distributed`` call is edited, and not these, which compiled code looks at. The calls
+    of a backward pass are told of, too, on whichever thread of autograd. FSDP on a GPU calls ahead, on streams of its
+    own: there a call takes no time, and what does is that the training's stream waits for it. What
+    DistributedDataParallel does in C++, and functional collectives, as sharded tensors call them, go by unseen, and so
+    do process groups that are written in Python.
 
     Args:
         listeners: Who is told; may change while the edit is there.
@@ -53,13 +52,18 @@ class CollectivesPatch(Patch):
     def _apply(self) -> None:
         self._thread = threading.get_ident()
         self._patches = PatchSet()
-        for name in _COLLECTIVES:
-            if (call := getattr(distributed, name, None)) is not None:  # some are there from torch 2.13 on
-                told = self._telling(call, lambda: True)
-                self._patches.add(AttributePatch(name, "told of", distributed, name, told))
-        wait = self._telling(torch.cuda.Stream.wait_event, _is_asked_by_torch_distributed)
-        self._patches.add(AttributePatch("wait_event", "told of", torch.cuda.Stream, "wait_event", wait))
+        if type(distributed.group.WORLD) is not distributed.ProcessGroup:
+            return
+        self._add(distributed.Work, "wait")
+        for name, method in vars(distributed.ProcessGroup).items():
+            if callable(method) and _RETURNS_WORK.search(method.__doc__ or ""):
+                self._add(distributed.ProcessGroup, name)
+        self._add(torch.cuda.Stream, "wait_event", _is_asked_by_torch_distributed)
         self._patches.apply()
+
+    def _add(self, kind: Any, name: str, is_communication: Callable[[], bool] = lambda: True) -> None:
+        told = self._telling(getattr(kind, name), is_communication)
+        self._patches.add(AttributePatch(f"{kind.__name__}.{name}", "told of", kind, name, told))
 
     @override
     def _undo(self) -> None:

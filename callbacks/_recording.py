@@ -21,6 +21,7 @@ from lightning_accel.callbacks._tracks import add_tracks
 from lightning_accel.core import torch_private
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.profilers import closing_ranges, giving_way
+from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.parts import COMMUNICATION, DATA, LOGGING
 from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.resilience.atomic_checkpoint import commit, discard
@@ -41,12 +42,14 @@ class Recording:
 
     Attributes:
         steps: The numbers of those that were recorded as a whole.
+        without_tracks: Why what was written has no tracks for steps, phases and techniques; empty: it has.
     """
 
     def __init__(
         self, trainer: Trainer, first: int, why: str, give_way: Callable[[], Any], lose: Callable[[], Any]
     ) -> None:
         self.steps: list[int] = []
+        self.without_tracks = ""
         self._first, self._why, self._rank = first, why, trainer.global_rank
         self._report = report_of(trainer)
         device = trainer.strategy.root_device
@@ -122,7 +125,10 @@ class Recording:
 
     def _export(self, path: Path) -> None:
         self._profile.export_chrome_trace(str(path))
-        add_tracks(path, _PHASES, self._acting)
+        try:
+            add_tracks(path, _PHASES, self._acting)
+        except ValueError as error:  # torch has written no JSON, which viewers read all the same, or do not
+            self.without_tracks = one_line(error)
 
     @contextmanager
     def _memory_history(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import TraceCallback
@@ -16,7 +17,7 @@ from lightning_accel.callbacks._parts_patch import PARTS
 from lightning_accel.callbacks._tracks import PHASES, PROCESS, STEPS, add_tracks
 from lightning_accel.evidence.parts import DATA
 from support.measured_runs import loader
-from support.traced_runs import Blocks, names, read
+from support.traced_runs import Blocks, fit, names, read
 
 
 def tracks(trace: dict[str, Any]) -> dict[str, list[str]]:
@@ -98,3 +99,17 @@ def test_a_trace_without_ranges_stays_as_it_is(tmp_path: Path) -> None:
         json.dump({"traceEvents": [], "lightning_accel": {"steps": []}}, file)
     add_tracks(path, {"forward"}, {})
     assert read(path) == {"traceEvents": [], "lightning_accel": {"steps": []}}
+
+
+def test_a_trace_that_torch_has_not_written_as_json_is_kept_and_said(
+    make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any, path: str) -> None:
+        with gzip.open(path, "wt") as file:
+            file.write('{"traceEvents": [{"dur": nan}]}')
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", broken)
+    plugin, traces = AccelPlugin(tune="off", log=False), TraceCallback(steps=[2])
+    fit(make_trainer, traces, plugins=[plugin])
+    assert gzip.decompress(traces.files[0].read_bytes()) == b'{"traceEvents": [{"dur": nan}]}'
+    assert any("has no tracks" in note for note in plugin.report.notes)

@@ -52,7 +52,7 @@ class CollectivesPatch(Patch):
     def _apply(self) -> None:
         self._thread = threading.get_ident()
         self._patches = PatchSet()
-        if type(distributed.group.WORLD) is not distributed.ProcessGroup:
+        if not distributed.is_available() or type(distributed.group.WORLD) is not distributed.ProcessGroup:
             return
         self._add(distributed.Work, "wait")
         for name, method in vars(distributed.ProcessGroup).items():

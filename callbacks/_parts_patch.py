@@ -79,6 +79,9 @@ class PartsPatch(Patch):
                     edit.patches.add(MethodPatch(f"{name} of {number}", "told of parts", owner, name, change))
             try:
                 edit.patches.apply()
+                if self._has_others:  # what cannot be edited is to show here, and not in a step
+                    edit.collectives.apply()
+                    edit.collectives.undo()
             except BaseException:
                 edit.patches.undo()
                 raise

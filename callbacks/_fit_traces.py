@@ -162,6 +162,8 @@ class FitTraces:
         except Exception as error:
             self._give_up(error)
             return
+        if recording.without_tracks:
+            self._notes.say(f"a trace has no tracks for steps, phases and techniques: {recording.without_tracks}")
         self._times += 1
         self._files += written
         rank_zero_info(f"lightning-accel: traced, as {self._why}: {', '.join(map(str, written))}")

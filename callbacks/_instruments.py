@@ -67,7 +67,7 @@ class FitInstruments:
         self._parts: StepParts | None = None
         self.teller = Teller.open(trainer)
         if record_folder(trainer) is not None or (self.teller is not None and self.teller.shows_figures):
-            self._parts = StepParts(trainer, self.clock)
+            self._parts = StepParts(trainer, self.clock, self._has_settled)
             self.record = FitRecord.open(trainer, self._parts)
         fetches = self._parts or self.clock  # the former tells the latter
         self._fetch_hooks = FetchPatch(trainer, fetches.fetch_began, fetches.fetch_ended)
@@ -131,7 +131,8 @@ class FitInstruments:
             self._has_unknown_samples = True
             if self.record is not None:
                 self.record.knows_samples = False
-        self.clock.step_ended(samples or 0, is_counted)
+        is_apart = is_counted or (self._parts is not None and self._parts.is_holding)
+        self.clock.step_ended(samples or 0, is_apart)
         self.steps += 1
         if self.ends is not None:
             self.ends.step_ended()

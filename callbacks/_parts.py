@@ -5,34 +5,49 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
+import torch
 from lightning.pytorch import Trainer
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.callbacks._parts_patch import PartsPatch
-from lightning_accel.core.clocks import StepClock
+from lightning_accel.core.clocks import EventClock, StepClock
+from lightning_accel.core.idle import HeldTimer, idle_ms
 from lightning_accel.core.parts import PartTimer
+from lightning_accel.core.torch_private import exposed_communication, hold_device
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.parts import DATA, OPTIMIZER, ORDER, REST
+from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION, COMPUTE, DATA, IDLE, OPTIMIZER, ORDER, REST
 
 EVERY = 16
 """Of so many steps one is looked at, drawn by lot: what each fourth step does shows in a fourth of the looks."""
+
+HOLD_AT, HOLD_EVERY = 4, 64
+"""Of so many looks one is at a step that a GPU is held back in, which is not counted; of the first ones, the fourth."""
 
 
 class StepParts:
     """Times the parts of one step in sixteen; in the others every part is one call more.
 
-    Communication between ranks is in the part that waits for it: gradients of DDP in the backward pass, say.
+    What DistributedDataParallel communicates is in the backward pass. On one GPU a few steps are held back, which take
+    longer by what the host takes over a step, to tell when the device waits for the host.
 
     Args:
         trainer: In its fit. Its strategy and its loggers are told of by an edit, until :meth:`close`.
         clock: Its.
+        may_hold: Whether a step may take longer now, as nobody decides anything by it.
 
     Attributes:
         failure: Why no step is looked at; empty: they are.
+        is_holding: Whether the step under way is held back.
     """
 
-    def __init__(self, trainer: Trainer, clock: StepClock) -> None:
-        self.timer = PartTimer(clock, REST)
+    def __init__(self, trainer: Trainer, clock: StepClock, may_hold: Callable[[], bool] = lambda: True) -> None:
+        self._seen = self.timer = PartTimer(clock, REST)
+        self._held = HeldTimer(clock, REST, COMPUTE, hold_device) if _can_hold(trainer, clock) else None
+        self._trainer, self._may_hold = trainer, may_hold
+        self._looks_to_hold = HOLD_AT
+        self._began = 0.0
         self._clock = clock
         self._draw = random.Random(0)  # the same steps in every run
         self._look_in = self._draw.randrange(EVERY)  # steps, the first ones, in which changes are tried, left out
@@ -75,13 +90,22 @@ class StepParts:
             self._drop()
         elif self.timer.is_on:
             self.timer.end()
-            self._loading_cpu_ms += self._fetched_ns / 1e6
             self._told.forget(self.timer)
             self.timer.read()
+            if self.is_holding:
+                self._looks_to_hold = HOLD_EVERY
+                self.timer = self._seen
+            else:
+                self._loading_cpu_ms += self._fetched_ns / 1e6
+                if self._held is not None:
+                    self._held.hold_ms = 1e3 * (time.perf_counter() - self._began)
         self._left -= 1
         if self._left == 0:
             before, self._look_in = self._look_in, self._draw.randrange(EVERY)
             self._left = EVERY - before + self._look_in
+            self._looks_to_hold -= 1
+            if self._held is not None and self._looks_to_hold <= 0 and self._may_hold():
+                self.timer = self._held
             self._begin()
 
     def watch(self) -> None:
@@ -101,26 +125,53 @@ class StepParts:
         self._is_watched = False
         self._drop()
 
+    @property
+    def is_holding(self) -> bool:
+        return self.timer is self._held
+
     def _begin(self) -> None:
         if not self.failure:
-            self._fetched_ns = 0
+            self._fetched_ns, self._began = 0, time.perf_counter()
             self._told.tell(self.timer)
             self.timer.begin()
 
     def _drop(self) -> None:
         self.timer.drop()
         self._told.forget(self.timer)
+        self.timer = self._seen
 
     def taken(self) -> tuple[dict[str, float], int]:
         """Milliseconds of each part, summed over the steps looked at since this was last asked, and their number."""
-        self.timer.read()
-        found = dict(self.timer.ms), self.timer.steps
-        for part, ms in found[0].items():
+        seen, held = self._seen, self._held
+        seen.read()
+        found = dict(seen.ms)
+        if held is not None:
+            held.read()
+            for part, ms in idle_ms(seen, held, COMPUTE).items():
+                found[part] -= ms
+                found[IDLE] = found.get(IDLE, 0.0) + ms
+        found = self._with_communication(found)
+        for part, ms in found.items():
             self._taken_ms[part] += ms
-        self._taken_steps += found[1]
-        self.timer.ms.clear()
-        self.timer.steps = 0
-        return found
+        steps = seen.steps
+        self._taken_steps += steps
+        seen.clear()
+        return found, steps
+
+    def _with_communication(self, parts_ms: dict[str, float]) -> dict[str, float]:
+        """Tells apart what of a backward pass was nothing but communication, where DDP says so."""
+        wrapped = self._trainer.strategy.model
+        if not isinstance(wrapped, DistributedDataParallel) or BACKWARD not in parts_ms:
+            return parts_ms
+        exposed = parts_ms[BACKWARD] * exposed_communication(wrapped)
+        seen = parts_ms.get(COMMUNICATION, 0.0)  # other than DDP's
+        return {**parts_ms, BACKWARD: parts_ms[BACKWARD] - exposed, COMMUNICATION: seen + exposed}
+
+    def drop_pending(self) -> None:
+        """Forgets what was not read: the device is not to be asked any more."""
+        self._seen.drop_pending()
+        if self._held is not None:
+            self._held.drop_pending()
 
     def taken_loading_cpu_ms(self) -> float:
         """Processor time of this thread within fetches, in the steps looked at since this was last asked."""
@@ -136,3 +187,9 @@ class StepParts:
         """Milliseconds of each part, in the mean of all steps looked at and in their order; empty where none was."""
         self.taken()
         return {part: self._taken_ms[part] / self._taken_steps for part in ORDER if part in self._taken_ms}
+
+
+def _can_hold(trainer: Trainer, clock: StepClock) -> bool:
+    """Whether its device can be held back, and nobody else waits for it."""
+    # On ROCm that clock goes at another rate.
+    return isinstance(clock, EventClock) and trainer.world_size == 1 and torch.version.hip is None

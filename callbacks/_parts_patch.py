@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
+from lightning_accel.callbacks._collectives_patch import CollectivesPatch, Listener
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.evidence.parts import BACKWARD, FORWARD, LOGGING, OPTIMIZER, TRANSFER
 
@@ -25,21 +25,12 @@ PARTS = {
 _OF_LOGGERS = ("log_metrics", "save")
 
 
-class Listener(Protocol):
-    """Who is told."""
-
-    def enter(self, part: str) -> None:
-        """A part begins."""
-
-    def leave(self) -> None:
-        """The one that began last ends."""
-
-
-@dataclass
 class _Edit:
-    patches: PatchSet
-    listeners: list[Listener] = field(default_factory=list)
-    holders: int = 0
+    def __init__(self) -> None:
+        self.patches = PatchSet()
+        self.listeners: list[Listener] = []
+        self.collectives = CollectivesPatch(self.listeners)  # applied while there are listeners, as it is everybody's
+        self.holders = 0
 
 
 class PartsPatch(Patch):
@@ -47,6 +38,7 @@ class PartsPatch(Patch):
 
     All who ask share one edit, made when the first of them applies it and undone by the last: they may end in another
     order than they began, and one edit upon another's would be left behind. Without a listener it is a call more.
+    Of several ranks they are also told when one waits for others.
 
     Args:
         trainer: Its strategy and its loggers are edited.
@@ -55,6 +47,7 @@ class PartsPatch(Patch):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__("parts", "told of parts")
         self._strategy: Any = trainer.strategy
+        self._has_others = trainer.world_size > 1
         self._owners = [(trainer.strategy, PARTS)]
         self._owners += [(logger, dict.fromkeys(_OF_LOGGERS, LOGGING)) for logger in trainer.loggers]  # type: ignore[misc]
         self._listeners: list[Listener] = []
@@ -64,24 +57,31 @@ class PartsPatch(Patch):
         edit = _EDITS.get(self._strategy)
         if edit is not None and listener not in edit.listeners:
             edit.listeners.append(listener)
+            if self._has_others:
+                edit.collectives.apply()
 
     def forget(self, listener: Listener) -> None:
         """Has it told no more."""
         edit = _EDITS.get(self._strategy)
         if edit is not None and listener in edit.listeners:
             edit.listeners.remove(listener)
+            if not edit.listeners:
+                edit.collectives.undo()
 
     @override
     def _apply(self) -> None:
         edit = _EDITS.get(self._strategy)
         if edit is None:
-            edit = _Edit(PatchSet())
+            edit = _Edit()
             for number, (owner, names) in enumerate(self._owners):
                 for name, part in names.items():
                     change = functools.partial(_telling, part, edit.listeners, weakref.ref(owner))
                     edit.patches.add(MethodPatch(f"{name} of {number}", "told of parts", owner, name, change))
             try:
                 edit.patches.apply()
+                if self._has_others:  # what cannot be edited is to show here, and not in a step
+                    edit.collectives.apply()
+                    edit.collectives.undo()
             except BaseException:
                 edit.patches.undo()
                 raise
@@ -95,6 +95,7 @@ class PartsPatch(Patch):
             return
         edit.holders -= 1
         if edit.holders == 0:
+            edit.collectives.undo()
             edit.patches.undo()
             del _EDITS[self._strategy]
 

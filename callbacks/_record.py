@@ -17,7 +17,6 @@ import psutil
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._header import header_of
@@ -26,10 +25,9 @@ from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks._saying import report_of, say
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
 from lightning_accel.core.clocks import Tally
-from lightning_accel.core.torch_private import compiling_ms, exposed_communication, graphs_captured
+from lightning_accel.core.torch_private import compiling_ms, graphs_captured
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.anatomy import Anatomy, MemoryPeak
-from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION
 from lightning_accel.evidence.record import (
     FOLDER,
     MOST_OF_CARD,
@@ -146,7 +144,7 @@ class FitRecord:
         if exception is not None and self._device.type != "cpu":  # a device that has failed raises at every question
             self._losses = [one for one in self._losses if one[1].device.type == "cpu"]
             if self._parts is not None:
-                self._parts.timer.drop_pending()
+                self._parts.drop_pending()
         self._take(tally)
         self._write()
 
@@ -190,7 +188,6 @@ class FitRecord:
 
     def _some(self) -> Steps:
         parts_ms, looked_at = ({}, 0) if self._parts is None else self._parts.taken()
-        parts_ms = _with_communication(self._trainer, parts_ms)
         captured, compiling = graphs_captured(), compiling_ms()
         some = Steps(
             first=self._written + 1,
@@ -230,15 +227,6 @@ class FitRecord:
 
     def _say(self, line: str) -> None:
         say(self._trainer, line)
-
-
-def _with_communication(trainer: Trainer, parts_ms: dict[str, float]) -> dict[str, float]:
-    """Tells apart what of a backward pass was nothing but communication, where DDP says so."""
-    wrapped = trainer.strategy.model
-    if not isinstance(wrapped, DistributedDataParallel) or BACKWARD not in parts_ms:
-        return parts_ms
-    exposed = parts_ms[BACKWARD] * exposed_communication(wrapped)
-    return {**parts_ms, BACKWARD: parts_ms[BACKWARD] - exposed, COMMUNICATION: exposed}
 
 
 def record_folder(trainer: Trainer) -> Path | None:

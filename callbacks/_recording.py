@@ -14,16 +14,19 @@ import torch
 from lightning.pytorch import Trainer
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_accel.callbacks._parts_patch import PartsPatch
+from lightning_accel.callbacks._parts_patch import PARTS, PartsPatch
 from lightning_accel.callbacks._ranges import ModuleRanges, Ranges, techniques_by_site, with_techniques
 from lightning_accel.callbacks._saying import report_of
+from lightning_accel.callbacks._tracks import add_tracks
 from lightning_accel.core import torch_private
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.profilers import closing_ranges, giving_way
-from lightning_accel.evidence.parts import DATA
+from lightning_accel.core.trial import one_line
+from lightning_accel.evidence.parts import COMMUNICATION, DATA, LOGGING
 from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.resilience.atomic_checkpoint import commit, discard
 
+_PHASES = {DATA, *PARTS.values(), COMMUNICATION, LOGGING}
 _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 
 
@@ -39,12 +42,14 @@ class Recording:
 
     Attributes:
         steps: The numbers of those that were recorded as a whole.
+        without_tracks: Why what was written has no tracks for steps, phases and techniques; empty: it has.
     """
 
     def __init__(
         self, trainer: Trainer, first: int, why: str, give_way: Callable[[], Any], lose: Callable[[], Any]
     ) -> None:
         self.steps: list[int] = []
+        self.without_tracks = ""
         self._first, self._why, self._rank = first, why, trainer.global_rank
         self._report = report_of(trainer)
         device = trainer.strategy.root_device
@@ -112,11 +117,18 @@ class Recording:
             OSError: It cannot be written.
         """
         name = f"{stamp}-step{self._first}-rank{self._rank}"
-        written = [_written(folder / f"trace-{name}.json.gz", lambda to: self._profile.export_chrome_trace(str(to)))]
+        written = [_written(folder / f"trace-{name}.json.gz", self._export)]
         if self._memory is not None:
             memory = pickle.dumps(self._memory)
             written.append(_written(folder / f"memory-{name}.pickle", lambda to: to.write_bytes(memory)))
         return written
+
+    def _export(self, path: Path) -> None:
+        self._profile.export_chrome_trace(str(path))
+        try:
+            add_tracks(path, _PHASES, self._acting)
+        except ValueError as error:  # torch has written no JSON, which viewers read all the same, or do not
+            self.without_tracks = one_line(error)
 
     @contextmanager
     def _memory_history(self) -> Iterator[None]:

@@ -20,10 +20,11 @@ class TraceCallback(Callback):
     https://ui.perfetto.dev and in chrome://tracing; without a logger that has a folder it lies in
     ``<default_root_dir>/accel/``. Beside torch's own operations, and kernels where there is a GPU, it has named ranges
     for each step, its parts (``waiting for data``, ``transfer and preprocessing``, ``forward``, ``backward``,
-    ``optimizer``), and every module that holds others or has weights, by its name in the model and with the techniques
-    of AccelPlugin that act there: ``encoder.layers.0 [gradient_checkpointing]``. Lightning calls forward and backward
-    from within the optimizer's step, where it is shown. AccelPlugin's report is in the metadata, under
-    ``lightning_accel``.
+    ``optimizer``, ``logging``, with several ranks ``communication``), and every module that holds others or has
+    weights, by its name in the model and with the techniques of AccelPlugin that act there:
+    ``encoder.layers.0 [gradient_checkpointing]``. Lightning calls forward and backward from within the optimizer's
+    step, where it is shown. Steps, parts and each technique are also tracks of a process of their own, above the
+    threads. AccelPlugin's report is in the metadata, under ``lightning_accel``.
 
     On a CUDA device there is also ``memory-….pickle``, what torch's allocator did in these steps, for
     https://pytorch.org/memory_viz, and the ranges are NVTX ranges, too, all within one named ``lightning-accel trace``:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_accel.core.clocks import StepClock
 
@@ -22,18 +22,20 @@ class PartTimer:
 
     Attributes:
         ms: Part → milliseconds in all steps that were read.
+        abreast_ms: Of these, what lay between two marks the first of which the device had come to before the host came
+            to the second: in all else the device was behind, and did not wait for the host. On a CPU it is all.
+        steps_with: Part → in how many of the steps it was.
         steps: How many these are.
         is_on: Whether a step is being timed.
     """
 
     def __init__(self, clock: StepClock, rest: str) -> None:
-        self.ms: defaultdict[str, float] = defaultdict(float)
-        self.steps = 0
+        self.clear()
         self.is_on = False
         self._clock, self._rest = clock, rest
         self._stack: list[str] = []
-        self._switches: list[tuple[str, Any]] = []  # the part that begins, and when
-        self._pending: deque[list[tuple[str, Any]]] = deque()  # of steps that are over
+        self._switches: list[_Switch] = []
+        self._pending: deque[list[_Switch]] = deque()  # of steps that are over
 
     @property
     def part(self) -> str:
@@ -44,24 +46,25 @@ class PartTimer:
         """Begins a step, with the rest."""
         self.is_on = True
         self._stack = [self._rest]
-        self._switches = [(self._rest, self._clock.mark())]
+        self._switches = []
+        self._switch(self._rest)
 
     def enter(self, part: str) -> None:
         """Begins a part; without effect where no step is timed."""
         if self._stack:
             self._stack.append(part)
-            self._switches.append((part, self._clock.mark()))
+            self._switch(part)
 
     def leave(self) -> None:
         """Ends the part that was entered last."""
         if len(self._stack) > 1:
             self._stack.pop()
-            self._switches.append((self._stack[-1], self._clock.mark()))
+            self._switch(self._stack[-1])
 
     def end(self) -> None:
         """Ends the step."""
         if self._stack:
-            self._switches.append(("", self._clock.mark()))
+            self._switch("")
             self._pending.append(self._switches)
             self.drop()
 
@@ -77,8 +80,29 @@ class PartTimer:
 
     def read(self) -> None:
         """Adds up the steps that the device has passed; it is not waited for."""
-        while self._pending and self._clock.has_passed(self._pending[0][-1][1]):
+        while self._pending and self._clock.has_passed(self._pending[0][-1].mark):
             switches = self._pending.popleft()
-            for (part, began), (_, ended) in itertools.pairwise(switches):
-                self.ms[part] += self._clock.ms_between(began, ended)
+            for began, ended in itertools.pairwise(switches):
+                took_ms = self._clock.ms_between(began.mark, ended.mark)
+                self.ms[began.part] += took_ms
+                self.abreast_ms[began.part] += took_ms if ended.is_abreast else 0.0
+            for part in {switch.part for switch in switches}:
+                self.steps_with[part] += 1
             self.steps += 1
+
+    def clear(self) -> None:
+        """Begins to count anew."""
+        self.ms: defaultdict[str, float] = defaultdict(float)
+        self.abreast_ms: defaultdict[str, float] = defaultdict(float)
+        self.steps_with: defaultdict[str, int] = defaultdict(int)
+        self.steps = 0
+
+    def _switch(self, part: str) -> None:
+        is_abreast = bool(self._switches) and self._clock.has_passed(self._switches[-1].mark)
+        self._switches.append(_Switch(part, self._clock.mark(), is_abreast))
+
+
+class _Switch(NamedTuple):
+    part: str  # that begins
+    mark: Any
+    is_abreast: bool  # whether the device had come to the mark before this one when the host came to this one

@@ -440,6 +440,16 @@ def test_pytree_numbers_nested_loaders_as_lightning_does() -> None:
     assert parts == {"b": [(0, 1), (1, [2])], "a": (2, 3)}
 
 
+def test_a_device_is_held_for_half_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the name no step is held back, and a GPU's idle time is in the other parts of its steps."""
+    cycles: list[int] = []
+    assert callable(torch.cuda._sleep)
+    monkeypatch.setattr(torch.cuda, "_sleep", cycles.append)
+    torch_private.hold_device(1.5)
+    torch_private.hold_device(60_000)
+    assert cycles == [3_000_000, 1_000_000_000]
+
+
 # -- profilers -------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from torch import Tensor
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks._parts_patch import PARTS
+from lightning_accel.evidence.page import page_of
 from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION, DATA, LOGGING, REST
 from lightning_accel.evidence.reading import read_record
 from lightning_accel.evidence.record import Record
+from lightning_accel.evidence.render import to_markdown
 from support.measured_runs import Model, Vectors, fit, loader
 from support.scripts import SUPPORT, run_script
+from support.traced_runs import names, read
 
 STEPS = 50  # three of which are looked at
 SLEEP_S = 0.02
@@ -180,8 +184,46 @@ def test_the_strategy_is_left_as_it_was(tmp_path: Path) -> None:
     assert not PARTS.keys() & vars(strategies[0]).keys()
 
 
-def test_what_ranks_wait_for_each_other_is_communication(tmp_path: Path) -> None:
-    run_script(SUPPORT / "callbacks" / "two_recorded_ranks.py", tmp_path)
-    found = read_record(tmp_path).parts_ms()
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two_ranks")
+    run_script(SUPPORT / "callbacks" / "two_recorded_ranks.py", folder)
+    return folder
+
+
+def test_what_ranks_of_ddp_wait_for_each_other_is_communication(two_ranks: Path) -> None:
+    found = read_record(two_ranks / "ddp").parts_ms()
     assert found[COMMUNICATION] > 0.5 * (found[BACKWARD] + found[COMMUNICATION])
     assert found[COMMUNICATION] > 5
+
+
+def test_what_ranks_of_fsdp_wait_for_each_other_is_communication(two_ranks: Path) -> None:
+    """The first rank asks for the weights that the second, which sleeps before its step, is to send."""
+    found = read_record(two_ranks / "fsdp").parts_ms()
+    assert max(found, key=lambda name: found[name]) == COMMUNICATION
+    assert found[COMMUNICATION] > 5
+
+
+def test_a_trace_of_fsdp_names_its_communication(two_ranks: Path) -> None:
+    (trace,) = two_ranks.rglob("trace-*-rank0.json.gz")
+    inside = {"forward", "backward"}
+    assert {COMMUNICATION, *inside} <= set(names(read(trace)))
+
+
+def test_the_page_names_the_rank_that_holds_up_the_others(two_ranks: Path) -> None:
+    page = page_of(read_record(two_ranks / "ddp"))
+    (epoch,) = page.epochs
+    assert epoch["stragglers_latest_rank"] == 1
+    heads, _, (row, *_) = table_of(to_markdown(page), "latest at backward")
+    assert row[heads.index("latest at backward")] == "1"
+
+
+def table_of(text: str, head: str) -> tuple[list[str], list[str], list[list[str]]]:
+    """The first table of a page in Markdown with such a head: its heads, the line below them, and its rows."""
+    lines = text.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("|") and head in line)
+    heads, rule, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in itertools.takewhile(lambda line: line.startswith("|"), lines[begin:])
+    )
+    return heads, rule, rows

@@ -1,4 +1,4 @@
-"""Two ranks that train under DDP, the second of which comes late to every step.
+"""Two ranks that train under DDP and under FSDP, the second of which comes late to every step.
 
 Run by a test in a process of its own: python two_recorded_ranks.py FOLDER
 """
@@ -13,10 +13,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import torch
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_accel import AccelPlugin
+from lightning_accel.callbacks import TraceCallback
+from lightning_accel.strategies import AccelFSDPStrategy
 from support.measured_runs import Model, fit, loader
 from support.strategies.forks import in_ranks
+
+WAIT = vars(torch.distributed.Work)["wait"]
 
 
 def late(module: Model, batch_idx: int) -> Any:
@@ -25,7 +31,12 @@ def late(module: Model, batch_idx: int) -> Any:
 
 
 def main(folder: Path, rank: int) -> None:
-    fit(Model(late), loader(120), logger=CSVLogger(folder), strategy="ddp", devices=2)
+    fit(Model(late), loader(120), logger=CSVLogger(folder / "ddp"), strategy="ddp", devices=2)
+    traces, sharded = TraceCallback(steps=[6]), AccelFSDPStrategy(blocks=["layer"])
+    logger, callbacks = CSVLogger(folder / "fsdp"), [traces]
+    plugins = [AccelPlugin(precision="32-true", tune="off")]
+    fit(Model(late), loader(80), logger=logger, strategy=sharded, devices=2, callbacks=callbacks, plugins=plugins)
+    assert vars(torch.distributed.Work)["wait"] is WAIT, "the edit was left behind"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,103 @@
+"""The edit by which those who ask are told when this rank waits for others."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+from typing_extensions import override
+
+from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
+from lightning_accel.core.torch_private import is_in_backward
+from lightning_accel.evidence.parts import COMMUNICATION
+
+_RETURNS_WORK = re.compile(r"-> .*\bWork\b")  # a collective call, by the signature in its docstring
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def enter(self, part: str) -> None:
+        """A part begins."""
+
+    def leave(self) -> None:
+        """The one that began last ends."""
+
+
+class CollectivesPatch(Patch):
+    """Tells of collective calls of ``torch.distributed``, FSDP's among them, and of CUDA streams that wait for one.
+
+    What the functions of ``torch.distributed`` call is edited, and not these, which compiled code looks at. The calls
+    of a backward pass are told of, too, on whichever thread of autograd. FSDP on a GPU calls ahead, on streams of its
+    own: there a call takes no time, and what does is that the training's stream waits for it. What
+    DistributedDataParallel does in C++, and functional collectives, as sharded tensors call them, go by unseen, and so
+    do process groups that are written in Python.
+
+    Args:
+        listeners: Who is told; may change while the edit is there.
+    """
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        super().__init__("torch.distributed", "told of communication")
+        self._listeners, self._patches = listeners, PatchSet()
+        self._thread = 0
+
+    @override
+    def _apply(self) -> None:
+        self._thread = threading.get_ident()
+        self._patches = PatchSet()
+        if not distributed.is_available() or type(distributed.group.WORLD) is not distributed.ProcessGroup:
+            return
+        self._add(distributed.Work, "wait")
+        for name, method in vars(distributed.ProcessGroup).items():
+            if callable(method) and _RETURNS_WORK.search(method.__doc__ or ""):
+                self._add(distributed.ProcessGroup, name)
+        self._add(torch.cuda.Stream, "wait_event", _is_asked_by_torch_distributed)
+        self._patches.apply()
+
+    def _add(self, kind: Any, name: str, is_communication: Callable[[], bool] = lambda: True) -> None:
+        told = self._telling(getattr(kind, name), is_communication)
+        self._patches.add(AttributePatch(f"{kind.__name__}.{name}", "told of", kind, name, told))
+
+    @override
+    def _undo(self) -> None:
+        self._patches.undo()
+
+    def _telling(self, original: Callable[..., Any], is_communication: Callable[[], bool]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_of_training = threading.get_ident() == self._thread or is_in_backward()
+            if not is_of_training or not is_communication() or _is_capturing():
+                return original(*args, **kwargs)
+            told = tuple(self._listeners)
+            for listener in told:
+                listener.enter(COMMUNICATION)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                for listener in reversed(told):
+                    listener.leave()
+
+        return call
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being made, in which no time passes, and which a mark of ours would spoil."""
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def _is_asked_by_torch_distributed() -> bool:
+    """Whether it is what calls us, or what calls ``torch.cuda.Stream.wait_stream``, which calls us."""
+    caller = sys._getframe(2)
+    callers = (caller, caller.f_back)  # none above a hook on a thread of autograd
+    return any(one is not None and _is_of_torch_distributed(one.f_globals.get("__name__")) for one in callers)
+
+
+def _is_of_torch_distributed(module: Any) -> bool:
+    return isinstance(module, str) and module.startswith("torch.distributed.")

@@ -96,6 +96,10 @@ class Steps:
         compiling_ms: What it took for that.
         loading_cpu_ms: Processor time of the training's own thread while it waited for data, in the sum of steps that
             were looked at: what loading without workers takes.
+        samples_ms: What of waiting for data it took to load samples, one by one, before a loader without workers made
+            a batch of them; in the same sum. 0: not known.
+        capturing: In how many of the steps that were timed torch.compile has captured a graph.
+        capturing_ms: What these took together, all of them.
     """
 
     first: int
@@ -111,6 +115,9 @@ class Steps:
     captured: int = 0
     compiling_ms: float = 0.0
     loading_cpu_ms: float = 0.0
+    samples_ms: float = 0.0
+    capturing: int = 0
+    capturing_ms: float = 0.0
 
     def pieces(self) -> Iterator[tuple[int, int, float]]:
         """Of each piece: the number of its first step, about; how many it has; their mean milliseconds."""

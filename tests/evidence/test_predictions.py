@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_accel.evidence.anatomy import LOGITS, LayoutCopy, MemoryPeak
+from lightning_accel.evidence.anatomy import BATCH, LOGITS, LayoutCopy, MemoryPeak
 from lightning_accel.evidence.diagnosis import diagnose
 from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, REST
 from support.made_up_records import PEAKS, PIECES, STEPS, anatomy, found, names, record
@@ -43,7 +43,18 @@ def test_logging_at_lightnings_own_pace_is_none() -> None:
     assert names(record({FORWARD: 60.0, LOGGING: 40.0})) == set()
 
 
-def test_without_recompiling_the_time_that_it_took_goes() -> None:
+def test_without_recompiling_all_steps_take_what_those_take_that_capture_nothing() -> None:
+    """What is lost is more than the compiler's own account says."""
+    step_ms, plain = 100.0, 24
+    capturing_ms = step_ms * STEPS - 40.0 * plain
+    run = record(
+        {FORWARD: step_ms}, captured=168, capturing=STEPS - plain, capturing_ms=capturing_ms, compiling_ms=2000.0
+    )
+    lost = (capturing_ms - 40.0 * (STEPS - plain)) * 167 / 168  # the first one is needed
+    assert found(run, "recompiling").speedup == pytest.approx(step_ms * STEPS / (step_ms * STEPS - lost))
+
+
+def test_where_every_step_captures_a_graph_the_compilers_time_goes() -> None:
     run = record({FORWARD: 100.0}, captured=100, compiling_ms=0.5 * 100.0 * STEPS)
     assert found(run, "recompiling").speedup == pytest.approx(1 / (1 - 0.5 * 99 / 100))  # the first one is needed
 
@@ -75,6 +86,24 @@ def test_in_a_larger_batch_only_the_work_grows() -> None:
     assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.1))  # 1 ms at a quarter of the peak
 
 
+@pytest.mark.parametrize(("loader_ms", "grows_ms"), [(3.0, 1.0), (0.5, 0.5)])
+def test_in_a_larger_batch_samples_take_longer_to_load_and_the_loader_around_them_does_not(
+    loader_ms: float, grows_ms: float
+) -> None:
+    memory = MemoryPeak(peak_bytes=1000, parts={BATCH: 0}, modules={})
+    run = record(
+        {DATA: loader_ms, FORWARD: 10.0 - loader_ms},
+        samples_ms=1.0,
+        anatomy=anatomy(memory=memory, modules=[], work_ms=0.0),
+    )
+    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * grows_ms / 10))
+
+
+def test_a_loader_that_does_not_tell_of_samples_is_taken_to_grow_as_a_whole() -> None:
+    run = record({DATA: 3.0, FORWARD: 7.0}, anatomy=anatomy(modules=[], work_ms=0.0))
+    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.3))
+
+
 def test_slow_logging_makes_no_batch_tiny() -> None:
     run = record({FORWARD: 10.0, LOGGING: 90.0}, anatomy=anatomy(work_ms=9.0), log_every_n_steps=1)
     assert "tiny batches" not in names(run)
@@ -97,6 +126,12 @@ def test_a_leak_fills_what_there_is() -> None:
     one = found(record(held_mib=held, device_bytes=2 * 2**30), "leak")
     assert one.freed_bytes == pytest.approx(2 * STEPS * 2**20)
     assert one.says == "memory grows by 2 MiB a step; 2,048.0 MiB are full after 348 more"
+
+
+def test_what_fills_gaps_first_makes_a_run_no_larger_than_it_has_grown() -> None:
+    held = [1000.0] * 6 + [1000.0 + 32.0 * place for place in range(12)]
+    freed_mib = found(record(held_mib=held), "leak").freed_bytes / 2**20
+    assert freed_mib == pytest.approx(32 * 11 * 18 / 17)
 
 
 @pytest.mark.parametrize(

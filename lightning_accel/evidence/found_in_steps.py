@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.evidence import parts
-from lightning_accel.evidence.anatomy import BATCH, OPTIMIZER, Anatomy, LayoutCopy
+from lightning_accel.evidence.anatomy import BATCH, Anatomy, LayoutCopy
 from lightning_accel.evidence.finding import WORTH, Finding, Seen
 from lightning_accel.evidence.peaks import Peaks
 
 _LARGE_BATCH = 8  # times the batch
-_SHORT_MS = 0.03  # an operation that is over before it is about more than having it
 _OF_PEAKS = 0.25  # what operations reach at least where they have much to do
 _TIMES_MOVED = 4  # bytes of a batch: read and written where it is made, and again on their way to the device
-_BYTES_OF_WEIGHTS = 12  # of a parameter: read forward and backward, and its gradient written, whatever the batch
 _BYTES_CAST = 12  # of a parameter: it and its gradient are read and written, as float32 and as bfloat16
 
 
@@ -50,7 +48,7 @@ def tiny_batches(seen: Seen) -> Iterator[Finding]:
     anatomy = seen.record.anatomy
     if anatomy is None or not seen.typical_ms:
         return
-    grows_ms = _work_ms(anatomy, seen.record.header.parameters or 0, seen.peaks) + _feeding_ms(seen, anatomy)
+    grows_ms = _work_ms(anatomy, seen.peaks) + _feeding_ms(seen, anatomy)
     # One step's operations are set beside a typical step: in the mean there are the machine's pauses, too.
     # Loggers that are slow are a finding of their own.
     share = min(1.0, grows_ms / (seen.typical_ms * max(WORTH, 1 - seen.share(parts.LOGGING))))
@@ -86,17 +84,19 @@ def _feeding_ms(seen: Seen, anatomy: Anatomy) -> float:
     return grows_ms * seen.typical_ms / seen.step_ms
 
 
-def _work_ms(anatomy: Anatomy, parameters: int, peaks: Peaks | None) -> float:
+def _work_ms(anatomy: Anatomy, peaks: Peaks | None) -> float:
     """What grows with the batch: what operations take beyond the least of them.
 
-    Of short ones, which differ in what it takes to have them, no more than they have to compute and to move.
+    Those that could do what they have to in less than it costs to have one differ in that cost, and in nothing else.
     """
-    if peaks is None or anatomy.operations_ms > _SHORT_MS * anatomy.operations:
+    if peaks is None or not anatomy.alike:
         return anatomy.work_ms
-    modules = [one for one in anatomy.modules if one.module != OPTIMIZER]
-    moved = max(0, sum(one.moved_bytes for one in modules) - _BYTES_OF_WEIGHTS * parameters)
-    to_do_ms = 1e3 * (sum(one.flops for one in modules) / peaks.float32_flops + moved / peaks.bytes_per_sec)
-    return min(anatomy.work_ms, to_do_ms / _OF_PEAKS)
+    work_ms = 0.0
+    for some in anatomy.alike:
+        to_do_ms = 1e3 * (some.flops / peaks.float32_flops + some.moved_bytes / peaks.bytes_per_sec) / _OF_PEAKS
+        beyond_ms = max(0.0, some.ms - some.count * anatomy.least_ms)
+        work_ms += min(beyond_ms, to_do_ms) if to_do_ms < some.count * anatomy.least_ms else beyond_ms
+    return work_ms
 
 
 def layouts(seen: Seen) -> Iterator[Finding]:

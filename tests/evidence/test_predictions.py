@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_accel.evidence.anatomy import BATCH, LOGITS, LayoutCopy, MemoryPeak
+from lightning_accel.evidence.anatomy import BATCH, LOGITS, LayoutCopy, MemoryPeak, OperationsAlike
 from lightning_accel.evidence.diagnosis import diagnose
 from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, REST
 from support.made_up_records import PEAKS, PIECES, STEPS, anatomy, found, names, record
@@ -80,10 +80,17 @@ def test_a_step_that_was_taken_apart_in_a_busy_moment_tells_its_shares_all_the_s
     assert "take 40% of a step" in found(run, "precision").says
 
 
-def test_in_a_larger_batch_only_the_work_grows() -> None:
-    cost = replace(anatomy().modules[0], flops=0, moved_bytes=25 * 10**5 + 12 * 1000)  # of 1000 weights
-    run = record({FORWARD: 10.0}, anatomy=anatomy(modules=[cost], work_ms=5.0, operations=10_000))
-    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.1))  # 1 ms at a quarter of the peak
+def test_in_a_larger_batch_operations_that_have_much_to_do_take_longer() -> None:
+    large = OperationsAlike(count=10, ms=1.1, flops=10**8)
+    run = record({FORWARD: 10.0}, anatomy=anatomy(alike=[large], least_ms=0.01))
+    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.1))  # 1 ms beyond having them
+
+
+def test_operations_that_have_next_to_nothing_to_do_take_as_long_in_a_larger_batch() -> None:
+    """However long some of them take: that is a busy machine, or what it costs to have them."""
+    small = OperationsAlike(count=100, ms=9.0, moved_bytes=10**6)  # 0.1 ms at the peak, a quarter of which is reached
+    run = record({FORWARD: 10.0}, anatomy=anatomy(alike=[small], least_ms=0.01))
+    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.04))
 
 
 @pytest.mark.parametrize(("loader_ms", "grows_ms"), [(3.0, 1.0), (0.5, 0.5)])

@@ -89,12 +89,14 @@ class OperationsAlike:
         count: How many they are.
         ms: What they took.
         flops: Theirs.
+        low_precision_flops: Of ``flops``, those on 16-bit or smaller numbers.
         moved_bytes: What they read and wrote of tensors that grow with the batch, where they are no products.
     """
 
     count: int = 0
     ms: float = 0.0
     flops: int = 0
+    low_precision_flops: int = 0
     moved_bytes: int = 0
 
 

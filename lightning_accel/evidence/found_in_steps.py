@@ -12,7 +12,8 @@ from lightning_accel.evidence.finding import WORTH, Finding, Seen
 from lightning_accel.evidence.peaks import Peaks
 
 _LARGE_BATCH = 8  # times the batch
-_OF_PEAKS = 0.25  # what operations reach at least where they have much to do
+_MOST_TO_HAVE_MS = 0.5  # what it costs to have an operation: a few hundredths for most of them
+_OF_PEAKS = 0.5  # what operations reach where they have much to do
 _TIMES_MOVED = 4  # bytes of a batch: read and written where it is made, and again on their way to the device
 _BYTES_CAST = 12  # of a parameter: it and its gradient are read and written, as float32 and as bfloat16
 
@@ -85,17 +86,19 @@ def _feeding_ms(seen: Seen, anatomy: Anatomy) -> float:
 
 
 def _work_ms(anatomy: Anatomy, peaks: Peaks | None) -> float:
-    """What grows with the batch: what operations take beyond the least of them.
+    """What grows with the batch: what operations take beyond having them.
 
-    Those that could do what they have to in less than it costs to have one differ in that cost, and in nothing else.
+    That costs more for a convolution than for an addition, and more of all on a busy machine, but never very much. Of
+    short operations grows what they have to do, by what the machine can.
     """
     if peaks is None or not anatomy.alike:
         return anatomy.work_ms
     work_ms = 0.0
     for some in anatomy.alike:
-        to_do_ms = 1e3 * (some.flops / peaks.float32_flops + some.moved_bytes / peaks.bytes_per_sec) / _OF_PEAKS
-        beyond_ms = max(0.0, some.ms - some.count * anatomy.least_ms)
-        work_ms += min(beyond_ms, to_do_ms) if to_do_ms < some.count * anatomy.least_ms else beyond_ms
+        float32_s = (some.flops - some.low_precision_flops) / peaks.float32_flops
+        other_s = some.low_precision_flops / peaks.bfloat16_flops + some.moved_bytes / peaks.bytes_per_sec
+        grows_ms = max(1e3 * (float32_s + other_s) / _OF_PEAKS, some.ms - some.count * _MOST_TO_HAVE_MS)
+        work_ms += min(grows_ms, max(0.0, some.ms - some.count * anatomy.least_ms))
     return work_ms
 
 

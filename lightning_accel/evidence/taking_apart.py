@@ -192,7 +192,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
             cost, is_low = self._last
             if flops:
                 self._products.append(len(self._spans) - 1)
-                self._to_do.counted(flops)
+                self._to_do.counted(flops, is_low_precision=is_low)
             cost.flops += flops
             cost.low_precision_flops += flops if is_low else 0
 

@@ -1,4 +1,7 @@
-"""Eight small trainings with a fault each, and the same with the fault mended; for :mod:`diagnosis`."""
+"""Eight small trainings with a fault each, and the same with the fault mended; for :mod:`diagnosis`.
+
+Apart from its fault each computes as fast as it can: else float32, where it is slower, would be a fault of all of them.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +157,8 @@ class Packed(Dataset[tuple[Tensor, int]]):
 
 def slow_loader(steps: int, mended: bool) -> Training:
     workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True} if mended else {}
-    return Training(module=Classifies(cnn()), data=DataLoader(Packed(steps * 32), batch_size=32, **workers))
+    data = DataLoader(Packed(steps * 32), batch_size=32, **workers)
+    return Training(module=Classifies(cnn()), data=data, options=fast())
 
 
 def asks_for_numbers(steps: int, mended: bool) -> Training:
@@ -164,12 +168,14 @@ def asks_for_numbers(steps: int, mended: bool) -> Training:
     return Training(
         module=Classifies(cnn(), None if mended else asks),
         data=DataLoader(random_pairs(steps, 32, 3, 32, 32), batch_size=32),
+        options=fast(),
     )
 
 
 def tiny_batches(steps: int, mended: bool) -> Training:
     size = 16 if mended else 2
-    return Training(module=Classifies(mlp(128)), data=DataLoader(random_pairs(steps, size, 64), batch_size=size))
+    data = DataLoader(random_pairs(steps, size, 64), batch_size=size)
+    return Training(module=Classifies(mlp(128)), data=data, options=fast())
 
 
 class Scales(nn.Module):
@@ -193,7 +199,8 @@ class Scales(nn.Module):
 
 def strided_input(steps: int, mended: bool) -> Training:
     module = Classifies(Scales(64, contiguous=mended))
-    return Training(module=module, data=DataLoader(random_pairs(steps, 32, 512, 64), batch_size=32))
+    data = DataLoader(random_pairs(steps, 32, 512, 64), batch_size=32)
+    return Training(module=module, data=data, options=fast())
 
 
 class Lengths(Dataset[tuple[Tensor, Tensor]]):
@@ -213,13 +220,14 @@ class Lengths(Dataset[tuple[Tensor, Tensor]]):
 
 def recompiles(steps: int, mended: bool) -> Training:
     """By what captures, and no compiler behind it: that would take many seconds for each."""
-    torch._dynamo.config.recompile_limit = 10_000  # as its warning says that one may
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(torch._dynamo.config, limit, 10_000)  # as its warnings say that one may; else it would give up midway
     net = torch.compile(mlp(256), backend="eager", dynamic=mended)
-    return Training(module=Classifies(net), data=DataLoader(Lengths(steps), batch_size=None))
+    return Training(module=Classifies(net), data=DataLoader(Lengths(steps), batch_size=None), options=fast())
 
 
 def float32(steps: int, mended: bool) -> Training:
-    options = {"precision": "bf16-mixed"} if mended else {}
+    options = fast() if mended else {}
     data = DataLoader(random_pairs(steps, 256, 64), batch_size=256)
     return Training(module=Classifies(mlp(1024)), data=data, options=options)
 
@@ -231,7 +239,7 @@ def leaks(steps: int, mended: bool) -> Training:
 
     module = Classifies(mlp(256), keeps)
     data = DataLoader(random_pairs(steps, 16, 256, 64, labels=(256,)), batch_size=16)
-    return Training(module=module, data=data)
+    return Training(module=module, data=data, options=fast())
 
 
 class Remote(CSVLogger):
@@ -247,7 +255,7 @@ def logs_each_step(steps: int, mended: bool) -> Training:
     return Training(
         module=Classifies(cnn()),
         data=DataLoader(random_pairs(steps, 32, 3, 32, 32), batch_size=32),
-        options={"log_every_n_steps": 50 if mended else 1},
+        options={**fast(), "log_every_n_steps": 50 if mended else 1},
         logger=Remote,
     )
 

@@ -139,7 +139,7 @@ class FitInstruments:
         if self._parts is not None:
             self._parts.step_ended()
         if self.record is not None:
-            self.record.step_ended(self.clock.timed, outputs)
+            self.record.step_ended(self.clock.timed, outputs, is_timed=not is_counted)
 
     def measure(self) -> EpochSpeed | None:
         """The epoch that has ended; None when there was no step. A collective call of ranks that end it together.

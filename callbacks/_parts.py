@@ -6,6 +6,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from lightning.pytorch import Trainer
@@ -15,7 +16,7 @@ from lightning_accel.callbacks._parts_patch import PartsPatch
 from lightning_accel.core.clocks import EventClock, StepClock
 from lightning_accel.core.idle import HeldTimer, idle_ms
 from lightning_accel.core.parts import PartTimer
-from lightning_accel.core.torch_private import exposed_communication, hold_device
+from lightning_accel.core.torch_private import exposed_communication, hold_device, told_of_loading
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION, COMPUTE, DATA, IDLE, OPTIMIZER, ORDER, REST
 
@@ -57,6 +58,9 @@ class StepParts:
         self._fetch_began_ns = 0
         self._fetched_ns = 0  # in the step under way, of this thread's processor time
         self._loading_cpu_ms = 0.0
+        self._loaded_ns = 0  # in the step under way, samples
+        self._samples_ms = 0.0
+        self._is_told = ExitStack()  # of samples, within a fetch
         self._taken_ms: defaultdict[str, float] = defaultdict(float)
         self._taken_steps = 0
         self.failure = ""
@@ -74,12 +78,14 @@ class StepParts:
             self._begin()
         self.timer.enter(DATA)
         if self.timer.is_on:
+            self._is_told.enter_context(told_of_loading(self._loaded))
             self._fetch_began_ns = time.thread_time_ns()
 
     def fetch_ended(self) -> None:
         """The same of its end."""
         if self.timer.is_on:
             self._fetched_ns += time.thread_time_ns() - self._fetch_began_ns
+        self._is_told.close()
         self.timer.leave()
         self._clock.fetch_ended()
 
@@ -97,6 +103,7 @@ class StepParts:
                 self.timer = self._seen
             else:
                 self._loading_cpu_ms += self._fetched_ns / 1e6
+                self._samples_ms += self._loaded_ns / 1e6
                 if self._held is not None:
                     self._held.hold_ms = 1e3 * (time.perf_counter() - self._began)
         self._left -= 1
@@ -131,11 +138,16 @@ class StepParts:
 
     def _begin(self) -> None:
         if not self.failure:
-            self._fetched_ns, self._began = 0, time.perf_counter()
+            self._fetched_ns = self._loaded_ns = 0
+            self._began = time.perf_counter()
             self._told.tell(self.timer)
             self.timer.begin()
 
+    def _loaded(self, took_ns: int) -> None:
+        self._loaded_ns += took_ns
+
     def _drop(self) -> None:
+        self._is_told.close()
         self.timer.drop()
         self._told.forget(self.timer)
         self.timer = self._seen
@@ -176,6 +188,11 @@ class StepParts:
     def taken_loading_cpu_ms(self) -> float:
         """Processor time of this thread within fetches, in the steps looked at since this was last asked."""
         found, self._loading_cpu_ms = self._loading_cpu_ms, 0.0
+        return found
+
+    def taken_samples_ms(self) -> float:
+        """What it took to load samples, without making batches of them, in the same steps; without workers only."""
+        found, self._samples_ms = self._samples_ms, 0.0
         return found
 
     def close(self) -> None:

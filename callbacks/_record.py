@@ -76,6 +76,10 @@ class FitRecord:
         self._stride = 1
         self._held_mib: list[float] = []
         self._captured, self._compiling_ms = graphs_captured(), compiling_ms()
+        self._captured_before = self._captured  # the latest step
+        self._told = 0  # steps that are timed in the clock's tally, or will be when the device has passed them
+        self._capturing: list[int] = []  # the places of those among them that have captured a graph
+        self._capturing_ms: list[float] = []
         self._tally = Tally()  # the clock's latest
         self._taken = self._taken_samples = 0  # of it
         if parts is not None and parts.failure:
@@ -93,16 +97,22 @@ class FitRecord:
         """Where it is; None while there is nothing in it, and where it could not be written."""
         return None if self._writer is None else self._writer.path
 
-    def step_ended(self, tally: Tally, outputs: Any) -> None:
+    def step_ended(self, tally: Tally, outputs: Any, *, is_timed: bool = True) -> None:
         """Told after each step.
 
         Args:
             tally: The clock's, of this epoch.
             outputs: What Lightning says that ``training_step`` returned.
+            is_timed: Whether the step is among those of the tally, or comes there once the device has passed it.
         """
         self._steps += 1
         if self._has_failed:
             return
+        self._follow(tally)
+        if (captured := graphs_captured()) > self._captured_before:
+            self._captured_before = captured
+            self._capturing += [self._told] * is_timed
+        self._told += is_timed
         if self._steps % EVERY == 0:
             self._attempt(self._hold)
         if self._steps % self._stride == 0:
@@ -172,10 +182,18 @@ class FitRecord:
         held = torch.cuda.memory_allocated(self._device) if is_cuda else self._process.memory_info().rss
         self._held_mib.append(held / 2**20)
 
-    def _take(self, tally: Tally) -> None:
-        """Takes over from the clock what it has timed since it was last asked."""
+    def _follow(self, tally: Tally) -> None:
+        """Begins anew with a new tally."""
         if tally is not self._tally:
             self._tally, self._taken, self._taken_samples = tally, 0, 0
+            self._told, self._capturing = 0, []
+
+    def _take(self, tally: Tally) -> None:
+        """Takes over from the clock what it has timed since it was last asked."""
+        self._follow(tally)
+        passed = [place for place in self._capturing if place < len(tally.cycle_ms)]
+        self._capturing = self._capturing[len(passed) :]
+        self._capturing_ms += [tally.cycle_ms[place] for place in passed]
         self._cycle_ms += tally.cycle_ms[self._taken :]
         self._wait_ms += tally.each_wait_ms[self._taken :]
         self._samples += tally.samples - self._taken_samples
@@ -204,10 +222,13 @@ class FitRecord:
             compiling_ms=max(0.0, compiling - self._compiling_ms),
             loading_cpu_ms=0.0 if self._parts is None else self._parts.taken_loading_cpu_ms(),
             card={name: in_pieces(each, MOST_OF_CARD) for name, each in course_of_cards(self._trainer).items()},
+            samples_ms=0.0 if self._parts is None else self._parts.taken_samples_ms(),
+            capturing=len(self._capturing_ms),
+            capturing_ms=sum(self._capturing_ms),
         )
         self._written, self._samples = self._steps, 0
         self._captured, self._compiling_ms = captured, compiling
-        self._cycle_ms, self._wait_ms, self._losses, self._held_mib = [], [], [], []
+        self._cycle_ms, self._wait_ms, self._losses, self._held_mib, self._capturing_ms = [], [], [], [], []
         return some
 
     def _file(self) -> RecordWriter:

@@ -82,6 +82,25 @@ class LayoutCopy:
 
 
 @dataclass(kw_only=True)
+class OperationsAlike:
+    """Operations of a step that have about as much to do, by powers of two.
+
+    Attributes:
+        count: How many they are.
+        ms: What they took.
+        flops: Theirs.
+        low_precision_flops: Of ``flops``, those on 16-bit or smaller numbers.
+        moved_bytes: What they read and wrote of tensors that grow with the batch, where they are no products.
+    """
+
+    count: int = 0
+    ms: float = 0.0
+    flops: int = 0
+    low_precision_flops: int = 0
+    moved_bytes: int = 0
+
+
+@dataclass(kw_only=True)
 class Anatomy:
     """A step, taken apart.
 
@@ -95,6 +114,8 @@ class Anatomy:
         operations_ms: What they took, without what lies between them.
         work_ms: The same without what the least of them take, which is what it costs to have one at all, and without
             the optimizer's: what grows with the batch.
+        least_ms: What the least tenth of them took, each: what it costs to have one at all.
+        alike: All but the optimizer's, by what they have to do.
         product_ms: What those took that have FLOPs.
     """
 
@@ -106,6 +127,8 @@ class Anatomy:
     operations: int = 0
     operations_ms: float = 0.0
     work_ms: float = 0.0
+    least_ms: float = 0.0
+    alike: list[OperationsAlike] = field(default_factory=list)
     product_ms: float = 0.0
 
     @classmethod
@@ -120,6 +143,7 @@ class Anatomy:
             **{
                 **values,
                 "modules": [ModuleCost(**one) for one in values["modules"]],
+                "alike": [OperationsAlike(**one) for one in values.get("alike", [])],
                 "copies": [LayoutCopy(**one) for one in values["copies"]],
                 "memory": None if memory is None else MemoryPeak(**memory),
             }

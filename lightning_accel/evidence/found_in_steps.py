@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.evidence import parts
-from lightning_accel.evidence.anatomy import OPTIMIZER, Anatomy, LayoutCopy
+from lightning_accel.evidence.anatomy import BATCH, Anatomy, LayoutCopy
 from lightning_accel.evidence.finding import WORTH, Finding, Seen
 from lightning_accel.evidence.peaks import Peaks
 
 _LARGE_BATCH = 8  # times the batch
-_SHORT_MS = 0.03  # an operation that is over before it is about more than having it
-_OF_PEAKS = 0.25  # what operations reach at least where they have much to do
-_FEEDING_MS = 0.15  # DataLoader's and Lightning's own code for a batch, whatever is in it
-_BYTES_OF_WEIGHTS = 12  # of a parameter: read forward and backward, and its gradient written, whatever the batch
+_MOST_TO_HAVE_MS = 0.5  # what it costs to have an operation: a few hundredths for most of them
+_OF_PEAKS = 0.5  # what operations reach where they have much to do
+_TIMES_MOVED = 4  # bytes of a batch: read and written where it is made, and again on their way to the device
 _BYTES_CAST = 12  # of a parameter: it and its gradient are read and written, as float32 and as bfloat16
 
 
@@ -50,11 +49,10 @@ def tiny_batches(seen: Seen) -> Iterator[Finding]:
     anatomy = seen.record.anatomy
     if anatomy is None or not seen.typical_ms:
         return
-    feeding_ms = seen.parts_ms.get(parts.DATA, 0.0) + seen.parts_ms.get(parts.TRANSFER, 0.0) - _FEEDING_MS
-    grows = _work_ms(anatomy, seen.record.header.parameters or 0, seen.peaks) + max(0.0, feeding_ms)
+    grows_ms = _work_ms(anatomy, seen.peaks) + _feeding_ms(seen, anatomy)
     # One step's operations are set beside a typical step: in the mean there are the machine's pauses, too.
     # Loggers that are slow are a finding of their own.
-    share = min(1.0, grows / (seen.typical_ms * max(WORTH, 1 - seen.share(parts.LOGGING))))
+    share = min(1.0, grows_ms / (seen.typical_ms * max(WORTH, 1 - seen.share(parts.LOGGING))))
     size = next((one["batch_size"] for one in seen.record.header.loaders if "batch_size" in one), None)
     if share > 0.5 or size is None:
         return
@@ -65,21 +63,43 @@ def tiny_batches(seen: Seen) -> Iterator[Finding]:
         action=f"train on batches of {_LARGE_BATCH * size}; it changes the training, schedules with it",
         python=f"DataLoader(..., batch_size={_LARGE_BATCH * size})",
         speedup=_LARGE_BATCH / (1 + (_LARGE_BATCH - 1) * share),
-        basis="in samples a second: only the work of operations, loading and transfer grow with the batch",
+        basis="in samples a second: only the work of operations, samples' loading and their bytes grow with the batch",
     )
 
 
-def _work_ms(anatomy: Anatomy, parameters: int, peaks: Peaks | None) -> float:
-    """What grows with the batch: what operations take beyond the least of them.
+def _feeding_ms(seen: Seen, anatomy: Anatomy) -> float:
+    """What of waiting for data and of transfer grows with the batch, in a typical step.
 
-    Of short ones, which differ in what it takes to have them, no more than they have to compute and to move.
+    Loading samples does. What a loader and Lightning do around it does not, but for the bytes that they move.
     """
-    if peaks is None or anatomy.operations_ms > _SHORT_MS * anatomy.operations:
+    looked_at = sum(some.looked_at for some in seen.record.steps)
+    if not looked_at:
+        return 0.0
+    waited_ms, transfer_ms = seen.parts_ms.get(parts.DATA, 0.0), seen.parts_ms.get(parts.TRANSFER, 0.0)
+    samples_ms = min(waited_ms, sum(some.samples_ms for some in seen.record.steps) / looked_at)
+    grows_ms = waited_ms + transfer_ms
+    is_preprocessing = seen.share(parts.TRANSFER) > WORTH
+    if samples_ms and not is_preprocessing and seen.peaks is not None and anatomy.memory is not None:
+        moved = _TIMES_MOVED * anatomy.memory.parts.get(BATCH, 0)
+        grows_ms = min(grows_ms, samples_ms + 1e3 * moved / (_OF_PEAKS * seen.peaks.bytes_per_sec))
+    return grows_ms * seen.typical_ms / seen.step_ms
+
+
+def _work_ms(anatomy: Anatomy, peaks: Peaks | None) -> float:
+    """What grows with the batch: what operations take beyond having them.
+
+    That costs more for a convolution than for an addition, and more of all on a busy machine, but never very much. Of
+    short operations grows what they have to do, by what the machine can.
+    """
+    if peaks is None or not anatomy.alike:
         return anatomy.work_ms
-    modules = [one for one in anatomy.modules if one.module != OPTIMIZER]
-    moved = max(0, sum(one.moved_bytes for one in modules) - _BYTES_OF_WEIGHTS * parameters)
-    to_do_ms = 1e3 * (sum(one.flops for one in modules) / peaks.float32_flops + moved / peaks.bytes_per_sec)
-    return min(anatomy.work_ms, to_do_ms / _OF_PEAKS)
+    work_ms = 0.0
+    for some in anatomy.alike:
+        float32_s = (some.flops - some.low_precision_flops) / peaks.float32_flops
+        other_s = some.low_precision_flops / peaks.bfloat16_flops + some.moved_bytes / peaks.bytes_per_sec
+        grows_ms = max(1e3 * (float32_s + other_s) / _OF_PEAKS, some.ms - some.count * _MOST_TO_HAVE_MS)
+        work_ms += min(grows_ms, max(0.0, some.ms - some.count * anatomy.least_ms))
+    return work_ms
 
 
 def layouts(seen: Seen) -> Iterator[Finding]:

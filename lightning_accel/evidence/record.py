@@ -101,6 +101,10 @@ class Steps:
             were looked at: what loading without workers takes.
         card: What NVML said of the first rank's card, by the names of :class:`~lightning_accel.callbacks.GpuStats`, and
             ``throttled_frac``: means over consecutive pieces; empty without it.
+        samples_ms: What of waiting for data it took to load samples, one by one, before a loader without workers made
+            a batch of them; in the same sum. 0: not known.
+        capturing: In how many of the steps that were timed torch.compile has captured a graph.
+        capturing_ms: What these took together, all of them.
     """
 
     first: int
@@ -117,6 +121,9 @@ class Steps:
     compiling_ms: float = 0.0
     loading_cpu_ms: float = 0.0
     card: dict[str, list[float]] = field(default_factory=dict)
+    samples_ms: float = 0.0
+    capturing: int = 0
+    capturing_ms: float = 0.0
 
     def pieces(self) -> Iterator[tuple[int, int, float]]:
         """Of each piece: the number of its first step, about; how many it has; their mean milliseconds."""

@@ -30,10 +30,10 @@ from lightning_accel.evidence.anatomy import OPTIMIZER, Anatomy, LayoutCopy, Mod
 from lightning_accel.evidence.blocks import LiveBlocks
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.strides import odd_operand, strides_that_matter
+from lightning_accel.evidence.to_do import COPYING, ToDo
 from lightning_accel.memory.meter import MeterBusyError, meter_for
 
 # Operations, without the line that some names begin with.
-_COPYING = frozenset({"clone", "copy_", "to_copy"})
 _READS_CLASSES = frozenset({"log_softmax", "nll_loss_forward", "nll_loss2d_forward", "log_softmax_backward_data"})
 _MANY_CLASSES = 1024
 _LEAST_COPIED = 1 << 12  # elements: what is smaller costs nothing
@@ -68,6 +68,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         self._copies: dict[tuple[str, str, str], LayoutCopy] = {}
         self._waits: Counter[str] = Counter()
         self._spans: list[tuple[Any, Any, ModuleCost, bool, LayoutCopy | None]] = []
+        self._to_do = ToDo(model)
         self._hidden: list[tuple[tuple[Any, Any], tuple[Any, Any], LayoutCopy]] = []  # see _run_again
         self._stacks: defaultdict[int, list[str]] = defaultdict(list)  # of modules, thread by thread
         self._module_of: dict[int, str] = {}  # node → the module whose operation made it
@@ -155,6 +156,8 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         for ran, again, copy in self._hidden:
             copy.ms += max(0.0, self._clock.ms_between(*ran) - self._clock.ms_between(*again))
         gradients = _plain(p.grad for p in _plain(self._model.parameters()))
+        least_ms = statistics.quantiles(each_ms, n=10)[0] if len(each_ms) > 1 else 0.0
+        are_the_models = [cost.module != OPTIMIZER for _, _, cost, *_ in self._spans]
         memory = self._blocks.peak(gradients, _plain(_states(optimizers)), self._metered_bytes)
         costs = sorted(self._costs.values(), key=lambda one: one.forward_ms + one.backward_ms, reverse=True)[:MOST]
         return Anatomy(
@@ -164,9 +167,9 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
             memory=memory,
             operations=len(self._spans),
             operations_ms=sum(each_ms),
-            work_ms=_above_least(
-                each_ms, [ms for ms, span in zip(each_ms, self._spans, strict=True) if span[2].module != OPTIMIZER]
-            ),
+            work_ms=sum(max(0.0, ms - least_ms) for ms in itertools.compress(each_ms, are_the_models)),
+            least_ms=least_ms,
+            alike=self._to_do.alike(each_ms, are_the_models),
             product_ms=sum(each_ms[place] for place in self._products),
         )
 
@@ -189,6 +192,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
             cost, is_low = self._last
             if flops:
                 self._products.append(len(self._spans) - 1)
+                self._to_do.counted(flops, is_low_precision=is_low)
             cost.flops += flops
             cost.low_precision_flops += flops if is_low else 0
 
@@ -220,14 +224,15 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
                 if tensor.shape == read[0].shape:
                     self._blocks.are_logits(tensor)
         is_view = bool(written) and not any(is_new) and not name.endswith("_")
-        if not is_view:
-            cost.moved_bytes += sum(tensor.nbytes for tensor in (*read, *written) if not tensor.is_sparse)
+        moved_bytes = 0 if is_view else sum(tensor.nbytes for tensor in (*read, *written) if not tensor.is_sparse)
+        cost.moved_bytes += moved_bytes
         cost.operations += 1
         copy = self._layout_copy(name, module, read, written, is_view, is_backward)
         self._run_again(func, args, kwargs, (began, ended), module)
         if name in _WAITS and category == anatomy.ACTIVATIONS:
             self._waits[users_line()] += 1
         self._spans.append((began, ended, cost, is_backward, copy))
+        self._to_do.note(name, written, moved_bytes)
         is_low = bool(read) and read[0].is_floating_point() and read[0].element_size() <= 2
         self._last = cost, is_low
 
@@ -241,7 +246,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
             if not is_backward and source.is_contiguous() and not result.is_contiguous():
                 self._made_by[id(result.untyped_storage())] = f"{name} at {users_line()}"
             return None
-        is_copy = name in _COPYING and source.numel() >= _LEAST_COPIED and source.shape == result.shape
+        is_copy = name in COPYING and source.numel() >= _LEAST_COPIED and source.shape == result.shape
         if not is_copy or (source.dtype, source.device) != (result.dtype, result.device):
             return None
         if strides_that_matter(source) == strides_that_matter(result):
@@ -280,11 +285,6 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
 
 MOST = 1000
 """Modules, lines and copies that are kept: those with the most time."""
-
-
-def _above_least(each_ms: list[float], chosen: list[float]) -> float:
-    least = statistics.quantiles(each_ms, n=10)[0] if len(each_ms) > 1 else 0.0
-    return sum(max(0.0, ms - least) for ms in chosen)
 
 
 def _plain(tensors: Iterable[Tensor | None]) -> list[Tensor]:

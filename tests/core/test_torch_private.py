@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_accel.core import torch_private
 
@@ -448,6 +449,29 @@ def test_a_device_is_held_for_half_a_second_at_most(monkeypatch: pytest.MonkeyPa
     torch_private.hold_device(1.5)
     torch_private.hold_device(60_000)
     assert cycles == [3_000_000, 1_000_000_000]
+
+
+def test_loading_samples_is_told_apart_from_making_a_batch_of_them() -> None:
+    """Else all of loading is taken to grow with the batch, and larger batches are promised less than they bring."""
+    told: list[str] = []
+
+    class Told(Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            told.append("sample")
+            return index
+
+    def collate(samples: list[int]) -> list[int]:
+        told.append("collated")
+        return samples
+
+    batches = iter(DataLoader(Told(), batch_size=2, sampler=range(6), collate_fn=collate))
+    next(batches)
+    with torch_private.told_of_loading(lambda took_ns: told.append("loaded")):
+        assert next(batches) == [2, 3]
+    next(batches)
+    before, during, after = ["sample", "sample", "collated"], ["sample", "sample", "loaded", "collated"], told[7:]
+    assert told == [*before, *during, *after]
+    assert after == before
 
 
 # -- profilers -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_accel.evidence.anatomy import LOGITS, LayoutCopy, MemoryPeak
+from lightning_accel.evidence.anatomy import BATCH, LOGITS, LayoutCopy, MemoryPeak, OperationsAlike
 from lightning_accel.evidence.diagnosis import diagnose
 from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, REST
 from support.made_up_records import PEAKS, PIECES, STEPS, anatomy, found, names, record
@@ -43,7 +43,18 @@ def test_logging_at_lightnings_own_pace_is_none() -> None:
     assert names(record({FORWARD: 60.0, LOGGING: 40.0})) == set()
 
 
-def test_without_recompiling_the_time_that_it_took_goes() -> None:
+def test_without_recompiling_all_steps_take_what_those_take_that_capture_nothing() -> None:
+    """What is lost is more than the compiler's own account says."""
+    step_ms, plain = 100.0, 24
+    capturing_ms = step_ms * STEPS - 40.0 * plain
+    run = record(
+        {FORWARD: step_ms}, captured=168, capturing=STEPS - plain, capturing_ms=capturing_ms, compiling_ms=2000.0
+    )
+    lost = (capturing_ms - 40.0 * (STEPS - plain)) * 167 / 168  # the first one is needed
+    assert found(run, "recompiling").speedup == pytest.approx(step_ms * STEPS / (step_ms * STEPS - lost))
+
+
+def test_where_every_step_captures_a_graph_the_compilers_time_goes() -> None:
     run = record({FORWARD: 100.0}, captured=100, compiling_ms=0.5 * 100.0 * STEPS)
     assert found(run, "recompiling").speedup == pytest.approx(1 / (1 - 0.5 * 99 / 100))  # the first one is needed
 
@@ -69,10 +80,35 @@ def test_a_step_that_was_taken_apart_in_a_busy_moment_tells_its_shares_all_the_s
     assert "take 40% of a step" in found(run, "precision").says
 
 
-def test_in_a_larger_batch_only_the_work_grows() -> None:
-    cost = replace(anatomy().modules[0], flops=0, moved_bytes=25 * 10**5 + 12 * 1000)  # of 1000 weights
-    run = record({FORWARD: 10.0}, anatomy=anatomy(modules=[cost], work_ms=5.0, operations=10_000))
-    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.1))  # 1 ms at a quarter of the peak
+def test_in_a_larger_batch_operations_that_have_much_to_do_take_longer() -> None:
+    large = OperationsAlike(count=1, ms=1.5)  # of unknown kind: no operation takes half a millisecond to have
+    run = record({FORWARD: 10.0}, anatomy=anatomy(alike=[large], least_ms=0.01))
+    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.1))
+
+
+def test_operations_that_have_next_to_nothing_to_do_take_as_long_in_a_larger_batch() -> None:
+    """However long some of them take: that is a busy machine, or what it costs to have them."""
+    small = OperationsAlike(count=100, ms=9.0, moved_bytes=2 * 10**6)  # 0.2 ms at the peak, half of which is reached
+    run = record({FORWARD: 10.0}, anatomy=anatomy(alike=[small], least_ms=0.01))
+    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.04))
+
+
+@pytest.mark.parametrize(("loader_ms", "grows_ms"), [(3.0, 1.0), (0.5, 0.5)])
+def test_in_a_larger_batch_samples_take_longer_to_load_and_the_loader_around_them_does_not(
+    loader_ms: float, grows_ms: float
+) -> None:
+    memory = MemoryPeak(peak_bytes=1000, parts={BATCH: 0}, modules={})
+    run = record(
+        {DATA: loader_ms, FORWARD: 10.0 - loader_ms},
+        samples_ms=1.0,
+        anatomy=anatomy(memory=memory, modules=[], work_ms=0.0),
+    )
+    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * grows_ms / 10))
+
+
+def test_a_loader_that_does_not_tell_of_samples_is_taken_to_grow_as_a_whole() -> None:
+    run = record({DATA: 3.0, FORWARD: 7.0}, anatomy=anatomy(modules=[], work_ms=0.0))
+    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.3))
 
 
 def test_slow_logging_makes_no_batch_tiny() -> None:
@@ -97,6 +133,12 @@ def test_a_leak_fills_what_there_is() -> None:
     one = found(record(held_mib=held, device_bytes=2 * 2**30), "leak")
     assert one.freed_bytes == pytest.approx(2 * STEPS * 2**20)
     assert one.says == "memory grows by 2 MiB a step; 2,048.0 MiB are full after 348 more"
+
+
+def test_what_fills_gaps_first_makes_a_run_no_larger_than_it_has_grown() -> None:
+    held = [1000.0] * 6 + [1000.0 + 32.0 * place for place in range(12)]
+    freed_mib = found(record(held_mib=held), "leak").freed_bytes / 2**20
+    assert freed_mib == pytest.approx(32 * 11 * 18 / 17)
 
 
 @pytest.mark.parametrize(

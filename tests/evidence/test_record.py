@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_accel import AccelPlugin
+from lightning_accel.evidence.parts import DATA
 from lightning_accel.evidence.reading import RecordError, read_record
 from lightning_accel.evidence.record import Header, Record, RecordWriter, Steps, in_pieces
 from support.measured_runs import BATCH_SIZE, Model, fit, loader
@@ -386,3 +387,14 @@ def test_graphs_that_are_captured_are_counted(tmp_path: Path) -> None:
 
     (some,) = recorded(tmp_path, Compiles()).steps
     assert some.captured >= 2  # for the first number, and for any other
+    assert some.capturing == some.captured  # a graph a step
+    assert 0 < some.capturing_ms < sum(ms * count for _, count, ms in some.pieces())
+
+
+def test_loading_samples_is_told_apart_from_waiting_for_their_batch(tmp_path: Path) -> None:
+    def recorded_steps(workers: int) -> Steps:
+        return recorded(tmp_path / str(workers), data=loader(32, num_workers=workers)).steps[0]
+
+    some = recorded_steps(0)
+    assert 0 < some.samples_ms < some.parts_ms[DATA]
+    assert recorded_steps(1).samples_ms == 0  # in another process

@@ -44,9 +44,12 @@ def record(
     captured: int = 0,
     compiling_ms: float = 0.0,
     loading_cpu_ms: float = 0.0,
+    samples_ms: float = 0.0,
+    capturing: int = 0,
+    capturing_ms: float = 0.0,
     **of_header: Any,
 ) -> Record:
-    """Of a run whose steps all take what their parts do; ``loading_cpu_ms`` is of one step."""
+    """Of a run whose steps all take what their parts do; ``loading_cpu_ms`` and ``samples_ms`` are of one step."""
     each = {DATA: 1.0, FORWARD: 40.0, BACKWARD: 59.0} if parts_ms is None else parts_ms
     looked_at = STEPS // 16
     some = Steps(
@@ -63,6 +66,9 @@ def record(
         captured=captured,
         compiling_ms=compiling_ms,
         loading_cpu_ms=looked_at * loading_cpu_ms,
+        samples_ms=looked_at * samples_ms,
+        capturing=capturing,
+        capturing_ms=capturing_ms,
     )
     return Record(path=Path("run.jsonl"), header=header(**of_header), steps=[some], status="finished", anatomy=anatomy)
 

@@ -67,8 +67,8 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def loader(batches: int = 8, data: Any = None) -> DataLoader[Any]:
-    return DataLoader(Vectors(batches) if data is None else data, batch_size=BATCH_SIZE)
+def loader(batches: int = 8, data: Any = None, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Vectors(batches) if data is None else data, batch_size=BATCH_SIZE, **options)
 
 
 def fit(model: LightningModule, data: Any = None, *, fit_options: Any = None, **options: Any) -> SpeedMemoryLogger:

@@ -28,6 +28,7 @@ from lightning_accel.lightning.out_of_memory import MemoryAnswers
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.settings import Plan
+from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import DTYPES
@@ -65,9 +66,7 @@ class Run:
         live: The live trials, where there are some.
     """
 
-    def __init__(
-        self, module: LightningModule, host: Host, plan: Plan, precision: RunPrecision, kept: Kept
-    ) -> None:
+    def __init__(self, module: LightningModule, host: Host, plan: Plan, precision: RunPrecision, kept: Kept) -> None:
         self._module, self._plan, self._precision, self._kept = module, plan, precision, kept
         trainer = module.trainer
         self.is_fitting = trainer.state.fn == TrainerFn.FITTING

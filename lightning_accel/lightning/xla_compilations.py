@@ -72,7 +72,9 @@ class Compilations:
     def patches(self, strategy: Strategy) -> Iterator[Patch]:
         """The edits by which it is told of steps."""
         for method in _STAGES:
-            yield MethodPatch(f"{method}, counted", "compilations", strategy, method, functools.partial(self._told, method))
+            yield MethodPatch(
+                f"{method}, counted", "compilations", strategy, method, functools.partial(self._told, method)
+            )
 
     def close(self) -> None:
         """Takes account of the last step."""
@@ -160,8 +162,8 @@ def _shapes(batch: Any) -> Shapes:
 
 
 def _in_words(*shapes: Shapes) -> str:
-    """``"(8, 17) and (8,)"``; of several, the first three."""
-    texts = [" and ".join(map(str, one)) or "no tensors" for one in sorted(shapes)]
+    """``"(8, 17) and (8,)"``, each shape once; of several batches, the first three."""
+    texts = [" and ".join(dict.fromkeys(map(str, one))) or "no tensors" for one in sorted(shapes)]
     return "; ".join(texts[:3]) + (f"; … {len(texts) - 3} more" if len(texts) > 3 else "")
 
 

@@ -21,6 +21,7 @@ from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.core.report import Report
 from lightning_accel.lightning.autocasting import nested
 from lightning_accel.lightning.kept import Kept
+from lightning_accel.lightning.plugin import with_settings
 from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.xla_compilations import Compilations
 from lightning_accel.settings import Plan
@@ -29,8 +30,8 @@ from lightning_accel.techniques.mixed_precision import resolve_precision
 
 _NO_TRIALS = "tune: a clock beside XLA times how it records a step, and a switch compiles anew: nothing is tried"
 _NO_ANSWERS = (
-    "out_of_memory: a step under XLA runs when it is recorded as a whole, and cannot be repeated: where memory runs out,"
-    " the run ends with XLA's error. Smaller batches, or torch_xla.utils.checkpoint, need less"
+    "out_of_memory: XLA runs a step once it is recorded as a whole, and none can be repeated: where memory runs out, the"
+    " run ends with XLA's error. Smaller batches, or torch_xla.utils.checkpoint, need less"
 )
 
 
@@ -213,9 +214,7 @@ class AccelXLAPlugin(Arguments, XLAPrecision):
         return vars(self) | {"_run": None, "_compilations": None, "_marks": PatchSet()}
 
     def __repr__(self) -> str:
-        defaults = vars(Plan())
-        given = {n: value for n, value in vars(self.plan).items() if n == "precision" or value != defaults[n]}
-        return f"AccelXLAPlugin({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        return with_settings("AccelXLAPlugin", self.plan)
 
 
 @contextmanager

@@ -49,9 +49,9 @@ class OptimizerPlan:
 
     Attributes:
         step: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of them at
-            once; ``"auto"`` tries both on the run's own steps, and the fastest stays (under XLA it takes torch_xla's steps);
-            ``"off"``. Groups for which the
-            user has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left as they are.
+            once; ``"auto"`` tries both on the run's own steps, and the fastest stays, and takes torch_xla's steps under
+            XLA; ``"off"``. Groups for which the user has chosen ``foreach``, ``fused``, ``capturable`` or
+            ``differentiable`` are left as they are.
     """
 
     step: OptimizerSetting = "auto"

@@ -101,7 +101,11 @@ class Threads(Technique):
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        return "XLA computes with threads of its own, of which torch's setting says nothing" if host.kind == "xla" else None
+        return (
+            "XLA computes with threads of its own, of which torch's setting says nothing"
+            if host.kind == "xla"
+            else None
+        )
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 import sys
 from pathlib import Path
@@ -269,7 +270,7 @@ def test_a_misspelt_strategy_names_the_nearest(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(
     ("strategy", "instead"),
-    [("fsdp", "accel_fsdp"), ("deepspeed_stage_3", "accel_fsdp"), ("xla", "LightningCLI")],
+    [("fsdp", "accel_fsdp"), ("deepspeed_stage_3", "accel_fsdp")],
 )
 def test_a_strategy_that_takes_no_plugin_names_what_to_use(
     capsys: pytest.CaptureFixture[str], strategy: str, instead: str
@@ -277,6 +278,14 @@ def test_a_strategy_that_takes_no_plugin_names_what_to_use(
     said = complaint(capsys, f"--trainer.strategy={strategy}")
     assert f"trainer.strategy={strategy!r} takes a precision plugin of its own" in said
     assert instead in said
+
+
+@pytest.mark.parametrize("strategy", ["xla", "single_xla"])
+def test_a_strategy_for_xla_is_given_its_own_plugin(capsys: pytest.CaptureFixture[str], strategy: str) -> None:
+    """Which says here what it needs; with torch_xla it is run in tests/xla/."""
+    if importlib.util.find_spec("torch_xla") is not None:
+        pytest.skip("torch_xla is here")
+    assert "accel: AccelXLAPlugin: torch_xla is not installed" in complaint(capsys, f"--trainer.strategy={strategy}")
 
 
 def test_without_jsonargparse_it_names_the_install(monkeypatch: pytest.MonkeyPatch) -> None:

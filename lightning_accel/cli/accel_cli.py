@@ -11,7 +11,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import XLAAccelerator
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, StrategyRegistry, XLAStrategy
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning_utilities.core.imports import RequirementCache
 from typing_extensions import override
 
@@ -53,10 +55,10 @@ class AccelArgumentParser(LightningArgumentParser):
 
 
 class AccelCLI(LightningCLI):
-    """:class:`~lightning.pytorch.cli.LightningCLI` whose Trainer runs with an ``AccelPlugin``, or an ``AccelXLAPlugin``.
+    """:class:`~lightning.pytorch.cli.LightningCLI` whose Trainer runs with an ``AccelPlugin``.
 
-    The plugin's settings are the ``accel:`` section of the configuration, and flags such as
-    ``--accel.precision=bf16-mixed``; both take what :class:`~lightning_accel.Plan` takes, and the section
+    Where it trains under XLA that is an ``AccelXLAPlugin``. Its settings are the ``accel:`` section of the configuration,
+    and flags such as ``--accel.precision=bf16-mixed``; both take what :class:`~lightning_accel.Plan` takes, and the section
     is valid as a plan's YAML. A further subcommand, ``tune``, finds the fastest settings before a run, and writes them
     into a configuration to be given after the run's own; its options are a section ``tuning:``, or flags such as
     ``--time 3min``. Everything else is as in Lightning, subclassing included: an override of

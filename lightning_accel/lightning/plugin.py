@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceXLAStrategy, XLAStrategy
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override

@@ -120,8 +120,9 @@ class Run:
         if self._split is not None:
             self._hook(self._split.patches(strategy))
         precision = self._precision
-        may_repeat = self._can_repeat and isinstance(precision, AutocastingPrecision)  # XLA runs a step when it is over
-        if may_repeat and (self._is_in_force() or (is_answering and self.is_fitting)):
+        is_wanted = self._is_in_force() or (is_answering and self.is_fitting)
+        # XLA, whose precision is another one, runs a step when it is over.
+        if self._can_repeat and is_wanted and isinstance(precision, AutocastingPrecision):
             without_precision = functools.partial(precision.in_float32, engine.report)
             self.net = SafetyNet(
                 self._module,

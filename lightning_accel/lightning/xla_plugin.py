@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -30,8 +30,8 @@ from lightning_accel.techniques.mixed_precision import resolve_precision
 
 _NO_TRIALS = "tune: a clock beside XLA times how it records a step, and a switch compiles anew: nothing is tried"
 _NO_ANSWERS = (
-    "out_of_memory: XLA runs a step once it is recorded as a whole, and none can be repeated: where memory runs out, the"
-    " run ends with XLA's error. Smaller batches, or torch_xla.utils.checkpoint, need less"
+    "out_of_memory: XLA runs a step once it is recorded as a whole, and none can be repeated: where memory runs out,"
+    " the run ends with XLA's error. Smaller batches, or torch_xla.utils.checkpoint, need less"
 )
 
 
@@ -145,7 +145,7 @@ class AccelXLAPlugin(Arguments, XLAPrecision):
             return super().forward_context()
         # Without the cast cache, as Lightning does elsewhere: a cast made under no_grad would be used for gradients.
         autocast: Any = torch.autocast("xla", dtype=torch.bfloat16, cache_enabled=False)
-        return autocast  # type: ignore[no-any-return]
+        return cast(AbstractContextManager[None], autocast)
 
     @override
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]

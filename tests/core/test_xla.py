@@ -33,10 +33,11 @@ def test_each_process_keeps_programs_in_a_folder_of_its_own(simulate: Callable[.
     assert Path(told[0][0]).is_dir()
 
 
-def test_a_folder_that_the_user_has_named_stays(simulate: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_the_user_has_named_stays(simulate: Callable[..., None]) -> None:
     simulate(pytest.fail)
-    monkeypatch.setenv(xla.CACHE_VARIABLE, "/elsewhere")
-    assert xla.keep_programs(Path("/not/asked")) == "compiled programs are kept in /elsewhere"
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(xla.CACHE_VARIABLE, "/elsewhere")
+        assert xla.keep_programs(Path("/not/asked")) == "compiled programs are kept in /elsewhere"
 
 
 def test_a_process_that_has_compiled_says_how_to_name_one(simulate: Callable[..., None], tmp_path: Path) -> None:

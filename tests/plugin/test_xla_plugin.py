@@ -22,7 +22,9 @@ def test_it_says_what_to_install() -> None:
 
 
 def test_float16_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="16-mixed.*needs a gradient scaler.*Allowed: 'auto', '32-true', 'bf16-mixed'"):
+    with pytest.raises(
+        ValueError, match=r"16-mixed.*needs a gradient scaler.*Allowed: 'auto', '32-true', 'bf16-mixed'"
+    ):
         AccelXLAPlugin(precision="16-mixed")
 
 

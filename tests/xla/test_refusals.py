@@ -21,7 +21,7 @@ def test_accel_plugin_with_an_xla_strategy_names_the_other_one() -> None:
 
 
 def test_accel_xla_plugin_elsewhere_names_the_other_one() -> None:
-    with pytest.raises(ValueError, match="AccelXLAPlugin with SingleDeviceStrategy on cpu: .* use AccelPlugin"):
+    with pytest.raises(ValueError, match=r"AccelXLAPlugin with SingleDeviceStrategy on cpu: .* use AccelPlugin"):
         fit(AccelXLAPlugin(), loader=rows(1), accelerator="cpu")
 
 
@@ -60,7 +60,11 @@ print(xla.keep_programs(Path({str(tmp_path)!r})))
 print(xla.programs_compiled())
 """
     ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PJRT_DEVICE": "CPU"}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PJRT_DEVICE": "CPU"},
     )
     assert f"compiled programs are kept in {tmp_path}/process-0" in ran.stdout
     assert list((tmp_path / "process-0").iterdir())

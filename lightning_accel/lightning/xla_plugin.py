@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -144,8 +144,7 @@ class AccelXLAPlugin(Arguments, XLAPrecision):
         if self.precision != "bf16-mixed":
             return super().forward_context()
         # Without the cast cache, as Lightning does elsewhere: a cast made under no_grad would be used for gradients.
-        autocast: Any = torch.autocast("xla", dtype=torch.bfloat16, cache_enabled=False)
-        return cast(AbstractContextManager[None], autocast)
+        return torch.autocast("xla", dtype=torch.bfloat16, cache_enabled=False)
 
     @override
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]

@@ -18,6 +18,7 @@ from typing import Any
 ROWS = {"plain": "None", "`AccelXLAPlugin()`": "{}", "`AccelXLAPlugin(padding=16)`": "{'padding': 16}"}
 LENGTHS = list(range(17, 29))
 STEPS = 2 * len(LENGTHS)
+COUNTED = ("programs", "compiling_s", "seconds", "recorded")
 VOCABULARY, BATCH, WIDTH = 50, 4, 32
 
 
@@ -83,11 +84,7 @@ def main() -> None:
         "xla",
         ".venv-xla/bin/python benchmarks/_xla.py",
         ["", "programs compiled", "compiling, s", "in all, s", "tensors recorded in a step", "last loss"],
-        [
-            [name, f"{one['programs']}", f"{one['compiling_s']:.0f}", f"{one['seconds']:.0f}", f"{one['recorded']}"]
-            + [f"{one['loss']:.6f}"]
-            for name, one in found.items()
-        ],
+        [[name, *(f"{one[column]:.0f}" for column in COUNTED), f"{one['loss']:.6f}"] for name, one in found.items()],
         {"steps": STEPS, "lengths": LENGTHS},
     )
 

@@ -59,9 +59,9 @@ class AccelCLI(LightningCLI):
 
     Where it trains under XLA that is an ``AccelXLAPlugin``. The plugin's settings are the ``accel:`` section of the
     configuration, and flags such as ``--accel.precision=bf16-mixed``; both take what :class:`~lightning_accel.Plan`
-    takes, and the section is valid as a plan's YAML. A further subcommand, ``tune``, finds the fastest settings before a run, and writes them
-    into a configuration to be given after the run's own; its options are a section ``tuning:``, or flags such as
-    ``--time 3min``. Everything else is as in Lightning, subclassing included: an override of
+    takes, and the section is valid as a plan's YAML. A further subcommand, ``tune``, finds the fastest settings before
+    a run, and writes them into a configuration to be given after the run's own; its options are a section ``tuning:``,
+    or flags such as ``--time 3min``. Everything else is as in Lightning, subclassing included: an override of
     :meth:`add_arguments_to_parser` does not have to call this one. With a ``trainer_class`` of your own there is
     ``tune`` where that is a :class:`~lightning_accel.cli.tune_command.TunableTrainer`.
 

@@ -140,7 +140,7 @@ class AccelXLAPlugin(Arguments, XLAPrecision):
     # -- a step ------------------------------------------------------------------------------------------------
 
     @override
-    def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+    def forward_context(self) -> AbstractContextManager[None]:
         if self.precision != "bf16-mixed":
             return super().forward_context()
         # Without the cast cache, as Lightning does elsewhere: a cast made under no_grad would be used for gradients.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,12 @@ def test_what_cannot_be_had_is_a_warning_and_with_strict_an_error(settings: dict
         fit(AccelXLAPlugin(**settings), loader=rows(1))
     with pytest.raises(AccelError, match=said):
         fit(AccelXLAPlugin(**settings, strict=True), loader=rows(1))
+
+
+def test_other_processes_and_copies_get_the_settings_and_no_run() -> None:
+    plugin = AccelXLAPlugin(padding=16)
+    fit(plugin, loader=rows(1))
+    assert repr(pickle.loads(pickle.dumps(plugin))) == repr(plugin) == "AccelXLAPlugin(precision='auto', padding=16)"
 
 
 def test_what_is_not_done_by_default_is_in_the_report() -> None:

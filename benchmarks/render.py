@@ -137,8 +137,8 @@ REMARKS = {
     " are parameters, gradients and optimizer states after a step; the peak is of tensors alive within one.",
     "strategies": "Asked for: at least as fast. The same plugin on both sides, one thread a process, float32.",
     "xla": "A transformer layer on 24 batches of text of twelve lengths, one epoch on XLA's CPU device, each row in a"
-    " process of its own, once. *Tensors recorded* are those that XLA is told of in the last step, the optimizer's among"
-    " them.",
+    " process of its own, once. *Tensors recorded* are those that XLA is told of in the last step, the optimizer's"
+    " among them.",
 }
 TUNING_COLUMNS = ("", "steps", "settled", "steps to settle", "its share of the best", "plain by tuned time")
 DEMO_MODELS = {

@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+XLA := .venv-xla
+XLA_STAMP := $(XLA)/.installed
 SOURCES := lightning_accel callbacks tests examples benchmarks
 WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-cpus test-browser lint types docs format stub bench column results gpu clean
+.PHONY: help demo test test-slow test-cpus test-browser test-xla lint types docs format stub bench column results gpu clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -30,6 +32,10 @@ test-cpus: $(STAMP)  ## The tests that compare numbers, with torch's libraries t
 test-browser: $(STAMP)  ## Other people's loggers, reports and TensorBoard in a real browser (installs them; Chromium is yours to)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[boards]'
 	$(BIN)/python -m pytest -m "browser or slow" tests/callbacks/test_boards_elsewhere.py tests/callbacks/test_boards_in_browser.py tests/evidence/test_page_in_browser.py
+
+# Not in $(VENV): torch_xla is built for one release of torch, and the newest is for an older one than the package asks for.
+test-xla: $(XLA_STAMP)  ## AccelXLAPlugin on XLA's CPU device (makes .venv-xla: 8 GB with the torch that torch_xla is built for)
+	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/xla
 
 lint: $(STAMP)  ## ruff: rules and formatting
 	$(BIN)/ruff check $(SOURCES)
@@ -84,7 +90,7 @@ gpu:  ## GPU tests, then GPU benchmarks, with the machine's own PYTHON=python3 a
 	exit $$status
 
 clean:  ## Remove everything that make and the tests have made, .venv too
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
+	rm -rf $(VENV) $(XLA) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
 	find lightning_accel callbacks tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -98,4 +104,14 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "make: no virtual environment could be made. On Debian and Ubuntu: apt install python3-venv" >&2; \
 		exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes torch without CUDA, a twentieth of the size.
+$(XLA_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(XLA)
+	grep -v '^torch==' constraints.txt > $(XLA)/constraints.txt
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(XLA)/constraints.txt \
+		torch==2.9.0 torch_xla==2.9.0 lightning torchmetrics numpy psutil pyyaml cloudpickle rich jinja2 \
+		typing-extensions pytest setuptools
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@

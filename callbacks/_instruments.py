@@ -66,7 +66,9 @@ class FitInstruments:
         self.record: FitRecord | None = None
         self._parts: StepParts | None = None
         self.teller = Teller.open(trainer)
-        if record_folder(trainer) is not None or (self.teller is not None and self.teller.shows_figures):
+        if self._device.type == "xla":  # a step runs when it is over: its parts are those of recording it
+            self.record = FitRecord.open(trainer)
+        elif record_folder(trainer) is not None or (self.teller is not None and self.teller.shows_figures):
             self._parts = StepParts(trainer, self.clock, self._has_settled)
             self.record = FitRecord.open(trainer, self._parts)
         fetches = self._parts or self.clock  # the former tells the latter

@@ -86,7 +86,7 @@ class FitRecord:
             self._say(f"no step is looked at part by part: {parts.failure}")
 
     @classmethod
-    def open(cls, trainer: Trainer, parts: StepParts) -> FitRecord | None:
+    def open(cls, trainer: Trainer, parts: StepParts | None = None) -> FitRecord | None:
         """For the fit that begins, on rank 0, where a folder is asked for or a logger has one of this run's here."""
         if (folder := record_folder(trainer)) is None:
             return None
@@ -119,7 +119,9 @@ class FitRecord:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
             # A DTensor's value may be a collective call; a view would keep what it is a view of.
             if type(loss) is Tensor and loss.numel() == 1:
-                self._losses.append((self._steps, loss.detach().clone()))
+                # A copy under XLA, made after the end of a step, would be compiled into the next one.
+                kept = loss.detach() if loss.device.type == "xla" else loss.detach().clone()
+                self._losses.append((self._steps, kept))
                 if len(self._losses) > MOST_PIECES:
                     self._stride *= 2
                     self._losses = [one for one in self._losses if one[0] % self._stride == 0]

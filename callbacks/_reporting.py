@@ -40,8 +40,10 @@ def leave_report(trainer: Trainer, record: Path, *, is_asked_by_memory: bool) ->
         from lightning_accel.evidence.render import write
 
         found = read_record(record)
-        # A device without memory, or that has failed, is not to be asked for more.
-        peaks = measure_peaks(trainer.strategy.root_device) if found.status == "finished" else None
+        # A device without memory, or that has failed, is not to be asked for more; under XLA a clock times recording.
+        device = trainer.strategy.root_device
+        can_be_timed = found.status == "finished" and device.type != "xla"
+        peaks = measure_peaks(device) if can_be_timed else None
         page = page_of(found, read_earlier(found), peaks)
         try:
             write(page, wanted or beside)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -170,9 +171,9 @@ class SpeedMemoryLogger(Callback):
         # Through the module, because a callback that joined late has no log of its own. The ranks have been put
         # together: rank_zero_only leaves each with the values it has, where a monitor looks for them, and sync_dist
         # keeps Lightning content.
-        pl_module.log_dict(
-            speed.metrics(), on_step=False, on_epoch=True, sync_dist=True, rank_zero_only=True, batch_size=1
-        )
+        # As tensors of the host: of numbers Lightning makes some on the device, which XLA would compile for, and reads.
+        metrics = {name: torch.tensor(value) for name, value in speed.metrics().items()}
+        pl_module.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, rank_zero_only=True, batch_size=1)
         if not trainer.loggers:
             pl_module.print(speed.line())
 

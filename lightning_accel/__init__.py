@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_accel.core.host import Host
     from lightning_accel.core.report import AccelError, AccelWarning, Report
     from lightning_accel.lightning.plugin import AccelPlugin
+    from lightning_accel.lightning.xla_plugin import AccelXLAPlugin
     from lightning_accel.memory.schedule import MemorySchedule
     from lightning_accel.planning import plan_memory
     from lightning_accel.search.tune import tune
@@ -43,6 +44,7 @@ _HOMES = {
     "AccelPlugin": "lightning.plugin",
     "AccelStrategy": "strategies.single_device",
     "AccelWarning": "core.report",
+    "AccelXLAPlugin": "lightning.xla_plugin",
     "CheckpointingPlan": "techniques.gradient_checkpointing.settings",
     "FlashAttentionPlan": "techniques.flash_attention.settings",
     "FlashMultiheadAttention": "techniques.flash_attention.multihead",
@@ -68,6 +70,7 @@ __all__ = [
     "AccelPlugin",
     "AccelStrategy",
     "AccelWarning",
+    "AccelXLAPlugin",
     "CheckpointingPlan",
     "FlashAttentionPlan",
     "FlashMultiheadAttention",

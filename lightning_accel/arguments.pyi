@@ -90,9 +90,9 @@ class Arguments:
             optimizer_8bit: ``"on"`` keeps the moments of torch's Adam and AdamW in 8 bits while the run lasts, by
                 torchao; it changes training, and the report says by how much. Checkpoints have floats. ``"off"``.
             optimizer: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of
-                them at once; ``"auto"`` tries both on the run's own steps, and the fastest stays; ``"off"``. Groups
-                for which the user has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left
-                as they are.
+                them at once; ``"auto"`` tries both on the run's own steps, and the fastest stays, and takes
+                torch_xla's steps under XLA; ``"off"``. Groups for which the user has chosen ``foreach``, ``fused``,
+                ``capturable`` or ``differentiable`` are left as they are.
             padding: A number pads the sequences of every training batch to a multiple of it; ``"auto"`` to the
                 largest that the device's kernels like and that makes a batch at most an eighth longer; ``"off"``.
                 Batches are mappings as transformers have them: ``input_ids``, an ``attention_mask`` that keeps the

@@ -8,26 +8,31 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import XLAAccelerator
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning_utilities.core.imports import RequirementCache
 from typing_extensions import override
 
 from lightning_accel.arguments import arguments
 from lightning_accel.cli.tune_command import TunableTrainer, TuneOptions, check_out, places_in, with_sections, write
 from lightning_accel.core.checks import nearest
+from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.lightning.private import parser_actions
+from lightning_accel.lightning.xla_plugin import AccelXLAPlugin
 from lightning_accel.search.tune import tune
 from lightning_accel.settings import Plan
 
+_XLA = ("xla", "single_xla")
 # Strategies of Lightning's that refuse other precision plugins than their own, by the start of their names.
 _INSTEAD = {
     ("fsdp",): "use trainer.strategy=accel_fsdp, which shards parameters, gradients and optimizer state too.",
     ("deepspeed",): "use trainer.strategy=accel_fsdp, which shards what ZeRO's third stage does.",
-    ("xla", "single_xla", "single_tpu"): "lightning-accel has nothing for XLA devices yet; run LightningCLI there.",
 }
 _TRAINER_CLASS = 4  # its place among LightningCLI's positional arguments
 _JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35,<5")
@@ -52,11 +57,11 @@ class AccelArgumentParser(LightningArgumentParser):
 class AccelCLI(LightningCLI):
     """:class:`~lightning.pytorch.cli.LightningCLI` whose Trainer runs with an ``AccelPlugin``.
 
-    The plugin's settings are the ``accel:`` section of the configuration, and flags such as
-    ``--accel.precision=bf16-mixed``; both take what :class:`~lightning_accel.Plan` takes, and the section
-    is valid as a plan's YAML. A further subcommand, ``tune``, finds the fastest settings before a run, and writes them
-    into a configuration to be given after the run's own; its options are a section ``tuning:``, or flags such as
-    ``--time 3min``. Everything else is as in Lightning, subclassing included: an override of
+    Where it trains under XLA that is an ``AccelXLAPlugin``. The plugin's settings are the ``accel:`` section of the
+    configuration, and flags such as ``--accel.precision=bf16-mixed``; both take what :class:`~lightning_accel.Plan`
+    takes, and the section is valid as a plan's YAML. A further subcommand, ``tune``, finds the fastest settings before
+    a run, and writes them into a configuration to be given after the run's own; its options are a section ``tuning:``,
+    or flags such as ``--time 3min``. Everything else is as in Lightning, subclassing included: an override of
     :meth:`add_arguments_to_parser` does not have to call this one. With a ``trainer_class`` of your own there is
     ``tune`` where that is a :class:`~lightning_accel.cli.tune_command.TunableTrainer`.
 
@@ -146,7 +151,17 @@ class AccelCLI(LightningCLI):
         plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
         self._check_no_other_precision(config.get("precision"), plugins)
         self._check_strategy(config.get("strategy"))
-        return super().instantiate_trainer(**{**kwargs, "plugins": [*plugins, AccelPlugin.from_plan(self.plan)]})
+        plugin = self._plugin_for(config.get("strategy"), config.get("accelerator"))
+        return super().instantiate_trainer(**{**kwargs, "plugins": [*plugins, plugin]})
+
+    def _plugin_for(self, strategy: Any, accelerator: Any) -> AccelPlugin | AccelXLAPlugin:
+        """The plugin of this plan that the strategy takes."""
+        if not _is_for_xla(strategy, accelerator):
+            return AccelPlugin.from_plan(self.plan)
+        try:
+            return AccelXLAPlugin.from_plan(self.plan)
+        except (ModuleNotFoundError, ValueError) as error:
+            self.parser.error(f"accel: {error}")
 
     def _check_no_other_precision(self, precision: Any, plugins: list[Any]) -> None:
         if precision is not None:
@@ -155,7 +170,7 @@ class AccelCLI(LightningCLI):
                 " precision: remove trainer.precision, and set accel.precision to what you want."
             )
         for plugin in plugins:
-            if isinstance(plugin, AccelPlugin):
+            if isinstance(plugin, AccelPlugin | AccelXLAPlugin):
                 self.parser.error(
                     f"trainer.plugins has an {type(plugin).__name__} and {type(self).__name__} adds one from the"
                     " accel: section: move its init_args there, and remove it from trainer.plugins."
@@ -181,6 +196,17 @@ class AccelCLI(LightningCLI):
     def _section(self, config: Any, name: str) -> Any:
         """A section of the configuration, which is within its subcommand's where there is one."""
         return config.get(str(self.subcommand), config).get(name, {})
+
+
+def _is_for_xla(strategy: Any, accelerator: Any) -> bool:
+    """Whether a Trainer would train under XLA: by its strategy, by its accelerator, or because it found TPUs."""
+    if isinstance(strategy, str) and strategy != "auto":
+        return strategy.lower().startswith(_XLA)
+    if isinstance(strategy, Strategy):
+        return isinstance(strategy, SingleDeviceXLAStrategy | XLAStrategy)
+    if accelerator in (None, "auto"):
+        return Host.detect().kind == "xla"
+    return accelerator == "tpu" or isinstance(accelerator, XLAAccelerator)
 
 
 def _set_argv(arguments: list[str]) -> None:

@@ -115,8 +115,8 @@ def _not_had(host: Host) -> Iterator[str]:
     """What of the settings a run here goes without, with the mend where there is one."""
     if host.kind == "xla":
         yield (
-            "Trainer: Lightning's strategies for XLA take its own precision plugin only, and so no AccelPlugin;"
-            " lightning_accel.accelerate(model) is for a loop without Lightning"
+            "Trainer: Lightning's strategies for XLA take no AccelPlugin: give them an AccelXLAPlugin, which has the"
+            " same settings; lightning_accel.accelerate(model) is for a loop without Lightning"
         )
     for setting, said in by_default(host, ExampleModel()).items():
         is_a_fact = setting.startswith(("precision", "allocator"))  # said above

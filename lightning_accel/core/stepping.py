@@ -53,9 +53,9 @@ def kind_of(optimizer: Optimizer) -> type[Optimizer] | str:
     kind = next((each for each in type(optimizer).__mro__ if each in FOREACH), None)
     if kind is None:
         return f"{name} is none of the optimizers of torch that can step many parameters together within rounding"
-    if not _step_of(kind).__module__.startswith("torch.optim"):
+    if not step_of(kind).__module__.startswith("torch.optim"):
         return f"{kind.__name__}.step was replaced by another one than torch's"
-    if _step_of(type(optimizer)) is not _step_of(kind):
+    if step_of(type(optimizer)) is not step_of(kind):
         return f"{name} has a step of its own"
     before = type(optimizer).__mro__[: type(optimizer).__mro__.index(kind)]
     # An instance has its step wrapped by learning rate schedulers, which call the one that was there.
@@ -64,7 +64,7 @@ def kind_of(optimizer: Optimizer) -> type[Optimizer] | str:
     return f"{name} has its own {', '.join(own)}" if own else kind
 
 
-def _step_of(kind: type[Optimizer]) -> Callable[..., Any]:
+def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
     """The step of a class without the wrapper in which torch calls hooks, and which it puts on subclasses too."""
     step: Any = kind.step
     inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step

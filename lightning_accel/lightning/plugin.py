@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -9,6 +10,8 @@ from typing import Any, cast
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,6 +29,8 @@ from lightning_accel.settings import Plan
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import check_optimizer, resolve_precision
 from lightning_accel.tuning.settled import Tuning
+
+XLA_MEND = ". For XLA devices there is lightning_accel.AccelXLAPlugin: Trainer(plugins=[AccelXLAPlugin()])"
 
 
 class AccelPlugin(Arguments, AutocastingPrecision):
@@ -241,6 +246,19 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         return make, (kind, state)
 
     def __repr__(self) -> str:
-        defaults = vars(Plan())
-        given = {n: value for n, value in vars(self.plan).items() if n == "precision" or value != defaults[n]}
-        return f"AccelPlugin({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        return with_settings("AccelPlugin", self.plan)
+
+    @override
+    def __format__(self, format_spec: str) -> str:
+        # Lightning's XLA strategies refuse a plugin with an f-string that ends in it, before anything of ours is asked:
+        # there alone can be said what to use.
+        asks = sys._getframe(1).f_locals.get("self")
+        mend = "" if not isinstance(asks, SingleDeviceXLAStrategy | XLAStrategy) else XLA_MEND
+        return format(repr(self), format_spec) + mend
+
+
+def with_settings(name: str, plan: Plan) -> str:
+    """A plugin as it would be written: with the settings that are not the default ones."""
+    defaults = vars(Plan())
+    given = {n: value for n, value in vars(plan).items() if n == "precision" or value != defaults[n]}
+    return f"{name}({', '.join(f'{setting}={value!r}' for setting, value in given.items())})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
@@ -29,10 +29,24 @@ from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.settings import Plan
+from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import DTYPES
 from lightning_accel.techniques.registry import declarations
+
+
+class RunPrecision(Protocol):
+    """What a run asks of the precision plugin: an :class:`AutocastingPrecision`, or one for XLA."""
+
+    precision: Any
+
+    @property
+    def is_ours(self) -> bool: ...
+
+    def arms(self) -> list[Arm]: ...
+
+    def scaled(self, loss: Tensor) -> Tensor: ...
 
 
 class Run:
@@ -53,9 +67,7 @@ class Run:
         live: The live trials, where there are some.
     """
 
-    def __init__(
-        self, module: LightningModule, host: Host, plan: Plan, precision: AutocastingPrecision, kept: Kept
-    ) -> None:
+    def __init__(self, module: LightningModule, host: Host, plan: Plan, precision: RunPrecision, kept: Kept) -> None:
         self._module, self._plan, self._precision, self._kept = module, plan, precision, kept
         trainer = module.trainer
         self.is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -114,8 +126,11 @@ class Run:
         is_answering = plan.out_of_memory != "off"
         if self._split is not None:
             self._hook(self._split.patches(strategy))
-        if self._can_repeat and (self._is_in_force() or (is_answering and self.is_fitting)):
-            without_precision = functools.partial(self._precision.in_float32, engine.report)
+        precision = self._precision
+        is_wanted = self._is_in_force() or (is_answering and self.is_fitting)
+        # XLA, whose precision is another one, runs a step when it is over.
+        if self._can_repeat and is_wanted and isinstance(precision, AutocastingPrecision):
+            without_precision = functools.partial(precision.in_float32, engine.report)
             self.net = SafetyNet(
                 self._module,
                 engine,
@@ -198,6 +213,7 @@ class Run:
             run(loss)
             return
         precision = self._precision
+        assert isinstance(precision, AutocastingPrecision), "others have no net"
 
         def run_repeated(outputs: Any) -> None:  # as Lightning does with what a step returns
             repeated = outputs["loss"] if isinstance(outputs, Mapping) else outputs
@@ -230,12 +246,25 @@ class Run:
     def _passages(self, strategy: Strategy) -> Iterator[Patch]:
         """The edits that have a strategy's batches, predictions and weights go through the engine."""
         for name, change in (
-            ("batch_to_device", self.engine.batch),
-            ("predict_step", self.engine.predictions),
+            ("batch_to_device", functools.partial(self._passing, strategy.root_device)),
+            ("predict_step", functools.partial(followed_by, self.engine.predictions)),
             # Not left to `on_save_checkpoint`, which is not called for a checkpoint of weights only.
-            ("lightning_module_state_dict", self._with_own_layouts),
+            ("lightning_module_state_dict", functools.partial(followed_by, self._with_own_layouts)),
         ):
-            yield MethodPatch(name, "in the run's layouts", strategy, name, functools.partial(followed_by, change))
+            yield MethodPatch(name, "in the run's layouts", strategy, name, change)
+
+    def _passing(self, device: torch.device, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The transfer of a batch with what the techniques make of it: after it, and under XLA before it.
+
+        What is done to a batch on an XLA device is compiled with the step, for each shape that it had before.
+        """
+        if device.type != "xla":
+            return followed_by(self.engine.batch, original)
+
+        def batch_to_device(strategy: Strategy, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(strategy, self.engine.batch(batch), *args, **kwargs)
+
+        return batch_to_device
 
     def _with_own_layouts(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         self.restore_layouts(checkpoint := {"state_dict": state_dict})

@@ -35,6 +35,7 @@ from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.notes import Notes, Verdict
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.syncfree_steps import step_syncfree
 
 OptimizerSetting = Literal["auto", "off", "foreach", "fused"]
 
@@ -48,8 +49,9 @@ class OptimizerPlan:
 
     Attributes:
         step: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of them at
-            once; ``"auto"`` tries both on the run's own steps, and the fastest stays; ``"off"``. Groups for which the
-            user has chosen ``foreach``, ``fused``, ``capturable`` or ``differentiable`` are left as they are.
+            once; ``"auto"`` tries both on the run's own steps, and the fastest stays, and takes torch_xla's steps under
+            XLA; ``"off"``. Groups for which the user has chosen ``foreach``, ``fused``, ``capturable`` or
+            ``differentiable`` are left as they are.
     """
 
     step: OptimizerSetting = "auto"
@@ -248,32 +250,38 @@ class OptimizerSteps(Technique):
 
     Args:
         setting: As in the plan; not ``"off"``.
+        is_xla: Whether XLA computes, for which torch_xla has steps of its own.
     """
 
     trial_step: ClassVar[None] = None
     remembers: ClassVar[bool] = False
     edits_optimizers: ClassVar[bool] = True
 
-    def __init__(self, setting: OptimizerSetting) -> None:
-        self._setting = setting
+    def __init__(self, setting: OptimizerSetting, *, is_xla: bool = False) -> None:
+        self._setting, self._is_xla = setting, is_xla
         self._patches: list[StepsTogether] = []
         self._choice: str | None = None  # None: the first that each optimizer has
 
     @classmethod
     @override
     def planned(cls, settings: OptimizerPlan, surroundings: Surroundings) -> Self:
-        return cls(settings.step)
+        return cls(settings.step, is_xla=surroundings.host.kind == "xla")
 
     @override
     def unavailable(self, host: Host) -> str | None:
+        if host.kind == "xla" and self._setting != "auto":
+            return f"torch has no {self._setting} steps for XLA: optimizer='auto' takes those of torch_xla"
         if host.kind == "xla":
-            return "XLA compiles the whole step, the optimizer's too"
+            return None
         if host.kind not in ("cpu", "cuda", "rocm"):
             return f"not measured on {host.kind} yet: give torch's optimizers fused=True or foreach=True to try it"
         return None
 
     @override
     def optimizers(self, optimizers: Mapping[str, Optimizer]) -> Iterator[Patch | Refusal]:
+        if self._is_xla:
+            yield from (step_syncfree(site, optimizer) for site, optimizer in optimizers.items())
+            return
         for site, optimizer in optimizers.items():
             for claim in step_together(site, optimizer, self._setting, self.notes):
                 if isinstance(claim, StepsTogether):
@@ -309,5 +317,7 @@ class OptimizerSteps(Technique):
             return Forecast(False, "no", reason)
         if self._setting != "auto":
             return Forecast(True, "yes", f"{self._setting} steps of torch's own optimizers")
+        if host.kind == "xla":
+            return Forecast(True, "yes", "Adam, AdamW and SGD with momentum take torch_xla's steps")
         ways = "fused and foreach steps" if host.kind == "cpu" else "fused steps"
         return Forecast(True, "tried", f"{ways} of torch's own optimizers are tried")

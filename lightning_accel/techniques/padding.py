@@ -101,6 +101,8 @@ def why_not_padded(batch: Any) -> str:
     """Why a batch cannot be padded; empty: it can."""
     if not isinstance(batch, Mapping) or not isinstance(batch.get(_IDS), Tensor) or batch[_IDS].dim() != 2:
         return f"a batch is a mapping with {_IDS} of shape (batch, length), not of type {type(batch).__name__}"
+    if batch[_IDS].device.type == "xla":
+        return "it is on the XLA device before it is seen here, where each length is compiled for: pad in collate_fn"
     shape = batch[_IDS].shape
     mask = batch.get(_MASK)
     if not isinstance(mask, Tensor) or mask.shape != shape:

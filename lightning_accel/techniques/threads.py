@@ -100,6 +100,14 @@ class Threads(Technique):
         return cls(settings.count)
 
     @override
+    def unavailable(self, host: Host) -> str | None:
+        return (
+            "XLA computes with threads of its own, of which torch's setting says nothing"
+            if host.kind == "xla"
+            else None
+        )
+
+    @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch]:
         if self._count != "auto":
             self._patch = ThreadsPatch(self._count, in_words(self._count))
@@ -121,6 +129,8 @@ class Threads(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
+        if (reason := self.unavailable(host)) is not None:
+            return Forecast(False, "no", reason)
         if self._count == "auto":
             return Forecast(True, "tried", "fewer are tried")
         return Forecast(True, "yes", in_words(self._count))

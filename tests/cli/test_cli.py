@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 
 pytest.importorskip("jsonargparse")
 
+from lightning.pytorch.accelerators import XLAAccelerator
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 
 from lightning_accel import AccelCLI, AccelPlugin, CheckpointingPlan, Plan
 from lightning_accel.cli import accel_cli as cli
@@ -269,7 +272,7 @@ def test_a_misspelt_strategy_names_the_nearest(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(
     ("strategy", "instead"),
-    [("fsdp", "accel_fsdp"), ("deepspeed_stage_3", "accel_fsdp"), ("xla", "LightningCLI")],
+    [("fsdp", "accel_fsdp"), ("deepspeed_stage_3", "accel_fsdp")],
 )
 def test_a_strategy_that_takes_no_plugin_names_what_to_use(
     capsys: pytest.CaptureFixture[str], strategy: str, instead: str
@@ -277,6 +280,33 @@ def test_a_strategy_that_takes_no_plugin_names_what_to_use(
     said = complaint(capsys, f"--trainer.strategy={strategy}")
     assert f"trainer.strategy={strategy!r} takes a precision plugin of its own" in said
     assert instead in said
+
+
+@pytest.mark.parametrize("strategy", ["xla", "single_xla"])
+def test_a_strategy_for_xla_is_given_its_own_plugin(capsys: pytest.CaptureFixture[str], strategy: str) -> None:
+    """Which says here what it needs; with torch_xla it is run in tests/xla/."""
+    if importlib.util.find_spec("torch_xla") is not None:
+        pytest.skip("torch_xla is here")
+    assert "accel: AccelXLAPlugin: torch_xla is not installed" in complaint(capsys, f"--trainer.strategy={strategy}")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accelerator", "is_for_xla"),
+    [
+        ("xla_debug", "cpu", True),
+        ("accel_ddp", "tpu", False),  # which Lightning refuses itself
+        ("auto", "tpu", True),
+        (None, "cpu", False),
+        (object.__new__(SingleDeviceXLAStrategy), None, True),
+        (object.__new__(AccelFSDPStrategy), "tpu", False),
+        ("auto", object.__new__(XLAAccelerator), True),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_where_xla_trains_is_told_by_the_strategy_then_by_the_accelerator(
+    strategy: Any, accelerator: Any, is_for_xla: bool
+) -> None:
+    assert cli._is_for_xla(strategy, accelerator) is is_for_xla
 
 
 def test_without_jsonargparse_it_names_the_install(monkeypatch: pytest.MonkeyPatch) -> None:

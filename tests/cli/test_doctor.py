@@ -96,8 +96,8 @@ def test_says_what_a_run_goes_without_and_what_else_there_is() -> None:
     assert "module.compile()" in compile_line
 
 
-def test_says_that_on_a_tpu_a_trainer_takes_no_plugin() -> None:
-    assert any("accelerate(model)" in line for line in doctor.examine(TPU).advice)
+def test_says_which_plugin_a_trainer_takes_on_a_tpu() -> None:
+    assert any("give them an AccelXLAPlugin" in line for line in doctor.examine(TPU).advice)
 
 
 def test_claims_nothing_of_a_device_that_cannot_be_asked() -> None:

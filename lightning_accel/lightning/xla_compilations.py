@@ -1,0 +1,177 @@
+"""What XLA compiles in a run, step by step, and for what: each shape of a batch is a program of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_accel.core import xla
+from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.report import Report
+from lightning_accel.core.tree import tensors_in
+
+NAME = "xla"
+"""Its record in the report."""
+
+_STAGES = {"training_step": "train", "validation_step": "validate", "test_step": "test", "predict_step": "predict"}
+_FIRST_STEPS = 2  # the first makes what the second finds: states of optimizers, sums of metrics
+_MANY_SHAPES = 4
+_SHOWN = 12
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class _Met:
+    """What there was with batches of one shape."""
+
+    steps: int = 0
+    programs: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Counts:
+    """Programs by what they were compiled for."""
+
+    first: int = 0
+    shapes: int = 0
+    other: int = 0
+    other_steps: list[int] = field(default_factory=list)
+
+
+class Compilations:
+    """Counts the programs that XLA compiles in a run, beside the shapes of the batches.
+
+    A program is compiled where a step is first run with operations or shapes that no step had before; what was compiled
+    since a step began belongs to it. Nothing is read from the device.
+
+    Args:
+        report: Told of what was compiled, and what against it.
+        cache: Where programs are kept, in words.
+    """
+
+    def __init__(self, report: Report, cache: str) -> None:
+        self._report, self._cache = report, cache
+        self._met: dict[tuple[str, Shapes], _Met] = {}
+        self._counts = _Counts()
+        self._steps: Counter[str] = Counter()
+        self._under_way: tuple[str, Shapes] | None = None
+        self._programs, self._seconds = xla.programs_compiled(), xla.compiling_s()
+        self._has_advised = False
+        report.of(NAME).is_on = True
+        self._tell()
+
+    def patches(self, strategy: Strategy) -> Iterator[Patch]:
+        """The edits by which it is told of steps."""
+        for method in _STAGES:
+            yield MethodPatch(
+                f"{method}, counted", "compilations", strategy, method, functools.partial(self._told, method)
+            )
+
+    def close(self) -> None:
+        """Takes account of the last step."""
+        self._settle()
+        self._under_way = None
+        self._tell()
+
+    def _told(self, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        stage = _STAGES[method]
+
+        def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+            self._settle()
+            key = self._under_way = stage, _shapes(args[0] if args else kwargs)
+            self._met.setdefault(key, _Met()).steps += 1
+            self._steps[stage] += 1
+            return original(strategy, *args, **kwargs)
+
+        return step
+
+    def _settle(self) -> None:
+        programs = xla.programs_compiled()
+        new, self._programs = programs - self._programs, programs
+        if not new or self._under_way is None:
+            return
+        seconds = xla.compiling_s()
+        took, self._seconds = seconds - self._seconds, seconds
+        met, stage = self._met[self._under_way], self._under_way[0]
+        met.programs += new
+        met.seconds += took
+        if self._steps[stage] <= _FIRST_STEPS:
+            self._counts.first += new
+        elif met.steps == 1:
+            self._counts.shapes += new
+        else:
+            self._counts.other += new
+            self._counts.other_steps.append(self._steps[stage])
+        self._tell()
+        self._advise()
+
+    def _advise(self) -> None:
+        shapes = {shapes for (stage, shapes), met in self._met.items() if stage == "train" and met.programs}
+        if self._has_advised or len(shapes) < _MANY_SHAPES:
+            return
+        self._has_advised = True
+        line = (
+            f"XLA has compiled the training step for {len(shapes)} shapes of a batch ({_in_words(*shapes)}), and"
+            f" compiles for each one to come. {_mend(shapes)}"
+        )
+        self._report.note(line)
+        rank_zero_info(f"lightning-accel: {line}")
+
+    def _tell(self) -> None:
+        record, counts = self._report.of(NAME), self._counts
+        programs = sum(met.programs for met in self._met.values())
+        seconds = sum(met.seconds for met in self._met.values())
+        where = f" (the latest at step {counts.other_steps[-1]})" if counts.other_steps else ""
+        parts = {
+            "in the first two steps of a stage": counts.first,
+            "for batches of new shapes": counts.shapes,
+            f"for shapes that were there before{where}": counts.other,
+        }
+        why = ", ".join(f"{number} {words}" for words, number in parts.items() if number)
+        record.status = (
+            f"{programs} programs compiled in {seconds:.1f} s, over {sum(self._steps.values())} steps"
+            f"{': ' if why else ''}{why}; {self._cache}"
+        )
+        shown = sorted(self._met.items(), key=lambda one: -one[1].seconds)
+        lines = [
+            f"{stage}, {_in_words(shapes)}: {met.programs} programs in {met.seconds:.1f} s, {met.steps} steps"
+            for (stage, shapes), met in shown[:_SHOWN]
+        ]
+        more = [f"… and {len(shown) - _SHOWN} more shapes"] if len(shown) > _SHOWN else []
+        record.details = "\n".join(lines + more)
+        record.data = {
+            "programs": programs,
+            "seconds": seconds,
+            "in_first_steps": counts.first,
+            "for_new_shapes": counts.shapes,
+            "for_other_reasons": counts.other,
+        }
+
+
+def _shapes(batch: Any) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(batch) if type(tensor) is Tensor)
+
+
+def _in_words(*shapes: Shapes) -> str:
+    """``"(8, 17) and (8,)"``, each shape once; of several batches, the first three."""
+    texts = [" and ".join(dict.fromkeys(map(str, one))) or "no tensors" for one in sorted(shapes)]
+    return "; ".join(texts[:3]) + (f"; … {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+def _mend(shapes: set[Shapes]) -> str:
+    samples_apart = {tuple(one[1:] for one in each) for each in shapes}
+    if len(samples_apart) == 1:
+        return "Only the number of samples differs: give DataLoader drop_last=True, and batches of one size."
+    return (
+        "Pad batches to few lengths: padding=64 does it for batches of text with an attention_mask; for others,"
+        " the loader's collate_fn."
+    )

@@ -1,0 +1,224 @@
+"""`AccelXLAPlugin`: for Lightning's strategies for XLA, which take an :class:`XLAPrecision` and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import XLAPrecision
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accel.arguments import Arguments
+from lightning_accel.core import cache, xla
+from lightning_accel.core.host import Host
+from lightning_accel.core.patch import MethodPatch, PatchSet
+from lightning_accel.core.report import Report
+from lightning_accel.lightning.autocasting import nested
+from lightning_accel.lightning.kept import Kept
+from lightning_accel.lightning.plugin import with_settings
+from lightning_accel.lightning.run import Run
+from lightning_accel.lightning.xla_compilations import Compilations
+from lightning_accel.settings import Plan
+from lightning_accel.techniques.arms import Arm
+from lightning_accel.techniques.mixed_precision import resolve_precision
+
+_NO_TRIALS = "tune: a clock beside XLA times how it records a step, and a switch compiles anew: nothing is tried"
+_NO_ANSWERS = (
+    "out_of_memory: XLA runs a step once it is recorded as a whole, and none can be repeated: where memory runs out,"
+    " the run ends with XLA's error. Smaller batches, or torch_xla.utils.checkpoint, need less"
+)
+
+
+class AccelXLAPlugin(Arguments, XLAPrecision):
+    """What there is to gain under XLA: ``Trainer(accelerator="tpu", plugins=[AccelXLAPlugin()])``.
+
+    It takes the settings of a :class:`~lightning_accel.Plan`, as ``AccelPlugin`` does; what XLA does itself, and what
+    cannot be had there, the report says. ``"bf16-mixed"`` is autocast to bfloat16. Optimizers take torch_xla's steps
+    where it has some, batches of text are padded before their transfer, steps without an optimizer step (accumulation
+    of gradients, validation, predictions) end where they end and are not put together, programs are kept for later runs
+    where the device can read them, and what is compiled is counted beside the shapes of the batches. Checkpoints are
+    those of a plain Trainer.
+
+    Attributes:
+        plan: The settings.
+        precision: What the precision came to on the run's device; ``"32-true"`` until that is known.
+
+    Raises:
+        ModuleNotFoundError: torch_xla cannot be used.
+        ValueError: A value is not among those allowed, ``precision="16-mixed"`` among them.
+    """
+
+    precision: Any
+
+    @override
+    def _configure(self, settings: dict[str, Any]) -> None:
+        self.plan = Plan(**settings)
+        if self.plan.precision == "16-mixed":
+            raise ValueError(
+                "AccelXLAPlugin(precision='16-mixed'): float16 needs a gradient scaler, which would stop XLA at every"
+                " step, and TPUs compute in bfloat16. Allowed: 'auto', '32-true', 'bf16-mixed'."
+            )
+        if why := xla.why_missing():
+            raise ModuleNotFoundError(f"AccelXLAPlugin: {why}.")
+        XLAPrecision.__init__(self, "32-true")
+        self._run: Run | None = None
+        self._compilations: Compilations | None = None
+        self._marks = PatchSet()
+        self._is_recording = False  # a step of training, since the latest end of one
+        self._report = Report()
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> AccelXLAPlugin:
+        """The plugin for a plan made elsewhere."""
+        return cls(**vars(plan))
+
+    @property
+    def report(self) -> Report:
+        """What was done in the current or the last run, where, and why not elsewhere."""
+        return self._report
+
+    # -- a run starts ------------------------------------------------------------------------------------------
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self.teardown()
+        assert isinstance(module, LightningModule)
+        strategy = module.trainer.strategy
+        host = Host.detect(strategy.root_device)
+        if host.kind != "xla":
+            raise ValueError(
+                f"AccelXLAPlugin with {type(strategy).__name__} on {strategy.root_device}: it is for"
+                " SingleDeviceXLAStrategy and XLAStrategy. Elsewhere use AccelPlugin."
+            )
+        self.precision, reason = resolve_precision(self.plan.precision, host)
+        kept = xla.keep_programs(cache.folder().absolute() / "xla")
+        # Neither can be had; what was asked for by name is said aloud, below.
+        self._run = Run(module, host, self.plan.replace(tune="off", out_of_memory="off"), self, Kept())
+        self._report = self._run.engine.report
+        record = self._report.of("precision")
+        record.is_on, record.status = self.precision != "32-true", f"{self.precision}: {reason}"
+        if self.plan.tune != "off":
+            self._report.note(_NO_TRIALS)
+        if self.plan.out_of_memory == "split":
+            self._run.engine.degrade(_NO_ANSWERS)
+        elif self.plan.out_of_memory != "off":
+            self._report.note(_NO_ANSWERS)
+        self._compilations = Compilations(self._report, kept)
+        self._mark_steps(strategy)
+        self._run.start()
+        return module
+
+    def _mark_steps(self, strategy: Strategy) -> None:
+        patch = MethodPatch("training_step, marked", "ends the one before", strategy, "training_step", self._marking)
+        for one in (*(self._compilations.patches(strategy) if self._compilations else ()), patch):
+            self._marks.add(one)
+        self._marks.apply()
+
+    def _marking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def training_step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+            if self._is_recording:  # gradients are being accumulated: without an end, all these steps are one program
+                xla.end_step()
+            self._is_recording = True
+            return original(strategy, *args, **kwargs)
+
+        return training_step
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        if self._run is not None:
+            self._run.engine.meet(optimizers)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    @override
+    def forward_context(self) -> AbstractContextManager[None]:
+        if self.precision != "bf16-mixed":
+            return super().forward_context()
+        # Without the cast cache, as Lightning does elsewhere: a cast made under no_grad would be used for gradients.
+        return torch.autocast("xla", dtype=torch.bfloat16, cache_enabled=False)
+
+    @override
+    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._step("train")
+
+    @override
+    def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return _ended(self._step("validate"))
+
+    @override
+    def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return _ended(self._step("test"))
+
+    @override
+    def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return _ended(self._step("predict"))
+
+    def _step(self, stage: str) -> AbstractContextManager[None]:
+        forward = self.forward_context()
+        if self._run is None:
+            return forward
+        # The validation that checks sanity before a fit must not decide for training.
+        step = self._run.engine.step(stage, may_try=stage == "train" or not self._run.is_fitting)
+        return step if isinstance(forward, nullcontext) else nested(forward, step)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Any, **kwargs: Any
+    ) -> Any:
+        result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        self._is_recording = False  # XLAPrecision has ended it
+        return result
+
+    # -- what a run asks of a precision ------------------------------------------------------------------------
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether steps run in a precision that the user did not ask for by name: none is chosen under XLA."""
+        return False
+
+    def arms(self) -> list[Arm]:
+        """What live trials may choose from: nothing."""
+        return []
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What the backward pass starts from."""
+        return loss
+
+    # -- a run ends --------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        self._is_recording = False
+        self._marks.undo()
+        self._marks = PatchSet()
+        if self._compilations is not None:
+            self._compilations.close()
+            self._compilations = None
+        if self._run is not None:
+            self._run.close()
+            self._run = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and other processes get the settings; a run in progress stays here.
+        return vars(self) | {"_run": None, "_compilations": None, "_marks": PatchSet()}
+
+    def __repr__(self) -> str:
+        return with_settings("AccelXLAPlugin", self.plan)
+
+
+@contextmanager
+def _ended(step: AbstractContextManager[None]) -> Iterator[None]:
+    """A step that XLA runs when it is over, and not with all others once somebody reads a value."""
+    with step:
+        yield
+    xla.end_step()

@@ -498,7 +498,8 @@ def told_of_loading(told: Callable[[int], object]) -> Iterator[None]:
     told: all of loading is then taken to grow with the batch. Other threads' loaders are not told of.
     """
     fetchers = getattr(getattr(torch.utils.data, "_utils", None), "fetch", None)
-    kinds = [] if fetchers is None else [kind for kind in vars(fetchers).values() if isinstance(kind, type)]
+    found = {} if fetchers is None else vars(fetchers)
+    kinds: list[Any] = [kind for kind in found.values() if isinstance(kind, type)]
     edited = [(kind, kind.__dict__["fetch"]) for kind in kinds if "fetch" in vars(kind)]
     thread = threading.get_ident()
 

@@ -507,9 +507,10 @@ def told_of_loading(told: Callable[[int], object]) -> Iterator[None]:
     Nothing public comes between the two: ``torch.utils.data._utils.fetch``, since torch 1.2. Without it, nothing is
     told: all of loading is then taken to grow with the batch. Other threads' loaders are not told of.
     """
-    fetch = getattr(getattr(torch.utils.data, "_utils", None), "fetch", None)
-    kinds = [getattr(fetch, name, None) for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher")]
-    edited = [(kind, kind.fetch) for kind in kinds if kind is not None]
+    fetchers = getattr(getattr(torch.utils.data, "_utils", None), "fetch", None)
+    found = {} if fetchers is None else vars(fetchers)
+    kinds: list[Any] = [kind for kind in found.values() if isinstance(kind, type)]
+    edited = [(kind, kind.__dict__["fetch"]) for kind in kinds if "fetch" in vars(kind)]
     thread = threading.get_ident()
 
     def telling(original: Callable[..., Any]) -> Callable[..., Any]:

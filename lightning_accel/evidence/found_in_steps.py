@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.evidence import parts
-from lightning_accel.evidence.anatomy import BATCH, Anatomy, LayoutCopy
+from lightning_accel.evidence.anatomy import BATCH, Anatomy, LayoutCopy, OperationsAlike
 from lightning_accel.evidence.finding import WORTH, Finding, Seen
 from lightning_accel.evidence.peaks import Peaks
 
@@ -49,12 +49,14 @@ def tiny_batches(seen: Seen) -> Iterator[Finding]:
     anatomy = seen.record.anatomy
     if anatomy is None or not seen.typical_ms:
         return
-    grows_ms = _work_ms(anatomy, seen.peaks) + _feeding_ms(seen, anatomy)
+    work_ms, at_most_ms = _work_ms(anatomy, seen.peaks)
+    feeding_ms = _feeding_ms(seen, anatomy)
     # One step's operations are set beside a typical step: in the mean there are the machine's pauses, too.
     # Loggers that are slow are a finding of their own.
-    share = min(1.0, grows_ms / (seen.typical_ms * max(WORTH, 1 - seen.share(parts.LOGGING))))
+    step_ms = seen.typical_ms * max(WORTH, 1 - seen.share(parts.LOGGING))
+    share = min(1.0, (work_ms + feeding_ms) / step_ms)
     size = next((one["batch_size"] for one in seen.record.header.loaders if "batch_size" in one), None)
-    if share > 0.5 or size is None:
+    if at_most_ms + feeding_ms > 0.5 * step_ms or size is None:
         return
     yield Finding(
         name="tiny batches",
@@ -85,21 +87,31 @@ def _feeding_ms(seen: Seen, anatomy: Anatomy) -> float:
     return grows_ms * seen.typical_ms / seen.step_ms
 
 
-def _work_ms(anatomy: Anatomy, peaks: Peaks | None) -> float:
-    """What grows with the batch: what operations take beyond having them.
+def _work_ms(anatomy: Anatomy, peaks: Peaks | None) -> tuple[float, float]:
+    """What grows with the batch: what operations take beyond having them; and what that may be at most.
 
-    That costs more for a convolution than for an addition, and more of all on a busy machine, but never very much. Of
-    short operations grows what they have to do, by what the machine can.
+    Having one costs more for a convolution than for an addition, and more of all on a busy machine, but never very
+    much. Of short operations grows what they have to do, by what the machine can; at most, of those that have more to
+    do than it costs to have one that has next to nothing, all that they took.
     """
     if peaks is None or not anatomy.alike:
-        return anatomy.work_ms
-    work_ms = 0.0
-    for some in anatomy.alike:
-        float32_s = (some.flops - some.low_precision_flops) / peaks.float32_flops
-        other_s = some.low_precision_flops / peaks.bfloat16_flops + some.moved_bytes / peaks.bytes_per_sec
-        grows_ms = max(1e3 * (float32_s + other_s) / _OF_PEAKS, some.ms - some.count * _MOST_TO_HAVE_MS)
-        work_ms += min(grows_ms, max(0.0, some.ms - some.count * anatomy.least_ms))
-    return work_ms
+        return anatomy.work_ms, anatomy.work_ms
+    to_do_ms = [_to_do_ms(some, peaks) for some in anatomy.alike]
+    idle = [some for some, ms in zip(anatomy.alike, to_do_ms, strict=True) if ms < some.count * anatomy.least_ms]
+    idle_ms = sum(some.ms for some in idle) / max(1, sum(some.count for some in idle))
+    work_ms = at_most_ms = 0.0
+    for some, ms in zip(anatomy.alike, to_do_ms, strict=True):
+        beyond_ms = max(0.0, some.ms - some.count * anatomy.least_ms)
+        grows_ms = min(beyond_ms, max(ms, some.ms - some.count * _MOST_TO_HAVE_MS))
+        work_ms += grows_ms
+        at_most_ms += beyond_ms if ms > some.count * idle_ms else grows_ms
+    return work_ms, at_most_ms
+
+
+def _to_do_ms(some: OperationsAlike, peaks: Peaks) -> float:
+    float32_s = (some.flops - some.low_precision_flops) / peaks.float32_flops
+    low_precision_s = some.low_precision_flops / peaks.bfloat16_flops
+    return 1e3 * (float32_s + low_precision_s + some.moved_bytes / peaks.bytes_per_sec) / _OF_PEAKS
 
 
 def layouts(seen: Seen) -> Iterator[Finding]:

@@ -56,7 +56,7 @@ def rows(pairs: Iterable[tuple[str, str]], is_slow: Callable[[str, str], bool]) 
 
 every_setting = rows(ACTING, lambda name, task: name in ("all, compiled", "flash_attention=flash"))
 # One setting of a technique, or a few where another one is other code.
-every_technique = rows(ACTING, lambda name, task: not comes_and_goes(name, task))
+every_technique = rows(ACTING, lambda name, task: not comes_and_goes(name, SETTINGS[name], task))
 
 
 @pytest.fixture(autouse=True)

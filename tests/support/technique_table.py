@@ -131,7 +131,10 @@ WHATEVER_THE_MODEL = (
     "optimizer_8bit",
     "optimizer",
     "memory_budget",
+    "sparse_activations",
+    "activation_offloading",
     "threads",
+    "compile",
     "allocator",
     "preprocess",
 )

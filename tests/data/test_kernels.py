@@ -268,7 +268,8 @@ def nvcc(*arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("age", [pytest.param("oldest", marks=pytest.mark.slow), "sm_90"])
+@pytest.mark.slow
+@pytest.mark.parametrize("age", ["oldest", "sm_90"])
 def test_nvcc_compiles_every_kernel(age: str, tmp_path: Path) -> None:
     """For Hopper, and for the oldest that this nvcc knows, which has not the newest one's conversions."""
     arch = re.findall(r"compute_\d+", nvcc("--list-gpu-arch"))[0] if age == "oldest" else age

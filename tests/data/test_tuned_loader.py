@@ -37,7 +37,7 @@ BY_WORKERS = multiprocessing.Value("i")  # samples; no part of a dataset, which 
 
 
 class Slow(Dataset[Any]):
-    def __init__(self, count: int = 40, seconds: float = 0.002) -> None:
+    def __init__(self, count: int = 40, seconds: float = 0.0005) -> None:
         self.samples, self.seconds = torch.arange(float(count)), seconds
 
     def __len__(self) -> int:

@@ -79,7 +79,7 @@ print("losses", *losses)
 if handle is not None:
     for choice in ("off", "keep"):
         arm.choose(choice)
-        print(choice, *counted(24))
+        print(choice, *counted(16))
     print("report", handle.report.of("allocator").status, handle.report.techniques["allocator"].changes[""])
     handle.undo()
     handle = None

@@ -140,7 +140,10 @@ DRAWN_AS_THE_SHUFFLED = ("without it", "with replacement", "by weights", "with a
 
 @pytest.mark.parametrize(
     "make",
-    [pytest.param(o, id=name, marks=[pytest.mark.slow] * (name in DRAWN_AS_THE_SHUFFLED)) for name, o in ORDERS.items()],
+    [
+        pytest.param(o, id=name, marks=[pytest.mark.slow] * (name in DRAWN_AS_THE_SHUFFLED))
+        for name, o in ORDERS.items()
+    ],
 )
 def test_workers_change_neither_batches_nor_random_streams(make: Make, always_tries: Callable[..., None]) -> None:
     always_tries(Workers(1), Workers(2), Workers(2, is_kept=True))

@@ -13,7 +13,6 @@ from lightning_accel import AccelPlugin
 from support.hostile_models import ROWS
 from support.hostile_runs import differences, plain, train
 
-
 SLOW = (
     *("hooks_that_keep_the_inputs_of_activations", "forward_hooks_with_keywords_that_are_always_called"),
     *("modules_that_set_attributes_in_their_own_way", "a_forward_that_is_static", "a_forward_that_is_wrapped"),

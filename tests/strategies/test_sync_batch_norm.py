@@ -59,7 +59,9 @@ def tolerance(case: str) -> dict[str, float]:
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_several_processes_compute_what_one_does_on_the_global_batch(folder: Folders, case: str, world_size: int) -> None:
+def test_several_processes_compute_what_one_does_on_the_global_batch(
+    folder: Folders, case: str, world_size: int
+) -> None:
     layer = CASES[case].layer()
     if isinstance(layer, nn.SyncBatchNorm):
         layer = nn.BatchNorm2d(layer.num_features)

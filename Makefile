@@ -19,10 +19,10 @@ demo: $(STAMP)  ## Train two real models, plain and accelerated, and compare the
 	$(BIN)/python examples/demo.py
 
 # A file is one worker's, in the order of the folders: what a file's tests share is made once.
-test: $(STAMP)  ## The tests that need no GPU, two at a time (8 to 12 minutes on 2 slow cores; WORKERS=n: n at a time)
+test: $(STAMP)  ## The tests that need no GPU, two at a time (7 to 9 minutes on 2 slow cores; WORKERS=n: n at a time)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-slow: $(STAMP)  ## The tests over ten seconds each
+test-slow: $(STAMP)  ## The tests over ten seconds each, and second and third variants of others
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
 test-cpus: $(STAMP)  ## The tests that compare numbers, with torch's libraries told to be on other processors

@@ -104,6 +104,7 @@ def test_a_run_that_breaks_off_ends_the_demo_with_what_it_printed(tmp_path: Path
     run.close()
 
 
+@pytest.mark.slow
 def test_a_run_whose_demo_is_broken_off_ends_with_it(tmp_path: Path) -> None:
     """It waits at its gate, and Lightning has taken SIGTERM over: nothing but force ends it."""
     import _turns

@@ -69,12 +69,12 @@ class Declaration:
     moved: Callable[[Any], dict[str, Any]]
     elsewhere: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def switch(self) -> str:
         """The name of the settings' first field."""
         return fields(self.settings)[0].name
 
-    @property
+    @functools.cached_property
     def more(self) -> list[str]:
         """The names of the other fields, without older spellings."""
         return [field.name for field in fields(self.settings)[1:] if "older" not in field.metadata]
@@ -83,7 +83,7 @@ class Declaration:
     def switch_type(self) -> Any:
         return get_type_hints(self.settings)[self.switch]
 
-    @property
+    @functools.cached_property
     def annotation(self) -> Any:
         """The type of the argument of `Plan` and `AccelPlugin`."""
         kinds: Any = self.switch_type

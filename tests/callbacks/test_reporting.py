@@ -20,6 +20,7 @@ from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.callbacks.gpu_stats import GpuStats, told_by_cards
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.evidence import page as pages
+from lightning_accel.evidence import peaks
 from lightning_accel.evidence.page import page_of
 from lightning_accel.evidence.reading import read_record
 from lightning_accel.memory.page import StepMemoryError
@@ -30,6 +31,13 @@ from support.reported_runs import Nested, make_trainer, vectors
 from support.technique_table import off
 
 OFF = off()
+
+
+@pytest.fixture(autouse=True)
+def _peaks_measured_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the machine, for every report: no test asks how high they are, and to measure them well takes a second."""
+    monkeypatch.setitem(peaks._SIZE, "cpu", 64)
+    monkeypatch.setitem(peaks._COPIED, "cpu", 1 << 16)
 
 
 def fit(

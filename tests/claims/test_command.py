@@ -87,6 +87,7 @@ def test_an_error_in_a_benchmark_is_written_down_with_what_was_measured_before()
     assert row.figures == (MET,)
 
 
+@pytest.mark.slow
 def test_several_rows_are_measured_in_the_order_of_their_numbers_each_apart() -> None:
     found = record.measure_rows([19, 18, 19])
     assert [(row.row, row.verdict) for row in found.rows] == [(18, "not measured here"), (19, "not measured here")]

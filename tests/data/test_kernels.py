@@ -268,6 +268,7 @@ def nvcc(*arguments: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("age", ["oldest", "sm_90"])
 def test_nvcc_compiles_every_kernel(age: str, tmp_path: Path) -> None:
     """For Hopper, and for the oldest that this nvcc knows, which has not the newest one's conversions."""

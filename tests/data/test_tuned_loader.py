@@ -37,7 +37,7 @@ BY_WORKERS = multiprocessing.Value("i")  # samples; no part of a dataset, which 
 
 
 class Slow(Dataset[Any]):
-    def __init__(self, count: int = 40, seconds: float = 0.002) -> None:
+    def __init__(self, count: int = 40, seconds: float = 0.0005) -> None:
         self.samples, self.seconds = torch.arange(float(count)), seconds
 
     def __len__(self) -> int:
@@ -135,7 +135,16 @@ ORDERS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)
+DRAWN_AS_THE_SHUFFLED = ("without it", "with replacement", "by weights", "with a lambda")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(o, id=name, marks=[pytest.mark.slow] * (name in DRAWN_AS_THE_SHUFFLED))
+        for name, o in ORDERS.items()
+    ],
+)
 def test_workers_change_neither_batches_nor_random_streams(make: Make, always_tries: Callable[..., None]) -> None:
     always_tries(Workers(1), Workers(2), Workers(2, is_kept=True))
     lines = assert_the_same(make, epochs=6)
@@ -291,9 +300,9 @@ def test_where_a_worker_fails_no_batch_is_lost_and_none_repeated(
 def test_a_worker_that_never_answers_is_given_up(
     always_tries: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_accel.data.worker_epoch._PATIENCE_S", 0.5)
+    monkeypatch.setattr("lightning_accel.data.worker_epoch._PATIENCE_S", 0.25)
     always_tries(Workers(1))
-    lines = assert_the_same(lambda: DataLoader(Failing(lambda: time.sleep(3), 8), 4, shuffle=True), epochs=3)
+    lines = assert_the_same(lambda: DataLoader(Failing(lambda: time.sleep(1), 8), 4, shuffle=True), epochs=3)
     assert "taken back: a worker failed" in lines.last
 
 

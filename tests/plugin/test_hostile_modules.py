@@ -13,14 +13,29 @@ from lightning_accel import AccelPlugin
 from support.hostile_models import ROWS
 from support.hostile_runs import differences, plain, train
 
+SLOW = (
+    *("hooks_that_keep_the_inputs_of_activations", "forward_hooks_with_keywords_that_are_always_called"),
+    *("modules_that_set_attributes_in_their_own_way", "a_forward_that_is_static", "a_forward_that_is_wrapped"),
+    *("appends_attention_weights_to_a_list", "keeps_the_weights_of_multihead_attention", "counts_calls_in_a_closure"),
+    *("checkpointed_by_the_user", "modules_that_log", "draws_from_generators_of_its_own"),
+    *("insists_on_contiguous_tensors", "views_what_a_convolution_returns", "writes_strides_down_without_asking"),
+    *("reads_what_went_into_an_activation", "a_gru_over_packed_sequences", "a_scripted_activation"),
+    *("a_scripted_submodule", "a_traced_submodule", "a_symbolically_traced_net", "weights_normed_in_the_old_way"),
+    *("weights_with_spectral_norm_in_the_old_way", "weights_normed", "orthogonal_weights", "quantisation_stubs"),
+)
+"""Left to `make test-slow`: each has a neighbour in the table that does the same in another place, or does it later."""
+
 
 def rows(*, only: str = "") -> Any:
     """The table, or the rows of which the trait is true."""
     chosen = {name: row for name, row in ROWS.items() if not only or getattr(row, only)}
-    return pytest.mark.parametrize(
-        "name",
-        [pytest.param(name, marks=[pytest.mark.filterwarnings(w) for w in row.warns]) for name, row in chosen.items()],
-    )
+    params = [
+        pytest.param(
+            name, marks=[*map(pytest.mark.filterwarnings, row.warns), *([pytest.mark.slow] if name in SLOW else [])]
+        )
+        for name, row in chosen.items()
+    ]
+    return pytest.mark.parametrize("name", params)
 
 
 def accelerated(name: str, **settings: Any) -> Any:

@@ -90,8 +90,11 @@ def test_gathered_weights_are_not_offloaded(said: Said) -> None:
     assert rank["offloaded_parameters"] == []
 
 
-def test_checkpointed_and_compiled_blocks_compute_the_same(said: Said) -> None:
-    both = said("checkpointed_and_compiled")[0]
+@pytest.mark.parametrize(
+    "scenario", ["checkpointed_and_captured", pytest.param("checkpointed_and_compiled", marks=pytest.mark.slow)]
+)
+def test_checkpointed_and_compiled_blocks_compute_the_same(said: Said, scenario: str) -> None:
+    both = said(scenario)[0]
     assert changed(both, "gradient_checkpointing") == changed(both, "compile") == list(BLOCKS)
     assert both["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-5)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,26 @@ from support.strategies.batch_norm_ranks import CASES, fit, train
 
 pytestmark = pytest.mark.numbers
 
-WORLDS = (2, 4)
+WORLDS = (2, pytest.param(4, marks=pytest.mark.slow))
+
+Folders = Callable[[int], Path]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs of ``batch_norm_ranks.py`` left what each rank computed."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_script(SUPPORT / "strategies" / "batch_norm_ranks.py", folder, *map(str, WORLDS))
-    return folder
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Where the runs of ``batch_norm_ranks.py`` left what each rank computed, by how many ranks there were."""
+
+    @functools.cache
+    def of(world_size: int) -> Path:
+        folder = tmp_path_factory.mktemp("ranks")
+        run_script(SUPPORT / "strategies" / "batch_norm_ranks.py", folder, str(world_size))
+        return folder
+
+    return of
 
 
-def of_ranks(folder: Path, case: str, world_size: int) -> list[Any]:
-    return [torch.load(folder / f"{case}.{world_size}.{rank}.pt") for rank in range(world_size)]
+def of_ranks(folder: Folders, case: str, world_size: int) -> list[Any]:
+    return [torch.load(folder(world_size) / f"{case}.{world_size}.{rank}.pt") for rank in range(world_size)]
 
 
 def whole(ranks: list[Any], what: str) -> list[Tensor]:
@@ -50,7 +59,9 @@ def tolerance(case: str) -> dict[str, float]:
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_several_processes_compute_what_one_does_on_the_global_batch(folder: Path, case: str, world_size: int) -> None:
+def test_several_processes_compute_what_one_does_on_the_global_batch(
+    folder: Folders, case: str, world_size: int
+) -> None:
     layer = CASES[case].layer()
     if isinstance(layer, nn.SyncBatchNorm):
         layer = nn.BatchNorm2d(layer.num_features)
@@ -66,13 +77,13 @@ def test_several_processes_compute_what_one_does_on_the_global_batch(folder: Pat
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_compiled_layer_computes_the_same(folder: Path, world_size: int) -> None:
+def test_a_compiled_layer_computes_the_same(folder: Folders, world_size: int) -> None:
     plain = [rank["outputs"] for rank in of_ranks(folder, "(B, C, H, W)", world_size)]
     torch.testing.assert_close(of_ranks(folder, "compiled", world_size), plain, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_too_few_values_are_an_error_on_every_rank(folder: Path, world_size: int) -> None:
+def test_too_few_values_are_an_error_on_every_rank(folder: Folders, world_size: int) -> None:
     said = of_ranks(folder, "single value", world_size)
     expected = f"needs more than one value per channel; all {world_size} ranks together have 1 (this rank's input is of"
     assert all(expected in message for message in said)
@@ -83,7 +94,7 @@ def test_too_few_values_are_an_error_on_every_rank(folder: Path, world_size: int
 # Under a Trainer
 
 
-def test_two_processes_train_as_one_on_the_same_global_batch(folder: Path) -> None:
+def test_two_processes_train_as_one_on_the_same_global_batch(folder: Folders) -> None:
     one = fit(1)
     for rank in of_ranks(folder, "fit", 2):
         assert "GlobalBatchNorm" in rank["during"]

@@ -23,7 +23,7 @@ class Architecture:
         settings: Of its configuration.
         batch: Makes a batch with labels, of which it has a loss.
         asked: What else it is called with.
-        is_slow: Whether it takes seconds, most of them to capture its attention, which is written by hand.
+        is_slow: Whether it is left to `make test-slow`.
     """
 
     name: str
@@ -382,6 +382,12 @@ _CASES: list[tuple[str, dict[str, Any], Callable[[torch.Generator], Batch], dict
 ]
 
 _SLOW = {
+    # Neighbours of others that are built of the same parts.
+    *("DeiTForImageClassification", "VideoMAEForPreTraining", "ConvNextV2ForImageClassification"),
+    *("RegNetForImageClassification", "PoolFormerForImageClassification", "SiglipModel", "HubertForCTC"),
+    *("ASTForAudioClassification", "DistilBertForMaskedLM", "ElectraForMaskedLM", "LayoutLMForMaskedLM"),
+    *("Qwen2MoeForCausalLM", "PhiForCausalLM", "PegasusForConditionalGeneration"),
+    # Seconds, most of them to capture attention that is written by hand.
     "Swinv2ForImageClassification",
     "PvtV2ForImageClassification",
     "MobileViTForImageClassification",

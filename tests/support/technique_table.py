@@ -131,7 +131,10 @@ WHATEVER_THE_MODEL = (
     "optimizer_8bit",
     "optimizer",
     "memory_budget",
+    "sparse_activations",
+    "activation_offloading",
     "threads",
+    "compile",
     "allocator",
     "preprocess",
 )
@@ -148,9 +151,8 @@ def tasks_of(name: str, row: Row) -> dict[str, Task]:
     return TASKS_OF.get(row.technique, TASKS) if len(row.settings) == 1 else TASKS
 
 
-def comes_and_goes(name: str, task: str) -> bool:
+def comes_and_goes(name: str, row: Row, task: str) -> bool:
     """Whether the default suite shows with this task how a row comes and goes."""
-    row = table()[name]
     return name in COME_AND_GO and (row.technique not in WHATEVER_THE_MODEL or task == next(iter(tasks_of(name, row))))
 
 

@@ -24,7 +24,7 @@ from lightning_accel.techniques.allocator import AllocatorTechnique
 
 pytestmark = pytest.mark.skipif(heap_in_use() != GLIBC, reason="the heap of this process is not glibc's")
 
-STEPS = 60
+STEPS = 32
 UNLUCKY = 3
 """The status of a process in whose heap a small piece lies above all that is free, so that nothing goes back."""
 
@@ -79,7 +79,7 @@ print("losses", *losses)
 if handle is not None:
     for choice in ("off", "keep"):
         arm.choose(choice)
-        print(choice, *counted(24))
+        print(choice, *counted(16))
     print("report", handle.report.of("allocator").status, handle.report.techniques["allocator"].changes[""])
     handle.undo()
     handle = None

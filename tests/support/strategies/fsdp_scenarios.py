@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.strategies import AccelFSDPStrategy
+from lightning_accel.techniques import compiled_blocks
 from support.lightning_models import Supervised, Transformer, cnn, images, tokens, vectors
 from support.strategies.scenarios import fit, scenario, slow_scenario, transformer, whole_weights
 
@@ -122,9 +123,21 @@ def offloading_leaves_gathered_weights_alone() -> Any:
     return said | {"offloaded_parameters": parameters}
 
 
-@scenario
+@slow_scenario
 def checkpointed_and_compiled() -> Any:
     return sharded(transformer(), plugin={"gradient_checkpointing": "full", "compile": "on"})
+
+
+@scenario
+def checkpointed_and_captured() -> Any:
+    """As it is compiled, but for TorchInductor, which takes most of the time: the graphs run as they were captured."""
+
+    def compile_call(module: nn.Module, *_: Any) -> None:
+        call = torch.compile(lambda *args, **kwargs: module._call_impl(*args, **kwargs), backend="aot_eager")
+        module._compiled_call_impl = call
+
+    with mock.patch.object(compiled_blocks, "compile_call", compile_call):
+        return checkpointed_and_compiled()
 
 
 @scenario

@@ -119,7 +119,8 @@ def resumptions() -> list[Row]:
     ]
 
 
-ON_FOUR_RANKS = (("cnn", "accel_ddp"), ("transformer", "accel_fsdp"))  # each strategy with one model
+EVALUATED = (("cnn", "accel_ddp"), ("transformer", "accel_fsdp"))  # each strategy with one model
+RESUMED = (("transformer", "plain"), ("transformer", "accel_fsdp"), ("groups", "accel_fsdp"))  # with what goes on
 
 
 def is_slow(row: Row) -> bool:
@@ -129,17 +130,18 @@ def is_slow(row: Row) -> bool:
     """
     if row.does == "fit" and row.kind in MODELS:
         if row.variant == "all":
-            return row.world_size == 4 and (row.kind, row.strategy) not in ON_FOUR_RANKS
-        if row.variant == "plain":
-            return row.world_size == 4
-        return (row.kind, row.variant, row.world_size) != ("transformer", "accumulation", 2)
-    if row.does == "fit":
-        return row.strategy == "accel" or row.kind in ("scheduler", "never called")
+            return row.world_size == 4 and (row.kind, row.strategy) != ("transformer", "accel_fsdp")
+        return (row.kind, row.world_size) != ("transformer", 2) or row.variant not in ("plain", "accumulation")
+    if row.does == "fit":  # under DDP those that it has to be told of
+        is_shown = row.strategy == "accel_fsdp" or (row.strategy == "accel_ddp" and KINDS[row.kind].ddp)
+        return not is_shown or row.kind in ("scheduler", "never called")
     if row.source is not None:
         if row.source.world_size == 4:
             return (row.kind, row.sharded) != ("gan", True)  # shards of several optimizers
-        return row.kind != "transformer" and "accel_ddp" in (row.strategy, row.source.strategy)
-    return row.strategy == "accel" or (row.does == "fit twice" and row.kind == "cnn")
+        return "accel_ddp" in (row.strategy, row.source.strategy) or (row.kind, row.strategy) not in RESUMED
+    if row.does == "fit twice":
+        return row.strategy == "accel" or row.kind == "cnn"
+    return (row.kind, row.strategy) not in EVALUATED
 
 
 def with_what_they_need(rows: Iterable[Row]) -> list[Row]:
@@ -249,7 +251,8 @@ def groups(rows: Iterable[Row]) -> list[list[Row]]:
         found.setdefault((row.source is not None, row.world_size), []).append(row)
     ordered = [found[key] for key in sorted(found)]
     # Single processes run two by two, on the two processors that there are.
-    return [half for group in ordered for half in ([group[::2], group[1::2]] if group[0].world_size == 1 else [group])]
+    parted = ([group[::2], group[1::2]] if group[0].world_size == 1 else [group] for group in ordered)
+    return [part for parts in parted for part in parts if part]
 
 
 def run_all(rows: Iterable[Row], folder: Path) -> None:
@@ -292,8 +295,11 @@ def table(which: str) -> list[Row]:
     """The rows of the default suite (``"quick"``), or those that are left to `make test-slow` (``"slow"``)."""
     rows = fits() + variations() + evaluations() + resumptions()
     chosen = [row for row in rows if is_slow(row) == (which == "slow")]
-    if which == "quick":  # what makes a difference to one process is shown of every variant
+    if which == "quick":  # what makes a difference to one process is shown of every variant, and whole checkpoints are
         chosen += [Row(kind="transformer", variant=variant) for variant in VARIANTS]
+        chosen += [Row(kind=kind) for kind in MODELS]
+        chosen += [Row(kind=kind, does="stop") for kind in SAVED]
+        chosen += [Row(kind=kind, strategy="accel_fsdp", world_size=2, does="stop") for kind in SAVED]
     return chosen
 
 

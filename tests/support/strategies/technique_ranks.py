@@ -34,6 +34,10 @@ ROWS = {name: row for name, row in alone().items() if row.host is HOST}
 TECHNIQUES = {name: row.settings for name, row in ROWS.items()}
 
 
+BESIDE_THE_MODEL = ("matmul_precision", "loader", "padding", "threads", "allocator")
+"""Techniques that change nothing of what ranks share of a model: that it is sharded is nothing to them."""
+
+
 def tolerance(technique: str) -> float:
     """How far losses may be off, relatively, and weights."""
     return max(ROWS[technique].tolerance, LARGEST)
@@ -62,7 +66,8 @@ def is_slow(technique: str, way: str) -> bool:
     is_first = technique == next(each for each, row in ROWS.items() if row.technique == name)
     if way == "resumed, FSDP2" and declarations()[name].technique.why_not_sharded:
         return True
-    return not is_first or way not in ("accumulated, DDP", "resumed, FSDP2")
+    shown = ("accumulated, DDP",) if name in BESIDE_THE_MODEL else ("accumulated, DDP", "resumed, FSDP2")
+    return not is_first or way not in shown
 
 
 def rows(which: str) -> list[Row]:

@@ -228,8 +228,7 @@ def test_a_rehearsal_adds_to_a_cache_what_the_call_itself_adds() -> None:
         assert cache.get_seq_length() == 6
 
 
-@MODES
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize(("family", "switched"), [("bert", False), ("llama", True)], ids=["by call", "switched"])
 def test_it_compiles_to_one_graph_with_the_same_outputs_for_queries_that_see_no_key(
     family: str, switched: bool
 ) -> None:

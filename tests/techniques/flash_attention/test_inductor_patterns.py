@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -15,6 +16,15 @@ from support.techniques.flash_attention.hand_written_runs import ROUNDING, SDPA,
 from support.techniques.flash_attention.recorder import Recorder
 
 pytestmark = pytest.mark.numbers
+
+QUICK = (1, 3, 13, 16, 19, 28, 29, 30)
+"""Of half precision and of dropout: plain, dropped, in three dimensions, masked in float32, causal, taken apart."""
+
+
+def patterns(numbers: Iterable[int]) -> pytest.MarkDecorator:
+    """Those of :data:`QUICK`, and the others in `make test-slow`."""
+    marked = [pytest.param(number, marks=[] if number in QUICK else [pytest.mark.slow]) for number in numbers]
+    return pytest.mark.parametrize("number", marked)
 
 
 def test_each_pattern_of_this_torch_has_its_case() -> None:
@@ -34,7 +44,7 @@ def test_it_computes_what_it_did_with_gradients_and_without(number: int) -> None
     assert len(recorder.calls) == 2
 
 
-@pytest.mark.parametrize("number", PATTERNS)
+@patterns(PATTERNS)
 def test_in_float16_it_is_no_further_off_than_the_original(number: int) -> None:
     module, x = make(PATTERNS[number]), batch(2, 16)
     truth = [part.detach() for part in results(module, module, x)]
@@ -47,14 +57,14 @@ def test_in_float16_it_is_no_further_off_than_the_original(number: int) -> None:
     assert len(recorder.calls) == 1
 
 
-@pytest.mark.parametrize("number", sorted(WITH_DROPOUT))
+@patterns(sorted(WITH_DROPOUT))
 def test_its_dropout_reaches_the_kernel(number: int) -> None:
     module, recorder = make(PATTERNS[number], dropout=0.3), Recorder()
     run(HandWrittenSite("attention", module), batch(2, 16), recorder)
     assert [call.dropout_p for call in recorder.calls] == [0.3]
 
 
-@pytest.mark.parametrize("number", sorted(WITH_EMPTY_ROWS_AS_ZEROS))
+@patterns(sorted(WITH_EMPTY_ROWS_AS_ZEROS))
 def test_a_sample_of_nothing_but_padding_gets_zeros_where_it_did(number: int) -> None:
     module, x = make(PATTERNS[number]), batch(2, 16)
     x[1] = 0

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
+CONFIG = "config.yaml"
+"""As LightningCLI saves what a run was given."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint or an example that a command cannot do with; the message says what it takes."""
 
@@ -21,23 +25,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a Lightning checkpoint, one file")
     parser.add_argument(
         "--model",
-        required=True,
         metavar="MODULE:CLASS",
-        help="the LightningModule, such as train:Digits for a class in train.py; it has saved its hyperparameters",
+        help="the LightningModule, such as train:Digits for a class in train.py; it has saved its hyperparameters"
+        " (default: the class that LightningCLI has noted in the checkpoint or in config.yaml beside it)",
     )
 
 
-def load_model(path: Path, model: str) -> LightningModule:
+def load_model(path: Path, model: str | None) -> LightningModule:
     """The module with a checkpoint's weights, on the CPU.
 
+    Args:
+        path: Of the checkpoint.
+        model: ``MODULE:CLASS``; None: as LightningCLI has noted it.
+
     Raises:
-        CheckpointError: There is no such class, or no such file.
+        CheckpointError: There is no such class, or no such file; or nothing says which class it is.
         OSError: It cannot be read.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is no file: give a checkpoint as ModelCheckpoint writes them.")
-    loaded: LightningModule = named(model, "--model").load_from_checkpoint(path, map_location="cpu")
+    if model is None:
+        found, where = noted_class(path)
+        loaded_class = named(":".join(found.rpartition(".")[::2]), where)
+    else:
+        loaded_class = named(model, "--model")
+    loaded: LightningModule = loaded_class.load_from_checkpoint(path, map_location="cpu")
     return loaded
+
+
+def noted_class(path: Path) -> tuple[str, str]:
+    """The class of a checkpoint's module, ``package.module.Class``, and where LightningCLI has noted it.
+
+    Raises:
+        CheckpointError: It has not: it was told a class of its own (``LightningCLI(Digits)``), or was not used.
+    """
+    import torch
+    import yaml
+
+    # Whoever loads the module of a checkpoint unpickles it: load_from_checkpoint does, a few lines on.
+    hyperparameters = torch.load(path, map_location="cpu", weights_only=False).get("hyper_parameters") or {}
+    if found := hyperparameters.get("_class_path"):
+        return str(found), f"the class that {path} notes,"
+    for folder in (path.parent, *path.resolve().parents[1:2]):  # checkpoints/ lies in the folder that has it
+        config = folder / CONFIG
+        if config.is_file():
+            given = yaml.safe_load(config.read_text(encoding="utf-8"))
+            section = given.get("model") if isinstance(given, dict) else None
+            if isinstance(section, dict) and (found := section.get("class_path")):
+                return str(found), f"the class that {config} notes,"
+    raise CheckpointError(
+        f"{path}: neither it nor a {CONFIG} beside it names its class (LightningCLI notes one that was chosen by"
+        " class_path): --model package.module:Class."
+    )
 
 
 def named(name: str, option: str) -> Any:

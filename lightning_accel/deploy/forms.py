@@ -24,6 +24,7 @@ from lightning_accel.core.patch import temporarily
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.int8 import MissingPackageError
+from lightning_accel.deploy.int8_onnx import in_onnx
 from lightning_accel.deploy.shapes import Dimension, as_torch_wants
 
 Call = Callable[..., Any]
@@ -75,6 +76,10 @@ class Form(ABC):
                 f"form={self.name!r} needs {' and '.join(missing)}, not installed here: {self.install}"
             )
 
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """What ``quantize`` has made, with layers in INT8 as this form has them; itself where there is no such form."""
+        return model
+
     @abstractmethod
     def write(self, captured: Captured, path: Path) -> None:
         """Writes the model; what belongs to it may lie beside ``path``."""
@@ -118,7 +123,7 @@ class Aoti(Form):
 
 
 class TorchScript(Form):
-    """Traced and frozen; deprecated by torch, and the one form that takes layers in INT8 as ``quantize`` makes them."""
+    """Traced and frozen; deprecated by torch; takes layers in INT8 as ``quantize`` makes them."""
 
     name, ending, has_graph = "torchscript", ".ts", False
 
@@ -146,6 +151,10 @@ class Onnx(Form):
 
     name, ending = "onnx", ".onnx"
     packages, install = ("onnx", "onnxscript", "onnxruntime"), "pip install 'lightning-accel[deploy]'"
+
+    @override
+    def prepared(self, model: nn.Module) -> nn.Module:
+        return in_onnx(model)
 
     @override
     def write(self, captured: Captured, path: Path) -> None:
@@ -179,7 +188,9 @@ class OpenVino(Form):
 
     @override
     def load(self, path: Path, device: torch.device) -> Call:
-        compiled = importlib.import_module("openvino").compile_model(path, "CPU")
+        # Else it computes in bfloat16 wherever the processor does, whatever the file says.
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        compiled = importlib.import_module("openvino").compile_model(path, "CPU", settings)
 
         def run(*args: Any, **kwargs: Any) -> list[Tensor]:
             found = compiled([t.detach().cpu().numpy() for t in tensors_in((args, kwargs))])

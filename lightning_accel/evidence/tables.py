@@ -13,6 +13,7 @@ from lightning_accel.evidence.memory_use import MemoryUse
 from lightning_accel.evidence.module_tree import Node
 from lightning_accel.evidence.page import Page, Trial
 from lightning_accel.evidence.peaks import Peaks
+from lightning_accel.evidence.served import Served, ServedForm
 
 Cell = tuple[str, float | None]
 
@@ -165,6 +166,26 @@ def curves_table(page: Page) -> Table:
     return _table("Over the run", heads, rows)
 
 
+def served_table(served: Served) -> Table:
+    """The forms in which the model was measured for serving."""
+    metrics = list(served.forms[0].scores) if served.forms else []
+    heads = {"form": False, **dict.fromkeys(("p50, ms", "p95, ms", "p99, ms", "speed"), True), "95% interval": False}
+    heads |= dict.fromkeys(("on disk", "error", *(head for name in metrics for head in (name, f"{name} lost"))), True)
+    rows = [
+        [
+            f"{one.name} (worse)" if one.is_worse else one.name,
+            *map(_number, (one.p50_ms, one.p95_ms, one.p99_ms)),
+            (f"{one.speedup:.2f}x", one.speedup),
+            _bounds(one),
+            _bytes(one.disk_bytes),
+            _number(one.error),
+            *(_number(value) for name in metrics for value in (one.scores.get(name), one.drops.get(name))),
+        ]
+        for one in served.forms
+    ]
+    return _table("Served forms", heads, rows)
+
+
 def plain_table(caption: str, values: Mapping[str, str | float]) -> Table:
     """Names and values."""
     rows = [[name, value if isinstance(value, str) else _number(value)] for name, value in values.items()]
@@ -202,7 +223,7 @@ def _bytes(size: float) -> Cell:
     return format_bytes(round(size)), size
 
 
-def _bounds(trial: Trial) -> str:
+def _bounds(trial: Trial | ServedForm) -> str:
     """An interval, as it is read."""
     return f"[{trial.low:.2f}, {'∞' if trial.high is None else f'{trial.high:.2f}'}]"
 
@@ -247,5 +268,6 @@ FILTERS: Mapping[str, Callable[..., Any]] = {
     "layouts_table": layouts_table,
     "epochs_table": epochs_table,
     "curves_table": curves_table,
+    "served_table": served_table,
     "plain_table": lambda values, caption: plain_table(caption, values),
 }

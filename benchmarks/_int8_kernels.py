@@ -37,7 +37,9 @@ def kernels(model: nn.Module, example: Tensor, batches: list[Any], folder: Path)
         "PT2E, static, compiled": lambda: _compiled(_by_pt2e(model, example, is_dynamic=False)),
         "ONNX Runtime, dynamic, by `export`": lambda: _exported(model, "int8-dynamic", batches, "onnx", folder),
         "ONNX Runtime, static, by `export`": lambda: _exported(model, "int8-static", batches, "onnx", folder),
-        "ONNX Runtime, by its `quantize_dynamic`": lambda: FORMS["onnx"].load(_by_runtime(model, example, folder), _CPU),
+        "ONNX Runtime, by its `quantize_dynamic`": lambda: FORMS["onnx"].load(
+            _by_runtime(model, example, folder), _CPU
+        ),
         "OpenVINO, of the file before": lambda: FORMS["openvino"].load(folder / "runtime.onnx", _CPU),
     }
     for name, make in makers.items():

@@ -33,7 +33,17 @@ ENCODER_FORMS = (
     *("onnx", "onnx+int8-dynamic", "onnx+int8-static", "openvino", "aoti"),
 )
 DEMO_FORMS = ("torchscript", "onnx", "openvino", "aoti")
-COLUMNS = ("model", "form", "p50, p95, p99, ms", "speed", "on disk", "first call, ms", "accuracy", "points lost", "error")
+COLUMNS = (
+    "model",
+    "form",
+    "p50, p95, p99, ms",
+    "speed",
+    "on disk",
+    "first call, ms",
+    "accuracy",
+    "points lost",
+    "error",
+)
 KERNELS = ("INT8 by", "p50, ms", "speed", "error")
 
 

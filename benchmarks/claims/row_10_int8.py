@@ -73,7 +73,9 @@ def measure() -> Iterator[Figure | Missing]:
         if found.converted:
             quantized[name] = found
         else:
-            yield Missing(name, f"this build of PyTorch does not quantise for this CPU: {[*found.kept.values()][0]}")
+            yield Missing(
+                name, f"this build of PyTorch does not quantise for this CPU: {next(iter(found.kept.values()))}"
+            )
     formats: dict[str, nn.Module] = {"float32": model, **{name: one.model for name, one in quantized.items()}}
     formats["FP16"], formats["bfloat16"] = (quantize(model, mode).model for mode in HALF)
     images, labels = tensors_of(testing)

@@ -35,7 +35,7 @@ class Linear(nn.Module):
         weight, self.bias = _weight_and_bias(layer)
         codes, scales = weight.int_repr(), weight.q_per_channel_scales().float()
         if inputs is None:
-            # Of 7 bits, as inputs take all 8 (torch.ao has it the other way round, and ranges of calibration data, too):
+            # Of 7 bits, as inputs take all 8 (torch.ao has it the other way round):
             # kernels for processors without VNNI add two products in 16 bits, and saturate beyond
             # (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html).
             codes, scales = (codes.float() / 2).round().clamp(-64, 63).to(torch.int8), 2 * scales

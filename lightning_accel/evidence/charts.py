@@ -111,9 +111,7 @@ def _served(served: Served) -> Figure:
         area = _DOT * max(form.disk_bytes / largest, 0.05)
         axes.scatter(x, y, s=area, color=_MARK if form.is_worse else _LINE, alpha=0.55, zorder=3)
         is_chosen = form.name == served.recommended
-        note = axes.annotate(
-            form.name, (x, y), fontsize=8, xytext=(6, 5), textcoords="offset points", parse_math=False
-        )
+        note = axes.annotate(form.name, (x, y), fontsize=8, xytext=(6, 5), textcoords="offset points", parse_math=False)
         note.set_fontweight("bold" if is_chosen else "normal")
         note.set_in_layout(False)
     lost = f"{served.metric} lost" if served.metric else "error, as a share of the norm"

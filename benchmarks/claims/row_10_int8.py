@@ -73,9 +73,8 @@ def measure() -> Iterator[Figure | Missing]:
         if found.converted:
             quantized[name] = found
         else:
-            yield Missing(
-                name, f"this build of PyTorch does not quantise for this CPU: {next(iter(found.kept.values()))}"
-            )
+            why = "; ".join(sorted(set(found.kept.values())))
+            yield Missing(name, f"this build of PyTorch does not quantise for this CPU: {why}")
     formats: dict[str, nn.Module] = {"float32": model, **{name: one.model for name, one in quantized.items()}}
     formats["FP16"], formats["bfloat16"] = (quantize(model, mode).model for mode in HALF)
     images, labels = tensors_of(testing)
@@ -87,7 +86,8 @@ def measure() -> Iterator[Figure | Missing]:
             except MissingPackageError as missing:
                 yield Missing(name + ONNX, str(missing))
         for batch in BATCHES:
-            sides = {name: inference(form, images[:batch]) for name, form in {**formats, **served}.items()}
+            calls: dict[str, Callable[..., Any]] = {**formats, **served}
+            sides = {name: inference(call, images[:batch]) for name, call in calls.items()}
             times = timed_ms(sides, seconds=3)
             for name in list(sides)[1:]:
                 target = Target("at least", number) if (number := SPEED.get(name.removesuffix(ONNX))) else None

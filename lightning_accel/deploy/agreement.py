@@ -1,4 +1,4 @@
-"""Whether a form computes what the original does, by the rule of docs/numbers.md; in INT8, by what INT8 loses anyway."""
+"""Whether a form computes what the original does: by the rule of docs/numbers.md; in INT8 by what that loses anyway."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def export(
     """Writes a model in a form that is served, whole or not at all.
 
     The model, accelerated or not, is exported as its author wrote it; it stays as it is. The file is loaded again and
-    called on inputs of several sizes: outputs have to be within the spread of the original's own (docs/numbers.md). Those
-    of INT8 in ONNX, whose kernels round otherwise, may be off from the model in float by twice what ``quantize``'s are.
+    called on inputs of several sizes: outputs have to be within the spread of the original's own (docs/numbers.md). Of
+    INT8 in ONNX, whose kernels round otherwise, they may be off from the model in float by twice what ``quantize``'s are.
 
     Args:
         model: A module, or what ``quantize`` has made of one.
@@ -131,7 +131,7 @@ def export(
     arguments = map_tensors(lambda t: t.detach().to(device).contiguous(), arguments)  # strides are guarded
     dimensions = dimensions_of(arguments, dynamic)
     prepared = kind.prepared(original) if isinstance(model, Quantized) else original
-    judge = differs
+    judge: Judge = differs
     if isinstance(model, Quantized) and prepared is not original:
         judge = by_what_int8_loses(original, model.original)
     captured = Captured(prepared, widened(arguments, dimensions), dimensions)

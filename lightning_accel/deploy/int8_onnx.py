@@ -79,7 +79,8 @@ class StaticConv(nn.Module):
         """(B, C, ...) → (B, C', ...)."""
         bias = None if self.bias is None else self.bias()
         found = self._convolve(self.inputs(x), self.weight(), bias, groups=self._groups, **self._options)
-        return self.outputs(found)
+        result: Tensor = self.outputs(found)
+        return result
 
 
 class _Range(nn.Module):
@@ -161,5 +162,5 @@ def _weight_and_bias(layer: Any) -> tuple[Any, Tensor | None]:
     return layer.weight(), None if bias is None else bias.detach().float()
 
 
-def _symbolic(name: str, arguments: tuple[Tensor, ...], dtype: torch.dtype, shape: Any, **attributes: int) -> Tensor:
+def _symbolic(name: str, arguments: tuple[Tensor, ...], dtype: torch.dtype, shape: Any, **attributes: Any) -> Tensor:
     return torch.onnx.ops.symbolic(name, arguments, attributes, dtype=dtype, shape=shape, version=_VERSION)

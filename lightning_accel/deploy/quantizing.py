@@ -71,9 +71,9 @@ def quantize(
     With calibration data, INT8 is tried: where outputs are off by more than ``max_error``, layers are put back into
     float, beginning with the one that loses the most alone, until they are not.
 
-    INT8 is computed by kernels of ``torch.ao``, which are deprecated and the fastest that there are at
-    batch 1, where they take 0.27 times what float32 does and PT2E's, compiled, 0.36 times
-    (:mod:`lightning_accel.deploy.int8`); ``int8-weight`` by torchao's.
+    INT8 is computed by kernels of ``torch.ao``, which are deprecated and need no compiler
+    (:mod:`lightning_accel.deploy.int8`), and exported to ONNX by those of ONNX Runtime; ``int8-weight`` by torchao's.
+    docs/results has all that there are beside each other.
 
     Args:
         model: Accelerated or not, on the CPU for INT8.

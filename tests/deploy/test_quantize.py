@@ -122,9 +122,7 @@ def test_a_model_that_half_precision_cannot_hold_is_kept_out_and_the_layer_named
     model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.ReLU(), inner), nn.LayerNorm(64))
     with torch.no_grad():
         inner[1].weight.mul_(1e6)
-    with pytest.raises(
-        QuantizeError, match=r"'fp16' has the outputs off by more.*begins in '1\.1\.1', Linear\..*'bf16'"
-    ):
+    with pytest.raises(QuantizeError, match=r"'fp16' has the outputs off by more.*begins in '1\.1\.1', Linear\."):
         quantize(model, "fp16", calibration=batches(8, 64))
     assert quantize(model, "bf16", calibration=batches(8, 64)).error < 0.05
 

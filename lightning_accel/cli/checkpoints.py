@@ -62,10 +62,11 @@ def noted_class(path: Path) -> tuple[str, str]:
     import torch
     import yaml
 
+    from lightning_accel.lightning.private import noted_class_of
+
     # Whoever loads the module of a checkpoint unpickles it: load_from_checkpoint does, a few lines on.
-    hyperparameters = torch.load(path, map_location="cpu", weights_only=False).get("hyper_parameters") or {}
-    if found := hyperparameters.get("_class_path"):
-        return str(found), f"the class that {path} notes,"
+    if found := noted_class_of(torch.load(path, map_location="cpu", weights_only=False)):
+        return found, f"the class that {path} notes,"
     for folder in (path.parent, *path.resolve().parents[1:2]):  # checkpoints/ lies in the folder that has it
         config = folder / CONFIG
         if config.is_file():

@@ -8,7 +8,8 @@ import logging
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -132,7 +133,7 @@ class TorchScript(Form):
     def write(self, captured: Captured, path: Path) -> None:
         args, kwargs = captured.arguments
         given: dict[str, Any] = {"example_kwarg_inputs": kwargs} if kwargs else {"example_inputs": args}
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _unused_properties_hidden(captured.model):
             warnings.simplefilter("ignore")  # what tracing bakes in is found by calling it with other shapes
             jit: Any = torch.jit
             traced = jit.trace(captured.model, check_trace=False, strict=False, **given)
@@ -229,6 +230,24 @@ class TensorRT(Form):
 
 
 FORMS: dict[str, Form] = {form.name: form for form in (Pt2(), Aoti(), Onnx(), TensorRT(), TorchScript(), OpenVino())}
+
+
+@contextmanager
+def _unused_properties_hidden(model: nn.Module) -> Iterator[None]:
+    """Keeps torch.jit off what modules tell it to leave alone: it reads all that ``dir`` names before it asks.
+
+    A LightningModule's ``trainer`` is among these, and raises where it has none.
+    """
+    kinds = {module: type(module) for module in model.modules()}
+    for module, kind in kinds.items():
+        if unused := set(getattr(kind, "__jit_unused_properties__", ())):
+            names = [name for name in dir(module) if name not in unused]
+            module.__class__ = type(kind.__name__, (kind,), {"__dir__": lambda _, names=names: names})
+    try:
+        yield
+    finally:
+        for module, kind in kinds.items():
+            module.__class__ = kind
 
 
 def _set_ci(value: str | None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
@@ -91,6 +92,21 @@ def test_a_package_compiled_ahead_of_time_computes_the_same() -> None:
     exported = export(model, torch.randn(1, 8), "aoti")
     with torch.no_grad():
         x = torch.randn(5, 8)
+        torch.testing.assert_close(exported.load()(x), model(x))
+
+
+def test_a_lightning_module_is_traced_without_a_trainer() -> None:
+    class Plain(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    model, x = Plain().eval(), torch.randn(2, 8)
+    exported = export(model, x, "torchscript")
+    with torch.no_grad():
         torch.testing.assert_close(exported.load()(x), model(x))
 
 

@@ -45,38 +45,40 @@ def load_model(path: Path, model: str | None) -> LightningModule:
     if not path.is_file():
         raise CheckpointError(f"{path} is no file: give a checkpoint as ModelCheckpoint writes them.")
     if model is None:
-        found, where = noted_class(path)
-        loaded_class = named(":".join(found.rpartition(".")[::2]), where)
-    else:
-        loaded_class = named(model, "--model")
-    loaded: LightningModule = loaded_class.load_from_checkpoint(path, map_location="cpu")
+        return _by_noted_class(path)
+    loaded: LightningModule = named(model, "--model").load_from_checkpoint(path, map_location="cpu")
     return loaded
 
 
-def noted_class(path: Path) -> tuple[str, str]:
-    """The class of a checkpoint's module, ``package.module.Class``, and where LightningCLI has noted it.
+def _by_noted_class(path: Path) -> LightningModule:
+    """As LightningCLI notes a class that was chosen by ``class_path``: in the checkpoint, or in config.yaml beside it.
 
     Raises:
         CheckpointError: It has not: it was told a class of its own (``LightningCLI(Digits)``), or was not used.
     """
-    import torch
     import yaml
+    from lightning.pytorch import LightningModule
 
-    from lightning_accel.lightning.private import noted_class_of
+    from lightning_accel.core.trial import one_line
 
-    # Whoever loads the module of a checkpoint unpickles it: load_from_checkpoint does, a few lines on.
-    if found := noted_class_of(torch.load(path, map_location="cpu", weights_only=False)):
-        return found, f"the class that {path} notes,"
     for folder in (path.parent, *path.resolve().parents[1:2]):  # checkpoints/ lies in the folder that has it
         config = folder / CONFIG
-        if config.is_file():
-            given = yaml.safe_load(config.read_text(encoding="utf-8"))
-            section = given.get("model") if isinstance(given, dict) else None
-            if isinstance(section, dict) and (found := section.get("class_path")):
-                return str(found), f"the class that {config} notes,"
+        given = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None
+        section = given.get("model") if isinstance(given, dict) else None
+        if isinstance(section, dict) and (found := section.get("class_path")):
+            noted = named(":".join(str(found).rpartition(".")[::2]), f"{config}, model.class_path:")
+            loaded: LightningModule = noted.load_from_checkpoint(path, map_location="cpu")
+            return loaded
+    why = ""
+    try:  # of the class that is noted in it, else the empty LightningModule, into which no weights go
+        loaded = LightningModule.load_from_checkpoint(path, map_location="cpu")
+        if type(loaded) is not LightningModule:
+            return loaded
+    except Exception as error:
+        why = "" if "state_dict for LightningModule:" in str(error) else f" ({one_line(error)})"
     raise CheckpointError(
-        f"{path}: neither it nor a {CONFIG} beside it names its class (LightningCLI notes one that was chosen by"
-        " class_path): --model package.module:Class."
+        f"{path}: neither it nor a {CONFIG} beside it names its class, as LightningCLI notes one that was chosen by"
+        f" class_path: --model package.module:Class.{why}"
     )
 
 

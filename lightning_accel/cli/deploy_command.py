@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_accel.cli import checkpoints
 from lightning_accel.cli.compare_command import share
-from lightning_accel.evidence.reading import read_record
-from lightning_accel.evidence.record import FOLDER
-from lightning_accel.evidence.served import add_to_record
 
 if TYPE_CHECKING:
     from lightning_accel.deploy.comparing import Comparison
@@ -58,6 +55,7 @@ def add_parser(subcommands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison; returns the exit status."""
     from lightning_accel.deploy.comparing import compare  # late: --help answers without torch
+    from lightning_accel.evidence.served import add_to_record
 
     try:
         record = _record_of(arguments.run, arguments.checkpoint)
@@ -86,6 +84,9 @@ def _record_of(run: Path | None, checkpoint: Path) -> Path | None:
     Raises:
         RecordError: There is none in the folder that was given.
     """
+    from lightning_accel.evidence.reading import read_record
+    from lightning_accel.evidence.record import FOLDER
+
     if run is not None:
         return read_record(run).path
     folders = checkpoint.resolve().parents[:2]  # checkpoints/ lies in the folder of its run

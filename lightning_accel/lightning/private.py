@@ -178,11 +178,3 @@ def parser_actions(parser: Any) -> list[Any]:
     Without the name: none, and the error for a misspelt key names no nearest one.
     """
     return list(getattr(parser, "_actions", ()))
-
-
-def noted_class_of(checkpoint: Mapping[str, Any]) -> str:
-    """The class that LightningCLI has noted in a checkpoint, ``package.module.Class``: ``_class_path``, Lightning 2.0.
-
-    It does where the class was chosen by ``class_path``. Without the name, or without LightningCLI: empty.
-    """
-    return str((checkpoint.get("hyper_parameters") or {}).get("_class_path") or "")

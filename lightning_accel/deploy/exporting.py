@@ -93,8 +93,8 @@ def export(
     """Writes a model in a form that is served, whole or not at all.
 
     The model, accelerated or not, is exported as its author wrote it; it stays as it is. The file is loaded again and
-    called on inputs of several sizes: outputs have to be within the spread of the original's own (docs/numbers.md). INT8
-    in ONNX, whose kernels round otherwise, may be off from the model in float by twice what ``quantize``'s is.
+    called on inputs of several sizes: outputs have to be within the spread of the original's own (docs/numbers.md).
+    INT8 in ONNX, whose kernels round otherwise, may be off from the model in float by twice what ``quantize``'s is.
 
     Args:
         model: A module, or what ``quantize`` has made of one.

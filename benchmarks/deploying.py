@@ -10,6 +10,7 @@ which kernels INT8 is the fastest. The encoder is trained first, in three minute
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,15 @@ def rows_of(model: str, found: Comparison) -> list[list[str]]:
     eager = found.forms["eager"]
     rows = [row(model, name, form, eager) for name, form in found.forms.items()]
     gaps = [""] * (len(COLUMNS) - 3)
-    rows += [[model, name, why.partition(": `")[0], *gaps] for name, why in found.left_out.items()]
+    rows += [[model, name, without_folders(why), *gaps] for name, why in found.left_out.items()]
     for one in rows:
         one[1] = f"**{one[1]}**" if one[1] == found.recommended else one[1]
     return rows
+
+
+def without_folders(why: str) -> str:
+    """A reason with the names of files, and not where they lie on this machine."""
+    return re.sub(r"(?:/[^\s/:]+)+/", "", why)
 
 
 def by_kernels(model: nn.Module, batches: list[Any], seconds: float) -> tuple[list[list[str]], dict[str, Any]]:
@@ -94,7 +100,7 @@ def by_kernels(model: nn.Module, batches: list[Any], seconds: float) -> tuple[li
             error = deviation([_outputs(call, batches)], [expected]).noise
             rows.append([name, f"{p50:.3g}", str(speed) if call is not model else "", f"{error:.1e}"])
             details[name] = {"p50_ms": p50, "speed": [speed.ratio, speed.low, speed.high], "error": error}
-    rows += [[name, why, "", ""] for name, why in made.items() if isinstance(why, str)]
+    rows += [[name, without_folders(why), "", ""] for name, why in made.items() if isinstance(why, str)]
     return rows, details
 
 
@@ -122,7 +128,7 @@ def main() -> None:
         found[name] = compare(model, demo_forms, batches, batch_sizes=(1,), seconds=seconds)
     command = "python benchmarks/deploying.py" + (f" --seconds {seconds:g}" if seconds != SECONDS else "")
     rows = [one for name, comparison in found.items() for one in rows_of(name, comparison)]
-    details = {name: comparison.to_dict() for name, comparison in found.items()}
+    details = {name: comparison.to_dict()["forms"] for name, comparison in found.items()}
     publish("deploying", command, COLUMNS, rows, details, by_machine=True)
     if not small:
         publish("deploying_int8", command, KERNELS, *by_kernels(encoder, testing, seconds), by_machine=True)

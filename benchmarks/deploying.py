@@ -4,7 +4,7 @@
 
 To answer: whether INT8 halves the latency at batch 1 and quarters the size of a transformer encoder that has learnt
 real data, for under a point of accuracy; whether a form makes the demo's models 1.3 times as fast at batch 1; and by
-which kernels INT8 is the fastest. The encoder is trained first, which takes most of the time. What is not installed is said.
+which kernels INT8 is the fastest. Training the encoder takes most of the time. What is not installed is said.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -95,6 +96,25 @@ def test_a_dry_run_goes_through_and_leaves_its_table(
         benchmark(script).main()
     suffixes = sorted(path.suffix for path in tmp_path.glob("gpu-*"))
     assert suffixes == [".json", ".md"]
+
+
+# -- deploying --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_dry_run_of_serving_goes_through_and_leaves_its_table(
+    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("sklearn.datasets")
+    monkeypatch.setattr(sys, "argv", ["deploying.py", "--dry-run", "--json", str(tmp_path)])
+    script = benchmark("deploying")
+    script.main()
+    (written,) = (tmp_path / "deploying").iterdir()
+    record = json.loads(written.read_text(encoding="utf-8"))
+    assert record["columns"] == list(script.COLUMNS)
+    assert {row[1].strip("*") for row in record["rows"]} >= {"eager", "int8-dynamic", "onnx", "onnx+int8-dynamic"}
+    assert len({row[0] for row in record["rows"]}) == 3
 
 
 # -- techniques --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import importlib
 import tempfile
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from lightning_accel.claims.claim import Claim, Figure, Missing, NotHereError, Target
 from lightning_accel.claims.measure import device, speedup, timed_ms
 from lightning_accel.core.host import Host
+from lightning_accel.deploy import MissingPackageError, export
+from lightning_accel.deploy.exporting import FormName
+from lightning_accel.deploy.forms import FORMS
 
 CLAIM = Claim(
     row=5,
@@ -76,73 +80,48 @@ def forms(half: torch.dtype) -> dict[str, tuple[Callable[[nn.Module, Tensor], De
     """Name → how to deploy a model in this form, and the precisions to do it in."""
     both = (torch.float32, half)
     return {
-        "TorchScript": (by_torchscript, both),
+        "TorchScript": (partial(by_export, "torchscript"), both),
         "torch.compile": (by_compiling, both),
-        "AOTInductor": (by_aot_inductor, both),
-        "ONNX Runtime": (by_onnx_runtime, (torch.float32,)),  # on a CPU it has no products in bfloat16
+        "AOTInductor": (partial(by_export, "aoti"), both),
+        "ONNX Runtime": (partial(by_export, "onnx"), (torch.float32,)),  # on a CPU it has no products in bfloat16
+        "OpenVINO": (partial(by_export, "openvino"), (torch.float32,)),
         "TensorRT": (by_tensorrt, (torch.float16,)),
     }
 
 
-def by_torchscript(model: nn.Module, x: Tensor) -> Deployed:
-    """Traced, and frozen: weights are constants."""
-    run: Deployed = torch.jit.freeze(torch.jit.trace(model, x))
-    for _ in range(3):  # it specialises on what it sees in the first calls
-        run(x)
-    return run
+def by_export(form: FormName, model: nn.Module, x: Tensor) -> Deployed:
+    """Written by ``lightning_accel.deploy.export`` for inputs of this size, and loaded again."""
+    if x.device.type != "cpu" and form in ("onnx", "openvino"):
+        raise NotHereError("measured on a CPU only: on a GPU its copies from and to NumPy would be what is timed")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            run = export(model, (x,), form, path=Path(folder, f"model{FORMS[form].ending}"), dynamic="off").load()
+        except MissingPackageError as missing:
+            raise NotHereError(str(missing)) from None
+    for _ in range(3):  # TorchScript specialises on what it sees in the first calls
+        found = run(x)
+    return (lambda x: run(x)[0]) if isinstance(found, list) else run
 
 
 def by_compiling(model: nn.Module, x: Tensor) -> Deployed:
     """Compiled at the first call, with weights as constants that may be laid out anew."""
-    _needs_compiler()
+    if Host.detect(device()).compiler is None:
+        raise NotHereError("nothing to compile with: `lightning-accel doctor` names what to install")
     run: Deployed = torch.compile(model, options={"freezing": True})
     return run
-
-
-def by_aot_inductor(model: nn.Module, x: Tensor) -> Deployed:
-    """Compiled to a package, as one is made to be served without Python, and loaded again."""
-    _needs_compiler()
-    exported = torch.export.export(model, (x,))
-    with tempfile.TemporaryDirectory() as folder:
-        package = torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(Path(folder, "model.pt2")), inductor_configs={"freezing": True}
-        )
-        return torch._inductor.aoti_load_package(package)  # which unpacks it to a place of its own
-
-
-def by_onnx_runtime(model: nn.Module, x: Tensor) -> Deployed:
-    """Exported to ONNX, run on the CPU by ONNX Runtime, arrays shared with NumPy."""
-    if x.device.type != "cpu":
-        raise NotHereError("measured on a CPU only: on a GPU its copies from and to NumPy would be what is timed")
-    runtime, _, _ = (_installed(name, "deploy") for name in ("onnxruntime", "onnx", "onnxscript"))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.onnx")
-        torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
-        session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (name,) = (entry.name for entry in session.get_inputs())
-    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
 
 
 def by_tensorrt(model: nn.Module, x: Tensor) -> Deployed:
     """Compiled by Torch-TensorRT; what TensorRT refuses is an error, not run by PyTorch unseen."""
     if x.device.type != "cuda":
         raise NotHereError("TensorRT needs an NVIDIA GPU")
-    _installed("torch_tensorrt", "tensorrt")
+    try:
+        importlib.import_module("torch_tensorrt")
+    except ImportError:
+        raise NotHereError("torch_tensorrt is not installed: pip install 'lightning-accel[tensorrt]'") from None
     options: dict[str, Any] = {
         "min_block_size": 1,
         "pass_through_build_failures": True,
     }  # it leaves models this small to PyTorch
     run: Deployed = torch.compile(model, backend="torch_tensorrt", dynamic=False, options=options)
     return run
-
-
-def _needs_compiler() -> None:
-    if Host.detect(device()).compiler is None:
-        raise NotHereError("nothing to compile with: `lightning-accel doctor` names what to install")
-
-
-def _installed(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise NotHereError(f"{module} is not installed: pip install 'lightning-accel[{extra}]'") from None

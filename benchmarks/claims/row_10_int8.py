@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from lightning_accel import Plan, accelerate
 from lightning_accel.claims._digits import digits
 from lightning_accel.claims.claim import Claim, Figure, Missing, Target, counted
 from lightning_accel.claims.measure import speedup, timed_ms
+from lightning_accel.deploy import MissingPackageError, Quantized, export, quantize
+from lightning_accel.deploy.quantizing import Mode
 
 CLAIM = Claim(
     row=10,
@@ -41,6 +42,10 @@ SIZE = {
     "FP16": Target("about", 0.50),
 }
 
+ONNX = " in ONNX Runtime"
+MODES: dict[str, Mode] = {"dynamic INT8": "int8-dynamic", "static INT8": "int8-static"}
+HALF: tuple[Mode, Mode] = ("fp16", "bf16")
+
 # A process of its own: in one that has freed memory before, loading takes what lies there, and nothing is seen to grow.
 # What loading imports, and the scratch memory that the allocator holds on to, are not the model's: it is loaded once
 # before, and what is free is given back before each look.
@@ -62,30 +67,40 @@ print(held() - before)
 def measure() -> Iterator[Figure | Missing]:
     training, testing = digits(seed=0)
     model = trained(*tensors_of(training))
-    formats: dict[str, tuple[nn.Module, torch.dtype]] = {"float32": (model, torch.float32)}
-    try:
-        formats["dynamic INT8"] = dynamic_int8(model), torch.float32
-        formats["static INT8"] = static_int8(model, tensors_of(training)[0]), torch.float32
-    except (ImportError, RuntimeError) as error:
-        yield Missing("INT8", f"this build of PyTorch does not quantise for this CPU: {error}")
-    formats["FP16"] = deepcopy(model).half(), torch.float16
-    formats["bfloat16"] = deepcopy(model).bfloat16(), torch.bfloat16
+    quantized: dict[str, Quantized] = {}
+    for name, mode in MODES.items():
+        found = quantize(model, mode, calibration=tensors_of(training)[0].split(64))
+        if found.converted:
+            quantized[name] = found
+        else:
+            why = "; ".join(sorted(set(found.kept.values())))
+            yield Missing(name, f"this build of PyTorch does not quantise for this CPU: {why}")
+    formats: dict[str, nn.Module] = {"float32": model, **{name: one.model for name, one in quantized.items()}}
+    formats["FP16"], formats["bfloat16"] = (quantize(model, mode).model for mode in HALF)
     images, labels = tensors_of(testing)
-    for batch in BATCHES:
-        sides = {name: inference(form, images[:batch].to(dtype)) for name, (form, dtype) in formats.items()}
-        times = timed_ms(sides, seconds=3)
-        for name in list(formats)[1:]:
-            target = Target("at least", SPEED[name]) if name in SPEED else None
-            yield speedup(f"{name}, time at a batch of {batch}", times["float32"], times[name], target)
+    with tempfile.TemporaryDirectory() as folder:
+        served: dict[str, Callable[..., Any]] = {}
+        for name, one in quantized.items():
+            try:
+                served[name + ONNX] = in_onnx(one, images[:2], Path(folder, f"{name}.onnx"))
+            except MissingPackageError as missing:
+                yield Missing(name + ONNX, str(missing))
+        for batch in BATCHES:
+            calls: dict[str, Callable[..., Any]] = {**formats, **served}
+            sides = {name: inference(call, images[:batch]) for name, call in calls.items()}
+            times = timed_ms(sides, seconds=3)
+            for name in list(sides)[1:]:
+                target = Target("at least", number) if (number := SPEED.get(name.removesuffix(ONNX))) else None
+                yield speedup(f"{name}, time at a batch of {batch}", times["float32"], times[name], target)
     for where, size in (("on disk", size_on_disk), ("in memory", size_in_memory)):
-        sizes = {name: size(form) for name, (form, _) in formats.items() if name != "bfloat16"}  # as FP16
+        sizes = {name: size(form) for name, form in formats.items() if name != "bfloat16"}  # as FP16
         for name in list(sizes)[1:]:
             note = f"{sizes['float32'] / 1e6:.0f} to {sizes[name] / 1e6:.0f} MB"
             share = sizes[name] / sizes["float32"]
             yield counted(f"{name}, size {where}", share, "%", SIZE[name], note)
     exact = accuracy(model, images, labels)
-    for name, (form, dtype) in list(formats.items())[1:]:
-        drop = exact - accuracy(form, images.to(dtype), labels)
+    for name, form in list(formats.items())[1:]:
+        drop = exact - accuracy(form, images, labels)
         yield counted(f"accuracy lost by {name}", drop, "%", note=f"of {100 * exact:.1f}%")
 
 
@@ -113,29 +128,16 @@ def trained(images: Tensor, labels: Tensor, *, width: int = WIDTH, epochs: int =
     return model.eval()
 
 
-def dynamic_int8(model: nn.Module) -> nn.Module:
-    """INT8 weights; activations are quantised at every call, by the range they have then."""
-    import torch.ao.quantization as quantization
+def in_onnx(quantized: Quantized, images: Tensor, path: Path) -> Callable[..., Any]:
+    """The same INT8 for ONNX Runtime, for batches of any size.
 
-    found: nn.Module = quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-    return found
-
-
-def static_int8(model: nn.Module, images: Tensor) -> nn.Module:
-    """INT8 weights and activations, by the ranges that ``images``, (N, 64), show; each ReLU fused to its layer."""
-    import torch.ao.quantization as quantization
-
-    pairs = [[str(index), str(index + 1)] for index in (0, 2, 4)]
-    fused: Any = quantization.QuantWrapper(quantization.fuse_modules(model, pairs))
-    fused.qconfig = quantization.get_default_qconfig(torch.backends.quantized.engine)
-    fused = quantization.prepare(fused)
-    with torch.no_grad():
-        fused(images)
-    found: nn.Module = quantization.convert(fused)
-    return found
+    Raises:
+        MissingPackageError: It is not installed.
+    """
+    return export(quantized, (images,), "onnx", path=path).load()
 
 
-def inference(model: nn.Module, images: Tensor) -> Callable[[], None]:
+def inference(model: Callable[..., Any], images: Tensor) -> Callable[[], None]:
     def run() -> None:
         with torch.no_grad():
             model(images)

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
+CONFIG = "config.yaml"
+"""As LightningCLI saves what a run was given."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint or an example that a command cannot do with; the message says what it takes."""
 
@@ -21,23 +25,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a Lightning checkpoint, one file")
     parser.add_argument(
         "--model",
-        required=True,
         metavar="MODULE:CLASS",
-        help="the LightningModule, such as train:Digits for a class in train.py; it has saved its hyperparameters",
+        help="the LightningModule, such as train:Digits for a class in train.py; it has saved its hyperparameters"
+        " (default: the class that LightningCLI has noted in the checkpoint or in config.yaml beside it)",
     )
 
 
-def load_model(path: Path, model: str) -> LightningModule:
+def load_model(path: Path, model: str | None) -> LightningModule:
     """The module with a checkpoint's weights, on the CPU.
 
+    Args:
+        path: Of the checkpoint.
+        model: ``MODULE:CLASS``; None: as LightningCLI has noted it.
+
     Raises:
-        CheckpointError: There is no such class, or no such file.
+        CheckpointError: There is no such class, or no such file; or nothing says which class it is.
         OSError: It cannot be read.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is no file: give a checkpoint as ModelCheckpoint writes them.")
+    if model is None:
+        return _by_noted_class(path)
     loaded: LightningModule = named(model, "--model").load_from_checkpoint(path, map_location="cpu")
     return loaded
+
+
+def _by_noted_class(path: Path) -> LightningModule:
+    """As LightningCLI notes a class that was chosen by ``class_path``: in the checkpoint, or in config.yaml beside it.
+
+    Raises:
+        CheckpointError: It has not: it was told a class of its own (``LightningCLI(Digits)``), or was not used.
+    """
+    import yaml
+    from lightning.pytorch import LightningModule
+
+    from lightning_accel.core.trial import one_line
+
+    for folder in (path.parent, *path.resolve().parents[1:2]):  # checkpoints/ lies in the folder that has it
+        config = folder / CONFIG
+        given = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None
+        section = given.get("model") if isinstance(given, dict) else None
+        if isinstance(section, dict) and (found := section.get("class_path")):
+            noted = named(":".join(str(found).rpartition(".")[::2]), f"{config}, model.class_path:")
+            loaded: LightningModule = noted.load_from_checkpoint(path, map_location="cpu")
+            return loaded
+    why = ""
+    try:  # of the class that is noted in it, else the empty LightningModule, into which no weights go
+        loaded = LightningModule.load_from_checkpoint(path, map_location="cpu")
+        if type(loaded) is not LightningModule:
+            return loaded
+    except Exception as error:
+        why = "" if "state_dict for LightningModule:" in str(error) else f" ({one_line(error)})"
+    raise CheckpointError(
+        f"{path}: neither it nor a {CONFIG} beside it names its class, as LightningCLI notes one that was chosen by"
+        f" class_path: --model package.module:Class.{why}"
+    )
 
 
 def named(name: str, option: str) -> Any:

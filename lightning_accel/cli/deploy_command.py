@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_accel.cli import checkpoints
@@ -43,18 +44,28 @@ def add_parser(subcommands: Any) -> None:
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="of timing, for each form and size (default: 5)")
     parser.add_argument("--json", action="store_true", help="as JSON, and nothing else")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="RUN",
+        help="the folder of the run whose report is to show it (default: the one that the checkpoint lies in)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison; returns the exit status."""
     from lightning_accel.deploy.comparing import compare  # late: --help answers without torch
+    from lightning_accel.evidence.served import add_to_record
 
     try:
+        record = _record_of(arguments.run, arguments.checkpoint)
         model = checkpoints.load_model(arguments.checkpoint, arguments.model)
         data = checkpoints.named(arguments.data, "--data")()
         metrics = checkpoints.named(arguments.metrics, "--metrics")() if arguments.metrics else None
         forms = [name.strip() for name in arguments.forms.split(",") if name.strip()]
         found = compare(model, forms, data, metrics, max_drop=arguments.max_drop, seconds=arguments.seconds)
+        if record is not None:
+            add_to_record(record, arguments.checkpoint, found.to_dict())
     except (ValueError, TypeError, OSError) as error:
         print(f"lightning-accel deploy: {error}", file=sys.stderr)
         return NOT_COMPARED
@@ -62,7 +73,25 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found.to_dict(), indent=2))
     else:
         show(found)
+        if record is not None:
+            print(f"With its plot in the report of the run: lightning-accel report {record}")
     return WORSE if found.worse else COMPARED
+
+
+def _record_of(run: Path | None, checkpoint: Path) -> Path | None:
+    """The record that the comparison is added to; None where the checkpoint lies in no run's folder.
+
+    Raises:
+        RecordError: There is none in the folder that was given.
+    """
+    from lightning_accel.evidence.reading import read_record
+    from lightning_accel.evidence.record import FOLDER
+
+    if run is not None:
+        return read_record(run).path
+    folders = checkpoint.resolve().parents[:2]  # checkpoints/ lies in the folder of its run
+    run = next((folder for folder in folders if any(folder.glob(f"{FOLDER}/*-*.jsonl"))), None)
+    return None if run is None else read_record(run).path
 
 
 def show(found: Comparison) -> None:

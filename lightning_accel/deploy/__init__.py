@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_accel.deploy.comparing import Comparison, Measured, compare
-    from lightning_accel.deploy.errors import DynamicDimensionError, ExportError
+    from lightning_accel.deploy.errors import DynamicDimensionError, ExportError, QuantizeError
     from lightning_accel.deploy.exporting import Exported, export
     from lightning_accel.deploy.int8 import MissingPackageError
     from lightning_accel.deploy.quantizing import Quantized, quantize
@@ -19,6 +19,7 @@ _HOMES = {
     "Exported": "exporting",
     "Measured": "comparing",
     "MissingPackageError": "int8",
+    "QuantizeError": "errors",
     "Quantized": "quantizing",
     "compare": "comparing",
     "export": "exporting",
@@ -32,6 +33,7 @@ __all__ = [
     "Exported",
     "Measured",
     "MissingPackageError",
+    "QuantizeError",
     "Quantized",
     "compare",
     "export",

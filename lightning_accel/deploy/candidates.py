@@ -19,7 +19,7 @@ from lightning_accel.deploy.exporting import export
 from lightning_accel.deploy.forms import FORMS
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.plain import plain_copy
-from lightning_accel.deploy.quantizing import Mode, quantize, saved_bytes
+from lightning_accel.deploy.quantizing import Mode, Quantized, quantize, saved_bytes
 
 EAGER = "eager"
 MODES: tuple[str, ...] = get_args(Mode)
@@ -86,18 +86,18 @@ def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterabl
         MissingPackageError: Something is not installed.
     """
     form, _, mode = name.partition("+") if name.split("+")[0] in FORMS else ("", "", name)
-    module: nn.Module = plain_copy(model)
+    made: nn.Module | Quantized = plain_copy(model)
     remarks: list[str] = []
     if mode in _INT8 or (mode in MODES and not form):
-        quantized = quantize(model, mode, calibration=calibration)  # type: ignore[arg-type]
-        module = quantized.model
-        remarks = [f"{layer} in float: {why}" for layer, why in quantized.kept.items()]
+        made = quantize(model, mode, calibration=calibration)  # type: ignore[arg-type]
+        remarks = [f"{layer} in float: {why}" for layer, why in made.kept.items()]
     if not form:
+        module = made.model if isinstance(made, Quantized) else made
         num_bytes = saved_bytes(module)
         return Candidate(name, module, num_bytes, num_bytes, _first_call_ms(module, arguments), tuple(remarks))
     args, kwargs = arguments
     exported = export(
-        module,
+        made,
         kwargs or args,
         form,  # type: ignore[arg-type]
         path=folder / f"{name}{FORMS[form].ending}",

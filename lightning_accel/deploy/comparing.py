@@ -21,7 +21,7 @@ from lightning_accel.core.trial import one_line
 from lightning_accel.deploy import accuracy, turns
 from lightning_accel.deploy.accuracy import Judged, Score
 from lightning_accel.deploy.candidates import EAGER, Candidate, check_form, make
-from lightning_accel.deploy.errors import ExportError
+from lightning_accel.deploy.errors import ExportError, QuantizeError
 from lightning_accel.deploy.inputs import Arguments, arguments_of, batch_size_of, inputs_and_targets
 from lightning_accel.deploy.int8 import MissingPackageError, without_deprecations
 from lightning_accel.deploy.plain import plain_copy
@@ -145,7 +145,7 @@ def compare(
                 candidate = make(name, original, first, batches, Path(folder))
                 judged[name] = accuracy.judge(candidate.call, original, batches, wanted)
                 candidates[name] = candidate
-            except (ExportError, MissingPackageError) as error:
+            except (ExportError, QuantizeError, MissingPackageError) as error:
                 left_out[name] = str(error)
             except Exception as error:
                 if name == EAGER:

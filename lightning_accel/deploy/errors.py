@@ -16,6 +16,10 @@ class ExportError(RuntimeError):
     """A model was not exported; nothing was written."""
 
 
+class QuantizeError(RuntimeError):
+    """Smaller numbers have a model's outputs off by more than is allowed; nothing was converted."""
+
+
 class DynamicDimensionError(ExportError):
     """A dimension that was to be dynamic is one that the model fixes."""
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.device import device_of
-from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.core.tree import map_tensors
+from lightning_accel.deploy.agreement import Judge, by_what_int8_loses, differs
 from lightning_accel.deploy.beginnings import first_off
 from lightning_accel.deploy.errors import (
     DynamicDimensionError,
@@ -37,6 +37,10 @@ from lightning_accel.deploy.shapes import Dimension, Dynamic, dimensions_of, oth
 FormName = Literal["pt2", "aoti", "onnx", "tensorrt", "torchscript", "openvino"]
 Precision = Literal["32", "fp16", "bf16"]
 
+_INT8_FORMS = (
+    " Layers in INT8 are written as 'onnx' (of what quantize() has returned, not its .model alone) and as 'torchscript'"
+    " only, but for those of 'int8-weight'."
+)
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -90,6 +94,7 @@ def export(
 
     The model, accelerated or not, is exported as its author wrote it; it stays as it is. The file is loaded again and
     called on inputs of several sizes: outputs have to be within the spread of the original's own (docs/numbers.md).
+    INT8 in ONNX, whose kernels round otherwise, may be off from the model in float by twice what ``quantize``'s is.
 
     Args:
         model: A module, or what ``quantize`` has made of one.
@@ -125,7 +130,11 @@ def export(
     arguments = arguments_of(original.model if isinstance(original, HalfPrecision) else original, example)
     arguments = map_tensors(lambda t: t.detach().to(device).contiguous(), arguments)  # strides are guarded
     dimensions = dimensions_of(arguments, dynamic)
-    captured = Captured(original, widened(arguments, dimensions), dimensions)
+    prepared = kind.prepared(original) if isinstance(model, Quantized) else original
+    judge: Judge = differs
+    if isinstance(model, Quantized) and prepared is not original:
+        judge = by_what_int8_loses(original, model.original)
+    captured = Captured(prepared, widened(arguments, dimensions), dimensions)
     with torch.no_grad(), without_deprecations(), _beside(target) as folder:
         temporary = Path(folder, target.name)
         _write(kind, captured, temporary)
@@ -134,9 +143,9 @@ def export(
             raise DynamicDimensionError(_in_one_size(form, fixed, captured))
         open_ones = [one for one in dimensions if one not in fixed]
         calls = [arguments, *_possible(original, others(arguments, open_ones))]
-        failure, error = differs(original, kind.load(temporary, device), calls)
+        failure, error = judge(original, kind.load(temporary, device), calls)
         if failure:
-            where = _where(original, calls, kind, Path(folder)) if form != "aoti" else ""
+            where = _where(original, calls, kind, judge, Path(folder)) if form != "aoti" else ""
             begins = f" It begins in {where}." if where else ""
             raise ExportError(f"form={form!r} computes {failure}.{begins} Nothing was written.")
         num_bytes = _put(Path(folder), target)
@@ -153,25 +162,6 @@ def export(
     )
 
 
-def differs(original: nn.Module, candidate: Callable[..., Any], calls: list[Arguments]) -> tuple[str, float]:
-    """How a form's outputs are off on some arguments, in words, empty where they are not; and the largest error."""
-    half = original.dtype if isinstance(original, HalfPrecision) else None
-    largest = 0.0
-    for args, kwargs in calls:
-        trial = Trial(original, args, kwargs, with_gradients=False, samples=None, judged=lambda out: _judged(out, half))
-        found = trial.numbers(Contender(original.forward), Contender(candidate))
-        if found.failure:
-            return f"{found.failure}, for inputs of {shapes_in((args, kwargs))}", found.error
-        largest = max(largest, found.error)
-    return "", largest
-
-
-def _judged(outputs: Any, half: torch.dtype | None) -> list[Tensor]:
-    """Numbers in the precision that they have; whole ones too."""
-    found = [t if t.is_floating_point() else t.double() for t in tensors_in(outputs)]
-    return [t.to(half) if half and t.dtype == torch.float32 else t for t in found]
-
-
 def _write(kind: Form, captured: Captured, path: Path) -> None:
     try:
         kind.write(captured, path)
@@ -186,7 +176,7 @@ def _write(kind: Form, captured: Captured, path: Path) -> None:
             line = next(filter(None, map(users_line_in, traces)), line)
         at = f" at {line}" if line else ""
         quantized = "LinearPackedParams" in str(error) or "Conv2dPackedParams" in str(error)
-        more = " Layers in INT8 are written as 'torchscript' only, but for those of 'int8-weight'." if quantized else ""
+        more = _INT8_FORMS if quantized else ""
         raise ExportError(f"form={kind.name!r} cannot hold this model{at}: {in_words(error)}.{more}") from error
 
 
@@ -218,16 +208,17 @@ def _in_one_size(form: str, fixed: Mapping[Dimension, int], captured: Captured) 
     )
 
 
-def _where(original: nn.Module, calls: list[Arguments], kind: Form, folder: Path) -> str:
+def _where(original: nn.Module, calls: list[Arguments], kind: Form, judge: Judge, folder: Path) -> str:
     """The module in which a form begins to differ: of those that are off when written alone the innermost first."""
 
     def is_off(module: nn.Module, calls: list[Arguments]) -> bool:
         dimensions = dimensions_of(calls[0], "auto")
-        part = Captured(module, widened(calls[0], dimensions), dimensions)
+        prepared = module if judge is differs else kind.prepared(module)
+        part = Captured(prepared, widened(calls[0], dimensions), dimensions)
         path = folder / f"part{kind.ending}"
         try:
             kind.write(part, path)
-            return bool(differs(module, kind.load(path, device_of(original)), calls)[0])
+            return bool(judge(module, kind.load(path, device_of(original)), calls)[0])
         except Exception:  # it takes or returns what a form cannot
             return False
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +26,7 @@ from lightning_accel.core.patch import temporarily
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.int8 import MissingPackageError
+from lightning_accel.deploy.int8_onnx import in_onnx
 from lightning_accel.deploy.shapes import Dimension, as_torch_wants
 
 Call = Callable[..., Any]
@@ -75,6 +78,10 @@ class Form(ABC):
                 f"form={self.name!r} needs {' and '.join(missing)}, not installed here: {self.install}"
             )
 
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """What ``quantize`` has made, with layers in INT8 as this form has them; itself where there is no such form."""
+        return model
+
     @abstractmethod
     def write(self, captured: Captured, path: Path) -> None:
         """Writes the model; what belongs to it may lie beside ``path``."""
@@ -118,7 +125,7 @@ class Aoti(Form):
 
 
 class TorchScript(Form):
-    """Traced and frozen; deprecated by torch, and the one form that takes layers in INT8 as ``quantize`` makes them."""
+    """Traced and frozen; deprecated by torch; takes layers in INT8 as ``quantize`` makes them."""
 
     name, ending, has_graph = "torchscript", ".ts", False
 
@@ -126,7 +133,7 @@ class TorchScript(Form):
     def write(self, captured: Captured, path: Path) -> None:
         args, kwargs = captured.arguments
         given: dict[str, Any] = {"example_kwarg_inputs": kwargs} if kwargs else {"example_inputs": args}
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _unused_properties_hidden(captured.model):
             warnings.simplefilter("ignore")  # what tracing bakes in is found by calling it with other shapes
             jit: Any = torch.jit
             traced = jit.trace(captured.model, check_trace=False, strict=False, **given)
@@ -146,6 +153,10 @@ class Onnx(Form):
 
     name, ending = "onnx", ".onnx"
     packages, install = ("onnx", "onnxscript", "onnxruntime"), "pip install 'lightning-accel[deploy]'"
+
+    @override
+    def prepared(self, model: nn.Module) -> nn.Module:
+        return in_onnx(model)
 
     @override
     def write(self, captured: Captured, path: Path) -> None:
@@ -174,12 +185,17 @@ class OpenVino(Form):
 
     @override
     def write(self, captured: Captured, path: Path) -> None:
-        openvino = importlib.import_module("openvino")
-        openvino.save_model(openvino.convert_model(captured.program), path, compress_to_fp16=False)
+        # Unless it takes this for a test server, converting tells its maker of the model, over the network, unasked.
+        with temporarily(lambda: os.environ.get("CI"), _set_ci, "true"):
+            openvino = importlib.import_module("openvino")
+            converted = openvino.convert_model(captured.program)
+        openvino.save_model(converted, path, compress_to_fp16=False)
 
     @override
     def load(self, path: Path, device: torch.device) -> Call:
-        compiled = importlib.import_module("openvino").compile_model(path, "CPU")
+        # Else it computes in bfloat16 wherever the processor does, whatever the file says.
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        compiled = importlib.import_module("openvino").compile_model(path, "CPU", settings)
 
         def run(*args: Any, **kwargs: Any) -> list[Tensor]:
             found = compiled([t.detach().cpu().numpy() for t in tensors_in((args, kwargs))])
@@ -214,6 +230,31 @@ class TensorRT(Form):
 
 
 FORMS: dict[str, Form] = {form.name: form for form in (Pt2(), Aoti(), Onnx(), TensorRT(), TorchScript(), OpenVino())}
+
+
+@contextmanager
+def _unused_properties_hidden(model: nn.Module) -> Iterator[None]:
+    """Keeps torch.jit off what modules tell it to leave alone: it reads all that ``dir`` names before it asks.
+
+    A LightningModule's ``trainer`` is among these, and raises where it has none.
+    """
+    kinds = {module: type(module) for module in model.modules()}
+    for module, kind in kinds.items():
+        if unused := set(getattr(kind, "__jit_unused_properties__", ())):
+            names = [name for name in dir(module) if name not in unused]
+            module.__class__ = type(kind.__name__, (kind,), {"__dir__": lambda _, names=names: names})
+    try:
+        yield
+    finally:
+        for module, kind in kinds.items():
+            module.__class__ = kind
+
+
+def _set_ci(value: str | None) -> None:
+    if value is None:
+        os.environ.pop("CI", None)
+    else:
+        os.environ["CI"] = value
 
 
 class Session:

@@ -1,8 +1,9 @@
 """The layers of a model in INT8, one by one: what can be converted, by which kernels, and with which ranges.
 
-``torch.ao.nn.quantized`` is deprecated, and used all the same: it needs no compiler, and at batch 1 it was the fastest
-of what was tried (PT2E compiled with frozen weights, torchao compiled and eagerly), on one model and a busy machine: it
-is to be measured again. For weights alone there is nothing in torch.ao, and torchao is used.
+``torch.ao.nn.quantized`` is deprecated, and used all the same: it takes any batch and needs no compiler, where PT2E and
+torchao are fast only when compiled, for half a minute and more. benchmarks/deploying.py measures them side by side, and
+ONNX Runtime, to which what is made here is exported (:mod:`lightning_accel.deploy.int8_onnx`). For weights alone there
+is nothing in torch.ao, and torchao is used.
 """
 
 from __future__ import annotations

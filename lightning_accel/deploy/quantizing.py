@@ -17,6 +17,8 @@ from lightning_accel.core.spread import deviation
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import one_line
 from lightning_accel.deploy import int8
+from lightning_accel.deploy.beginnings import first_off
+from lightning_accel.deploy.errors import QuantizeError
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, calls_of, shapes_in
 from lightning_accel.deploy.plain import plain_copy
@@ -35,6 +37,7 @@ class Quantized:
 
     Attributes:
         model: For inference, called as the original was.
+        original: A copy of it in float, by which forms of INT8 are judged.
         mode: As asked for.
         converted: The names of the layers that compute with smaller numbers; attention is in four layers, ``query``,
             ``key``, ``value`` and ``out``.
@@ -45,6 +48,7 @@ class Quantized:
     """
 
     model: nn.Module = field(repr=False)
+    original: nn.Module = field(repr=False)
     mode: Mode
     converted: tuple[str, ...]
     kept: Mapping[str, str]
@@ -67,9 +71,9 @@ def quantize(
     With calibration data, INT8 is tried: where outputs are off by more than ``max_error``, layers are put back into
     float, beginning with the one that loses the most alone, until they are not.
 
-    INT8 is computed by kernels of ``torch.ao``, which are deprecated and the fastest that there are at
-    batch 1, where they take 0.27 times what float32 does and PT2E's, compiled, 0.36 times
-    (:mod:`lightning_accel.deploy.int8`); ``int8-weight`` by torchao's.
+    INT8 is computed by kernels of ``torch.ao``, which are deprecated and need no compiler
+    (:mod:`lightning_accel.deploy.int8`), and exported to ONNX by those of ONNX Runtime; ``int8-weight`` by torchao's.
+    docs/results has all that there are beside each other.
 
     Args:
         model: Accelerated or not, on the CPU for INT8.
@@ -83,6 +87,8 @@ def quantize(
     Raises:
         ValueError: An unknown mode; calibration data that is missing, empty, or not what the model takes; a model that
             is not on the CPU, for INT8.
+        QuantizeError: In half precision the outputs are off by more than ``max_error`` on the calibration data; the
+            message names the layer in which that begins.
         MissingPackageError: torchao is not installed, for ``"int8-weight"``.
     """
     check_choice("mode", mode, get_args(Mode))
@@ -98,7 +104,9 @@ def quantize(
             half = HalfPrecision(plain_copy(original), torch.float16 if mode == "fp16" else torch.bfloat16)
             names = tuple(name for name, one in original.named_modules() if any(True for _ in one.parameters(False)))
             error = _error(half, calls, expected) if calls else None
-            return Quantized(half.eval(), mode, names, {}, error, saved_bytes(original), saved_bytes(half))
+            if error is not None and not error <= max_error:
+                raise QuantizeError(_off(original, mode, half.dtype, error, calls[:TRIAL_BATCHES], max_error))
+            return Quantized(half.eval(), original, mode, names, {}, error, saved_bytes(original), saved_bytes(half))
         return _in_int8(original, mode, calls, expected, max_error)
 
 
@@ -143,7 +151,26 @@ def _in_int8(
         kept |= trial.put_back(max_error)
     error = _error(model, calls, expected) if calls else None
     done = tuple(name for name in converted if name not in kept)
-    return Quantized(model, mode, done, kept, error, saved_bytes(original), saved_bytes(model))
+    return Quantized(model, original, mode, done, kept, error, saved_bytes(original), saved_bytes(model))
+
+
+def _off(
+    original: nn.Module, mode: Mode, dtype: torch.dtype, error: float, calls: list[Arguments], max_error: float
+) -> str:
+    """What is to be said of a model whose outputs are off in half precision, and in which layer that begins."""
+
+    def is_off(module: nn.Module, inner: list[Arguments]) -> bool:
+        try:
+            expected = [_outputs(module, call, 0) for call in inner]
+            return not _error(HalfPrecision(plain_copy(module), dtype).eval(), inner, expected) <= max_error
+        except Exception:  # it takes or returns what has no half precision
+            return False
+
+    where = first_off(original, calls, is_off)
+    begins = f" It begins in {where}." if where else " No layer alone is off by as much."
+    other = " 'bf16' has the range of float32." if mode == "fp16" else ""
+    amount = f"{error:.1%} of their norm" if math.isfinite(error) else "more than can be told: infinite, or no numbers"
+    return f"mode={mode!r} has the outputs off by {amount}; allowed is {max_error:.1%}.{begins}{other}"
 
 
 class _Trial:

@@ -19,6 +19,10 @@ Call = Callable[..., Any]
 
 WARM_UP = 3
 LEAST_ROUNDS = 10
+SETTLE_S = 0.003
+"""So long, and once at least, a form is called untimed in its turn, so that it is measured as where it is served alone:
+threads of the library before it still spin for more work, and the caches hold what that one needed."""
+
 _ALPHA = 0.05
 
 
@@ -42,7 +46,7 @@ class Latency:
 def timed(
     calls: Mapping[str, Call], arguments: Arguments, seconds: float, device: torch.device
 ) -> dict[str, list[float]]:
-    """Name → seconds of each round, in which all are called once; rounds begin at either end in turns.
+    """Name → seconds of each round, in which a call of each is timed; rounds begin at either end in turns.
 
     Args:
         calls: What is timed.
@@ -59,6 +63,7 @@ def timed(
         ends, rounds = time.perf_counter() + seconds, 0
         while rounds < LEAST_ROUNDS or time.perf_counter() < ends:
             for name in calls if rounds % 2 == 0 else reversed(list(calls)):
+                _settle(calls[name], arguments)
                 synchronize(device)
                 began = time.perf_counter()
                 calls[name](*args, **kwargs)
@@ -66,6 +71,14 @@ def timed(
                 spent[name].append(time.perf_counter() - began)
             rounds += 1
     return spent
+
+
+def _settle(call: Call, arguments: Arguments) -> None:
+    args, kwargs = arguments
+    ends = time.perf_counter() + SETTLE_S
+    call(*args, **kwargs)
+    while time.perf_counter() < ends:
+        call(*args, **kwargs)
 
 
 def latency_of(seconds: Sequence[float]) -> Latency:

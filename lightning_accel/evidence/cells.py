@@ -60,3 +60,8 @@ def share_cell(value: float | None) -> Cell:
 
 def bytes_cell(size: float) -> Cell:
     return format_bytes(round(size)), size
+
+
+def bounds(low: float, high: float | None) -> str:
+    """An interval, as it is read; None: it has no upper bound."""
+    return f"[{low:.2f}, {'∞' if high is None else f'{high:.2f}'}]"

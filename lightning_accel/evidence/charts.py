@@ -7,6 +7,7 @@ Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers tel
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from lightning_accel.evidence.figures import can_draw, share_bar
 from lightning_accel.evidence.module_tree import Node
 from lightning_accel.evidence.page import Page
 from lightning_accel.evidence.peaks import Peaks
+from lightning_accel.evidence.served import Served
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,11 +26,12 @@ _LINE = "#0072B2"
 _MARK = "#D55E00"  # where live trials had settled
 _NAMED = 6  # modules under the roof that are named
 _LONGEST = 28  # letters of a name
+_DOT = 260  # the area of the largest form, in points
 
 
 def of(page: Page) -> dict[str, str]:
     """Every chart by its name; empty are those that there is nothing to show in, and all where nothing can draw."""
-    found = dict.fromkeys(("parts", "memory", "curves", "roofline"), "")
+    found = dict.fromkeys(("parts", "memory", "curves", "roofline", "served"), "")
     if not can_draw():
         return found
     if page.parts_ms:
@@ -42,6 +45,8 @@ def of(page: Page) -> dict[str, str]:
         found["curves"] = _svg(_curves(page), f"Over the run: {'; '.join(page.curves)}")
     if page.peaks is not None and page.modules is not None and (points := _points(page.modules)):
         found["roofline"] = _svg(_roofline(points, page.peaks), "Achieved FLOP/s of modules by FLOPs a byte")
+    if page.served is not None:
+        found["served"] = _svg(_served(page.served), "Latency of served forms against what they lose")
     return found
 
 
@@ -88,6 +93,30 @@ def _roofline(points: list[tuple[str, float, float]], peaks: Peaks) -> Figure:
         note.set_in_layout(False)  # else a name at the edge would take the room of the chart
     axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte that is read or written", ylabel="FLOP/s")
     axes.legend(frameon=False, fontsize=8)
+    axes.grid(visible=True, alpha=0.25)
+    return figure
+
+
+def _served(served: Served) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    shown = [form for form in served.forms if math.isfinite(served.lost(form))]
+    best = [form for form in served.frontier() if form in shown]
+    axes.plot([form.p50_ms for form in best], [served.lost(form) for form in best], color=_LINE, linewidth=1.2)
+    largest = max((form.disk_bytes for form in shown), default=0) or 1
+    for form in shown:
+        x, y = form.p50_ms, served.lost(form)
+        area = _DOT * max(form.disk_bytes / largest, 0.05)
+        axes.scatter(x, y, s=area, color=_MARK if form.is_worse else _LINE, alpha=0.55, zorder=3)
+        is_chosen = form.name == served.recommended
+        note = axes.annotate(form.name, (x, y), fontsize=8, xytext=(6, 5), textcoords="offset points", parse_math=False)
+        note.set_fontweight("bold" if is_chosen else "normal")
+        note.set_in_layout(False)
+    lost = f"{served.metric} lost" if served.metric else "error, as a share of the norm"
+    axes.set(xlabel="p50 of a call at batch 1, ms", ylabel=lost)
+    axes.margins(x=0.25, y=0.15)  # names stand to the right of their dots
     axes.grid(visible=True, alpha=0.25)
     return figure
 

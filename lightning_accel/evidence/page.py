@@ -25,6 +25,7 @@ from lightning_accel.evidence.module_tree import Node, tree_of
 from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.reading import RecordError
 from lightning_accel.evidence.record import Record
+from lightning_accel.evidence.served import Served
 from lightning_accel.evidence.tried import Trial, Tried, trials_of, tried_of
 
 FORMAT = 1
@@ -58,6 +59,7 @@ class Page:
         step_quantiles_ms: The 50th, 95th and 99th percentile over the pieces of the run.
         epochs: Each, or every so many: name → value.
         cards: What NVML said of the cards over the run, where GpuStats was among the callbacks.
+        served: The forms in which its model was measured for serving; None: it was not.
         machine: What ran where.
         plan: Every setting of the plugin, as it was given.
         out_of_memory: What a run that died of it ended with; else empty.
@@ -87,6 +89,7 @@ class Page:
     step_quantiles_ms: list[float]
     epochs: list[dict[str, float]]
     cards: dict[str, float]
+    served: Served | None
     machine: dict[str, str]
     plan: dict[str, str]
     out_of_memory: str
@@ -142,6 +145,7 @@ def _page_of(record: Record, earlier: Sequence[Record], peaks: Peaks | None) -> 
         step_quantiles_ms=quantiles_ms(record),
         epochs=epochs_of(record),
         cards={name: told for name, value in record.cards.items() if (told := number(value)) is not None},
+        served=record.served,
         machine=_machine(record),
         plan={name: str(value) for name, value in (record.header.settings or {}).items()},
         out_of_memory=record.page,

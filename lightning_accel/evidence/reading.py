@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_accel.evidence.anatomy import Anatomy
 from lightning_accel.evidence.record import FOLDER, FORMAT, Header, Record, Steps, piece_length
+from lightning_accel.evidence.served import KIND, Served
 
 
 class RecordError(ValueError):
@@ -66,7 +67,7 @@ def _read(path: Path) -> Record:
     names = Header.__dataclass_fields__
     try:
         header = Header(**{name: first[name] for name in names if name in first})
-        steps, epochs, anatomy, settled_step, end = [], [], None, None, {}
+        steps, epochs, anatomy, settled_step, served, end = [], [], None, None, None, {}
         for line in lines:
             kind = line.pop("kind", None)
             if kind == "steps":
@@ -79,6 +80,8 @@ def _read(path: Path) -> Record:
                 settled_step = int(line["step"])
             elif kind == "anatomy":
                 anatomy = Anatomy.from_dict(line)
+            elif kind == KIND:
+                served = Served.from_dict(str(line["checkpoint"]), line)
     except RecordError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -94,6 +97,7 @@ def _read(path: Path) -> Record:
         anatomy=anatomy,
         settled_step=settled_step,
         cards=end.get("cards", {}),
+        served=served,
     )
 
 

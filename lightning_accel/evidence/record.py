@@ -4,7 +4,7 @@ A line is written whole, at most once a minute and at the end of an epoch, so th
 minute of it. The first one (``"kind": "run"``) says what ran where; ``"steps"`` have times and losses of steps since
 the line before, ``"epoch"`` what :class:`~lightning_accel.callbacks.SpeedMemoryLogger` logs, ``"anatomy"`` one step
 taken apart, ``"settled"`` where live trials had, and ``"end"`` how it ended and what the plugin did. A day of training
-is about one MiB; of thousands of epochs not every one is written.
+is about one MiB; of thousands of epochs not every one is written. ``lightning-accel deploy`` adds ``"served"``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.evidence.anatomy import Anatomy
+from lightning_accel.evidence.served import Served
 
 FORMAT = 1
 FOLDER = "accel"
@@ -152,6 +153,7 @@ class Record:
         anatomy: The step that was taken apart last; None: none was.
         settled_step: At which live trials had settled; None: they had not, or there were none.
         cards: What NVML said of the cards over the run: name → value; empty without GpuStats.
+        served: The forms in which its model was measured for serving, the latest time; None: it was not.
     """
 
     path: Path
@@ -165,6 +167,7 @@ class Record:
     anatomy: Anatomy | None = None
     settled_step: int | None = None
     cards: dict[str, float] = field(default_factory=dict)
+    served: Served | None = None
 
     @property
     def num_steps(self) -> int:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_accel.core.byte_size import format_bytes
-from lightning_accel.evidence.cells import Table, bytes_cell, number_cell, share_cell, table, without_empty
+from lightning_accel.evidence.cells import Table, bounds, bytes_cell, number_cell, share_cell, table, without_empty
 from lightning_accel.evidence.headline import gain_of
 from lightning_accel.evidence.memory_use import MemoryUse
 from lightning_accel.evidence.module_tree import Node
 from lightning_accel.evidence.page import Page
 from lightning_accel.evidence.peaks import Peaks
+from lightning_accel.evidence.served import Served
 from lightning_accel.evidence.tried_tables import contributions_table, trials_table
 
 _EPOCH_HEADS = {
@@ -128,6 +129,26 @@ def curves_table(page: Page) -> Table:
     return table("Over the run", heads, rows)
 
 
+def served_table(served: Served) -> Table:
+    """The forms in which the model was measured for serving."""
+    metrics = list(served.forms[0].scores) if served.forms else []
+    heads = {"form": False, **dict.fromkeys(("p50, ms", "p95, ms", "p99, ms", "speed"), True), "95% interval": False}
+    heads |= dict.fromkeys(("on disk", "error", *(head for name in metrics for head in (name, f"{name} lost"))), True)
+    rows = [
+        [
+            f"{one.name} (worse)" if one.is_worse else one.name,
+            *map(number_cell, (one.p50_ms, one.p95_ms, one.p99_ms)),
+            (f"{one.speedup:.2f}x", one.speedup),
+            bounds(one.low, one.high),
+            bytes_cell(one.disk_bytes),
+            number_cell(one.error),
+            *(number_cell(value) for name in metrics for value in (one.scores.get(name), one.drops.get(name))),
+        ]
+        for one in served.forms
+    ]
+    return table("Served forms", heads, rows)
+
+
 def plain_table(caption: str, values: Mapping[str, str | float]) -> Table:
     """Names and values."""
     rows = [[name, value if isinstance(value, str) else number_cell(value)] for name, value in values.items()]
@@ -175,5 +196,6 @@ FILTERS: Mapping[str, Callable[..., Any]] = {
     "layouts_table": layouts_table,
     "epochs_table": epochs_table,
     "curves_table": curves_table,
+    "served_table": served_table,
     "plain_table": lambda values, caption: plain_table(caption, values),
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning_accel.core.byte_size import format_bytes
-from lightning_accel.evidence.cells import NOTHING, Cell, Table, number_cell, table, without_empty
+from lightning_accel.evidence.cells import NOTHING, Cell, Table, bounds, number_cell, table, without_empty
 from lightning_accel.evidence.tried import Trial, Tried
 
 
@@ -21,7 +21,7 @@ def trials_table(trials: Iterable[Trial]) -> Table:
             one.name,
             one.verdict,
             (f"{one.ratio:.3f}x", one.ratio),
-            _bounds(one),
+            bounds(one.low, one.high),
             number_cell(one.steps),
             _memory(one.peak_bytes_without, one.peak_bytes_with),
             number_cell(one.setup_s),
@@ -44,7 +44,7 @@ def _contribution(one: Tried) -> list[Any]:
     was_tried = part is not None and (part.error is not None or part.original_ms is not None)
     on_whole_steps: list[Any] = [NOTHING, "first batch" if was_tried else "", NOTHING]
     if trial is not None:
-        ratio = f"{trial.ratio:.2f}x {_bounds(trial)}", trial.ratio
+        ratio = f"{trial.ratio:.2f}x {bounds(trial.low, trial.high)}", trial.ratio
         peak = _times(trial.peak_bytes_without, trial.peak_bytes_with)
         on_whole_steps = [ratio, f"{trial.steps:,} steps", peak]
     of_its_part: list[Any] = [NOTHING, NOTHING, NOTHING]
@@ -82,8 +82,3 @@ def _memory(original: int | None, candidate: int | None) -> Cell:
 
 def _times(original: int | None, candidate: int | None) -> Cell:
     return (f"{candidate / original:.2f}x", candidate / original) if original and candidate is not None else NOTHING
-
-
-def _bounds(trial: Trial) -> str:
-    """An interval, as it is read."""
-    return f"[{trial.low:.2f}, {'∞' if trial.high is None else f'{trial.high:.2f}'}]"

@@ -32,6 +32,7 @@ from lightning_accel.claims.measure import interleaved_ms, timed_ms
 from lightning_accel.claims.record import Row, measured
 from lightning_accel.core.host import Host
 from lightning_accel.core.simulated_hosts import SIMULATED_HOSTS
+from lightning_accel.deploy import int8, quantize
 
 pytestmark = pytest.mark.numbers
 
@@ -220,7 +221,7 @@ def test_fused_attention_is_as_exact_and_lean_as_claimed_at_small_sizes_too(monk
 @pytest.mark.parametrize(
     ("deploy", "hidden", "mend"),
     [
-        (row_05_inference_export.by_onnx_runtime, "onnxruntime", r"pip install 'lightning-accel\[deploy\]'"),
+        (partial(row_05_inference_export.by_export, "openvino"), "openvino", "pip install openvino"),
         (row_05_inference_export.by_tensorrt, "torch_tensorrt", "NVIDIA GPU"),
     ],
 )
@@ -228,6 +229,7 @@ def test_a_form_that_is_not_here_says_what_it_takes(
     deploy: Any, hidden: str, mend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, hidden, None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(NotHereError, match=mend):
         deploy(nn.Linear(2, 2), torch.ones(1, 2))
 
@@ -243,7 +245,8 @@ def test_a_form_that_computes_something_else_is_not_measured() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_deployed_model_computes_in_the_precision_asked_for_and_leaves_the_original_alone(dtype: torch.dtype) -> None:
     model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval(), torch.randn(2, 8)
-    run = row_05_inference_export.deployed(row_05_inference_export.by_torchscript, model, x, dtype)
+    by_torchscript = partial(row_05_inference_export.by_export, "torchscript")
+    run = row_05_inference_export.deployed(by_torchscript, model, x, dtype)
     assert run(x.to(dtype)).dtype == dtype
     assert model[0].weight.dtype == torch.float32
 
@@ -278,22 +281,15 @@ def test_quantised_networks_know_the_digits_as_well(small_network: Any) -> None:
     model, images, labels = small_network
     exact = row_10_int8.accuracy(model, images, labels)
     assert exact > 0.9
-    for form in (row_10_int8.dynamic_int8(model), row_10_int8.static_int8(model, images)):
+    for mode in row_10_int8.MODES.values():
+        form = quantize(model, mode, calibration=images.split(64)).model
         assert row_10_int8.accuracy(form, images, labels) == pytest.approx(exact, abs=0.01)
 
 
 @deprecated
-def test_static_int8_runs_on_int8_products_with_their_relu_fused(small_network: Any) -> None:
-    model, images, _ = small_network
-    kinds = [type(layer).__name__ for layer in row_10_int8.static_int8(model, images).modules()]
-    assert kinds.count("LinearReLU") == 3
-    assert isinstance(model[0], nn.Linear), "the original is left as it was"
-
-
-@deprecated
-def test_int8_takes_a_quarter_of_the_space_on_disk(small_network: Any) -> None:
-    wide = nn.Sequential(nn.Linear(64, 2048))
-    share = row_10_int8.size_on_disk(row_10_int8.dynamic_int8(wide)) / row_10_int8.size_on_disk(wide)
+def test_int8_takes_a_quarter_of_the_space_on_disk() -> None:
+    wide = nn.Sequential(nn.Linear(1024, 512))
+    share = row_10_int8.size_on_disk(quantize(wide, "int8-dynamic").model) / row_10_int8.size_on_disk(wide)
     assert share == pytest.approx(0.25, abs=0.03)
 
 
@@ -308,10 +304,15 @@ def test_where_pytorch_does_not_quantise_fp16_is_measured_and_int8_said_to_be_mi
 ) -> None:
     monkeypatch.setattr(row_10_int8, "trained", partial(row_10_int8.trained, width=16, epochs=1))
     monkeypatch.setattr(row_10_int8, "size_in_memory", row_10_int8.size_on_disk)  # a process a network takes seconds
-    monkeypatch.setitem(sys.modules, "torch.ao.quantization", None)
+
+    def nothing(*given: Any) -> Any:
+        raise RuntimeError("Didn't find engine for operation quantized::linear_prepack")
+
+    monkeypatch.setattr(int8, "dynamic", nothing)
+    monkeypatch.setattr(int8, "static", lambda ranges: nothing)
     found = measured(row_10_int8.CLAIM, row_10_int8.measure)
     assert not found.has_failed, found.why
-    assert [gap.condition for gap in found.missing] == ["INT8"]
+    assert [gap.condition for gap in found.missing] == ["dynamic INT8", "static INT8"]
     assert isinstance(found.missing[0], Missing)
     assert len(set(conditions(found))) == len(conditions(found))
     assert not any("INT8" in figure.condition for figure in found.figures)

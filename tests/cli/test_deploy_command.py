@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from lightning.pytorch import Trainer
 from torchmetrics import MeanSquaredError
 
 from lightning_accel.__main__ import main
+from lightning_accel.evidence.reading import read_record
+from support.reported_runs import Nested, vectors
+from support.reported_runs import make_trainer as make_run
 
 pytestmark = pytest.mark.numbers
 
@@ -84,6 +88,34 @@ def test_a_drop_above_the_limit_is_a_status_of_1_and_named(
     assert json.loads(capsys.readouterr().out)["worse"] == {"bf16": ["MeanSquaredError"]}
     assert main([*command, "--forms", "bf16", "--max-drop", "0"]) == 1
     assert "! bf16: MeanSquaredError is worse by" in capsys.readouterr().out
+
+
+def test_a_checkpoint_in_the_folder_of_its_run_is_compared_in_the_report_of_that(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "logs").fit(Nested(), vectors(8))
+    run = read_record(tmp_path / "logs").path.parents[1]
+    (run / "checkpoints").mkdir()
+    kept = shutil.move("best.ckpt", run / "checkpoints" / "best.ckpt")
+    arguments = ["deploy", str(kept), *command[2:], "--forms", "bf16,tensorrt", "--max-drop", "50%"]
+    assert main(arguments) == 0
+    assert "With its plot in the report of the run: lightning-accel report" in capsys.readouterr().out
+    for form in ("html", "md", "json"):
+        assert main(["report", str(run), "--out", f"report.{form}"]) == 0
+    served = json.loads(Path("report.json").read_text())["served"]
+    assert [form["name"] for form in served["forms"]] == ["eager", "bf16"]
+    assert "form='tensorrt' needs" in served["left_out"]["tensorrt"]
+    assert "## Served forms" in Path("report.md").read_text()
+    assert 'aria-label="Latency of served forms' in Path("report.html").read_text()
+
+
+def test_a_comparison_goes_to_the_run_that_is_named(command: list[str], tmp_path: Path) -> None:
+    make_run(tmp_path / "logs").fit(Nested(), vectors(8))
+    assert main([*command, "--forms", "", "--run", str(tmp_path / "logs")]) == 0
+    served = read_record(tmp_path / "logs").served
+    assert served is not None
+    assert (served.checkpoint, served.recommended) == ("best.ckpt", "eager")
+    assert main([*command, "--forms", "", "--run", "nowhere"]) == 2
 
 
 def test_what_is_missing_is_said_and_the_status_is_2(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:

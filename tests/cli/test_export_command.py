@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel.__main__ import main
 from lightning_accel.deploy.forms import FORMS
@@ -27,7 +29,20 @@ class Served(LightningModule):
 
     def forward(self, x):
         return self.layer(x).relu()
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 """
+
+
+class Data(LightningDataModule):
+    """One batch."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(torch.randn(4, 6)), batch_size=4)
 
 
 @pytest.fixture
@@ -52,11 +67,40 @@ def test_a_checkpoint_becomes_a_file_beside_it(checkpoint, capsys: pytest.Captur
     assert found.shape == (5, 4)
 
 
+def test_the_class_is_the_one_that_lightning_cli_has_noted_in_the_checkpoint(
+    checkpoint, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = checkpoint
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    saved = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "kept"}}
+    options = {"max_steps": 1, "logger": False, "accelerator": "cpu", "callbacks": [saved]}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    section = {"class_path": model.replace(":", "."), "init_args": {"width": 6}}
+    given = {"seed_everything": False, "trainer": options | quiet, "model": section}
+    command = LightningCLI(LightningModule, Data, subclass_mode_model=True, args=given, run=False)
+    command.trainer.fit(command.model, command.datamodule)
+    (path,) = Path("kept").iterdir()
+    torch.save(torch.randn(3, 6), "example.pt")
+    assert main(["export", str(path), "--example", "example.pt", "--out", "served.pt2"]) == 0
+    assert "served.pt2: pt2" in capsys.readouterr().out
+
+
+def test_the_class_is_the_one_in_config_yaml_in_the_folder_of_the_run(checkpoint) -> None:
+    path, model = checkpoint
+    Path("run/checkpoints").mkdir(parents=True)
+    Path(path).rename("run/checkpoints/best.ckpt")
+    Path("run/config.yaml").write_text(f"model:\n  class_path: {model.replace(':', '.')}\n")
+    torch.save(torch.randn(3, 6), "example.pt")
+    assert main(["export", "run/checkpoints/best.ckpt", "--example", "example.pt"]) == 0
+    assert Path("run/checkpoints/best.pt2").exists()
+
+
 def test_what_is_missing_is_said_and_the_status_is_2(checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
     path, model = checkpoint
     torch.save(torch.randn(3, 7), "other.pt")
     for arguments, message in (
         (["none.ckpt", "--model", model], "none.ckpt is no file"),
+        ([path], "--model package.module:Class"),
         ([path, "--model", model], "--example batch.pt"),
         ([path, "--model", "nowhere:Served"], "No module named 'nowhere'"),
         ([path, "--model", model, "--example", "none.pt"], "none.pt"),

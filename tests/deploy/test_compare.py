@@ -33,7 +33,7 @@ def batches(of: nn.Module, count: int = 4) -> list[tuple[Tensor, Tensor]]:
 def found() -> Comparison:
     torch.manual_seed(0)
     served = model()
-    forms = ["torchscript", "int8-dynamic", "torchscript+int8-dynamic", "openvino", "pt2+bf16"]
+    forms = ["torchscript", "int8-dynamic", "torchscript+int8-dynamic", "tensorrt", "pt2+bf16"]
     return compare(
         served, forms, batches(served), MulticlassAccuracy(4, average="micro"), batch_sizes=(1, 4), seconds=0.05
     )
@@ -65,9 +65,17 @@ def test_numerical_errors_are_those_of_the_numbers_that_a_form_computes_in(found
 
 
 def test_what_is_not_installed_is_left_out_with_the_mend(found: Comparison) -> None:
-    if "openvino" in found.forms:
-        pytest.skip("openvino is here")
-    assert "pip install openvino" in found.left_out["openvino"]
+    if "tensorrt" in found.forms:
+        pytest.skip("torch_tensorrt is here")
+    assert "form='tensorrt' needs" in found.left_out["tensorrt"]
+
+
+def test_what_loses_too_much_is_left_out_with_the_layer_where_that_begins() -> None:
+    served = nn.Sequential(model(), nn.Linear(4, 4), nn.LayerNorm(4))
+    with torch.no_grad():
+        served[1].weight.mul_(1e7)
+    compared = compare(served, ["fp16"], [torch.randn(4, 32)], seconds=0.01, batch_sizes=(1,))
+    assert "It begins in '1', Linear" in compared.left_out["fp16"]
 
 
 def test_json_holds_it_all(found: Comparison) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
@@ -94,6 +95,21 @@ def test_a_package_compiled_ahead_of_time_computes_the_same() -> None:
         torch.testing.assert_close(exported.load()(x), model(x))
 
 
+def test_a_lightning_module_is_traced_without_a_trainer() -> None:
+    class Plain(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    model, x = Plain().eval(), torch.randn(2, 8)
+    exported = export(model, x, "torchscript")
+    with torch.no_grad():
+        torch.testing.assert_close(exported.load()(x), model(x))
+
+
 def test_a_mapping_is_the_one_argument_where_forward_has_no_such_names() -> None:
     model, (inputs, _) = TEXT.model(), TEXT.batch()
     inputs.pop("labels")
@@ -178,8 +194,71 @@ def test_layers_in_int8_are_written_as_torchscript_and_elsewhere_said_not_to_be(
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     quantized = quantize(model, "int8-dynamic")
     assert export(quantized, torch.randn(4, 64), "torchscript").path.exists()
-    with pytest.raises(ExportError, match="Layers in INT8 are written as 'torchscript' only"):
+    with pytest.raises(ExportError, match=r"Layers in INT8 are written as 'onnx' \(.*\) and as 'torchscript' only"):
         export(quantized, torch.randn(4, 64), "pt2")
+
+
+def test_int8_in_onnx_has_one_kernel_for_each_layer_and_a_quarter_of_the_size() -> None:
+    """ONNX Runtime quantises inputs, multiplies and adds the bias in one: what it makes of the graph is looked at."""
+    needs_onnx()
+    import onnx
+    import onnxruntime
+
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).eval()
+    exported = export(quantize(model, "int8-dynamic"), torch.randn(2, 256), "onnx")
+    assert exported.num_bytes < 0.3 * export(model, torch.randn(2, 256), "onnx", path="float.onnx").num_bytes
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath, options.log_severity_level = "kernels.onnx", 3
+    onnxruntime.InferenceSession(str(exported.path), options, providers=["CPUExecutionProvider"])
+    kernels = [node.op_type for node in onnx.load("kernels.onnx").graph.node]
+    assert kernels == ["DynamicQuantizeMatMul", "Gelu", "DynamicQuantizeMatMul"]
+
+
+@pytest.mark.parametrize(("mode", "task"), [("int8-static", "cnn"), ("int8-dynamic", "transformer")])
+def test_int8_in_onnx_is_as_near_to_the_model_in_float_as_quantize_is(mode: str, task: str) -> None:
+    needs_onnx()
+    model, (inputs, _) = TASKS[task].model().eval(), TASKS[task].batch()
+    quantized = quantize(model, mode, calibration=[inputs])
+    exported = export(quantized, inputs, "onnx")
+    with torch.no_grad():
+        expected = model(inputs)
+        (found,) = exported.load()(inputs)
+    assert (found - expected).norm() / expected.norm() < 2.5 * quantized.error
+    assert quantized.error > 0
+
+
+def test_int8_that_is_off_in_onnx_is_kept_out_and_the_layer_named_where_that_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a kernel does that saturates: of one layer the products come out half as large."""
+    needs_onnx()
+    from lightning_accel.deploy import int8_onnx
+
+    converted = int8_onnx._converted
+
+    def saturating(layer: nn.Module) -> nn.Module:
+        found = converted(layer)
+        if found.codes.shape == (32, 48):
+            found.scales *= 0.5
+        return found
+
+    monkeypatch.setattr(int8_onnx, "_converted", saturating)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Sequential(nn.GELU(), nn.Linear(32, 48)), nn.Linear(48, 8)).eval()
+    with pytest.raises(ExportError, match=r"relative error .* to the model in float.* It begins in '1\.1', Linear"):
+        export(quantize(model, "int8-dynamic"), torch.randn(4, 64), "onnx")
+    assert list(Path().iterdir()) == []
+
+
+def test_openvino_computes_the_same_in_float32() -> None:
+    """By itself it computes in bfloat16 on processors that do."""
+    pytest.importorskip("openvino", reason="pip install openvino")
+    model, (inputs, _) = TASKS["transformer"].model().eval(), TASKS["transformer"].batch()
+    exported = export(model, inputs, "openvino", path="served/text.xml")
+    assert exported.dynamic == ("tokens: 0 (batch)", "tokens: 1 (sequence)")
+    (found,) = exported.load()(inputs[:1, :3])
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(inputs[:1, :3]), rtol=1e-4, atol=1e-5)
+    assert sorted(one.name for one in Path("served").iterdir()) == ["text.bin", "text.xml"]
 
 
 def test_what_was_there_stays_where_the_new_one_cannot_be_written() -> None:
@@ -202,7 +281,7 @@ def test_a_path_that_cannot_be_written_is_an_error_before_anything_is_exported()
 )
 def test_what_is_not_installed_is_said_with_the_command_that_does(form: str, install: str) -> None:
     package = {"openvino": "openvino", "tensorrt": "torch_tensorrt"}[form]
-    if package in sys.modules:
+    if importlib.util.find_spec(package) is not None:
         pytest.skip(f"{package} is here")
     with pytest.raises(MissingPackageError) as caught:
         export(nn.Linear(2, 2), torch.randn(2, 2), form)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.deploy import quantize
+from lightning_accel.deploy import QuantizeError, quantize
 from support.models import TASKS, TinyCNN
 
 pytestmark = pytest.mark.numbers
@@ -114,6 +114,17 @@ def test_what_is_accelerated_is_quantised_as_its_author_wrote_it() -> None:
     assert any("forward" in vars(module) for module in model.modules())
     assert "error not measured: no calibration data" in str(found)
     handle.undo()
+
+
+def test_a_model_that_half_precision_cannot_hold_is_kept_out_and_the_layer_named_where_that_begins() -> None:
+    """Activations of 80,000 and more, where fp16 ends at 65,504."""
+    inner = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.ReLU(), inner), nn.LayerNorm(64))
+    with torch.no_grad():
+        inner[1].weight.mul_(1e6)
+    with pytest.raises(QuantizeError, match=r"'fp16' has the outputs off by more.*begins in '1\.1\.1', Linear\."):
+        quantize(model, "fp16", calibration=batches(8, 64))
+    assert quantize(model, "bf16", calibration=batches(8, 64)).error < 0.05
 
 
 @pytest.mark.parametrize(

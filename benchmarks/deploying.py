@@ -1,0 +1,138 @@
+"""Models in the forms in which they are served, by `quantize`, `export` and `compare`; and INT8 by all its kernels.
+
+    python benchmarks/deploying.py [--seconds 4] [--dry-run] [--json docs/results]
+
+To answer: whether INT8 halves the latency at batch 1 and quarters the size of a transformer encoder that has learnt
+real data, for under a point of accuracy; whether a form makes the demo's models 1.3 times as fast at batch 1; and by
+which kernels INT8 is the fastest. Training the encoder takes most of the time. What is not installed is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from _int8_kernels import kernels
+from _measure import publish
+from _served_models import accuracy, demo_models, trained_encoder
+from torch import Tensor, nn
+
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.spread import deviation
+from lightning_accel.deploy import Comparison, compare, turns
+from lightning_accel.deploy.comparing import Measured
+
+SECONDS = 4.0
+EPOCHS = 30
+ENCODER = "ViT of BERT-small's sizes, 64 patches"
+ENCODER_FORMS = (
+    *("int8-dynamic", "int8-static", "bf16", "torchscript", "torchscript+int8-dynamic"),
+    *("onnx", "onnx+int8-dynamic", "onnx+int8-static", "openvino", "aoti"),
+)
+DEMO_FORMS = ("torchscript", "onnx", "openvino", "aoti")
+COLUMNS = (
+    "model",
+    "form",
+    "p50, p95, p99, ms",
+    "speed",
+    "on disk",
+    "first call, ms",
+    "accuracy",
+    "points lost",
+    "error",
+)
+KERNELS = ("INT8 by", "p50, ms", "speed", "error")
+
+
+def row(model: str, name: str, form: Measured, eager: Measured) -> list[str]:
+    timing = form.latency
+    (score,) = form.scores.values() or (None,)
+    lost = "" if score is None else _points(score.drop, score.drop_low, score.drop_high)
+    return [
+        model,
+        name,
+        ", ".join(f"{one:.3g}" for one in (timing.p50, timing.p95, timing.p99)),
+        str(form.speedup) if name != "eager" else "",
+        f"{format_bytes(form.disk_bytes)} ({form.disk_bytes / eager.disk_bytes:.0%})",
+        f"{form.first_call_ms:.0f}",
+        "" if score is None else f"{score.value:.1%} [{score.low:.1%}, {score.high:.1%}]",
+        lost if name != "eager" else "",
+        f"{form.error:.1e}",
+    ]
+
+
+def _points(drop: float, low: float, high: float) -> str:
+    return f"{100 * drop:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def rows_of(model: str, found: Comparison) -> list[list[str]]:
+    """Of a comparison, what was left out included, and what is recommended."""
+    eager = found.forms["eager"]
+    rows = [row(model, name, form, eager) for name, form in found.forms.items()]
+    gaps = [""] * (len(COLUMNS) - 3)
+    rows += [[model, name, without_folders(why), *gaps] for name, why in found.left_out.items()]
+    for one in rows:
+        one[1] = f"**{one[1]}**" if one[1] == found.recommended else one[1]
+    return rows
+
+
+def without_folders(why: str) -> str:
+    """A reason with the names of files, and not where they lie on this machine."""
+    return re.sub(r"(?:/[^\s/:]+)+/", "", why)
+
+
+def by_kernels(model: nn.Module, batches: list[Any], seconds: float) -> tuple[list[list[str]], dict[str, Any]]:
+    """The encoder at batch 1, in INT8 by all kernels that are here."""
+    example: Tensor = batches[0][0][:1]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        made = dict(kernels(model, example, batches, Path(folder)))
+        calls: dict[str, Any] = {"float32, eager": model}
+        calls |= {name: call for name, call in made.items() if not isinstance(call, str)}
+        spent = turns.timed(calls, ((example,), {}), seconds * len(calls), torch.device("cpu"))
+        rows, details = [], {}
+        expected = _outputs(model, batches)
+        for name, call in calls.items():
+            p50, speed = turns.latency_of(spent[name]).p50, turns.speedup_of(spent["float32, eager"], spent[name])
+            error = deviation([_outputs(call, batches)], [expected]).noise
+            rows.append([name, f"{p50:.3g}", str(speed) if call is not model else "", f"{error:.1e}"])
+            details[name] = {"p50_ms": p50, "speed": [speed.ratio, speed.low, speed.high], "error": error}
+    rows += [[name, without_folders(why), "", ""] for name, why in made.items() if isinstance(why, str)]
+    return rows, details
+
+
+@torch.no_grad()
+def _outputs(call: Any, batches: list[Any]) -> Tensor:
+    """Image by image: some are compiled for a batch of 1."""
+    found = [call(image[None]) for image in batches[0][0]]
+    return torch.cat([one[0] if isinstance(one, list) else one for one in found])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of timing, for each form and size of batch")
+    parser.add_argument("--dry-run", action="store_true", help="everything small and once, for no figures")
+    options = parser.parse_known_args()[0]
+    small, seconds = options.dry_run, 0.01 if options.dry_run else options.seconds
+    sizes = {"width": 32, "layers": 1, "heads": 2} if small else {}
+    encoder, testing = trained_encoder(1 if small else EPOCHS, **sizes)
+    encoder_forms, demo_forms = (
+        [name for name in names if not small or not name.startswith(("aoti", "openvino"))]
+        for names in (ENCODER_FORMS, DEMO_FORMS)
+    )
+    found = {ENCODER: compare(encoder, encoder_forms, testing, accuracy(), batch_sizes=(1,), seconds=seconds)}
+    for name, (model, batches) in demo_models(small).items():
+        found[name] = compare(model, demo_forms, batches, batch_sizes=(1,), seconds=seconds)
+    command = "python benchmarks/deploying.py" + (f" --seconds {seconds:g}" if seconds != SECONDS else "")
+    rows = [one for name, comparison in found.items() for one in rows_of(name, comparison)]
+    details = {name: comparison.to_dict()["forms"] for name, comparison in found.items()}
+    publish("deploying", command, COLUMNS, rows, details, by_machine=True)
+    if not small:
+        publish("deploying_int8", command, KERNELS, *by_kernels(encoder, testing, seconds), by_machine=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Whether a form computes what the original does: by the rule of docs/numbers.md; in INT8 by what that loses anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.core.spread import deviation
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.deploy import int8
+from lightning_accel.deploy.half import HalfPrecision
+from lightning_accel.deploy.inputs import Arguments, shapes_in
+from lightning_accel.deploy.plain import plain_copy
+
+Judge = Callable[[nn.Module, Callable[..., Any], list[Arguments]], tuple[str, float]]
+"""Of a module, a form of it and some arguments: how it is off, in words, empty where it is not; the largest error."""
+
+INT8_FACTOR = 2.0
+_LEAST = 5e-3
+"""Of the outputs' norm: a step of INT8 here or there, where a layer happened to lose next to nothing."""
+
+
+def differs(original: nn.Module, candidate: Callable[..., Any], calls: list[Arguments]) -> tuple[str, float]:
+    """How a form's outputs are off on some arguments, in words, empty where they are not; and the largest error."""
+    half = original.dtype if isinstance(original, HalfPrecision) else None
+    largest = 0.0
+    for args, kwargs in calls:
+        trial = Trial(original, args, kwargs, with_gradients=False, samples=None, judged=lambda out: _judged(out, half))
+        found = trial.numbers(Contender(original.forward), Contender(candidate))
+        if found.failure:
+            return f"{found.failure}, for inputs of {shapes_in((args, kwargs))}", found.error
+        largest = max(largest, found.error)
+    return "", largest
+
+
+def by_what_int8_loses(quantized: nn.Module, original: nn.Module) -> Judge:
+    """For a form with INT8 kernels of its own, which round otherwise.
+
+    It may be off from the model in float by twice what the same layers are off in torch's INT8: one number that is
+    rounded the other way moves all that come after, so that two that are both right are as far from each other as from
+    the model in float.
+
+    Args:
+        quantized: With layers in INT8 as ``quantize`` makes them.
+        original: The same in float.
+    """
+    in_float = plain_copy(original)
+    int8.prepare(in_float)
+    named = dict(in_float.named_modules())
+    wide = {module: named[name] for name, module in quantized.named_modules() if name in named}
+
+    def judge(module: nn.Module, candidate: Callable[..., Any], calls: list[Arguments]) -> tuple[str, float]:
+        in_torch = [_off(module, wide[module], call) for call in calls]
+        allowed = max(INT8_FACTOR * max(in_torch), _LEAST)
+        found = [_off(candidate, wide[module], call) for call in calls]
+        for call, error in zip(calls, found, strict=True):
+            if not error <= allowed:
+                of = f"relative error {error:.1e} to the model in float, allowed {allowed:.1e}"
+                return f"other numbers: {of}, for inputs of {shapes_in(call)}", error
+        return "", max(found)
+
+    return judge
+
+
+def _off(form: Callable[..., Any], original: nn.Module, call: Arguments) -> float:
+    args, kwargs = call
+    found, expected = (
+        [t for t in tensors_in(one(*args, **kwargs)) if t.is_floating_point()] for one in (form, original)
+    )
+    return deviation(found, expected).noise
+
+
+def _judged(outputs: Any, half: torch.dtype | None) -> list[Tensor]:
+    """Numbers in the precision that they have; whole ones too."""
+    found = [t if t.is_floating_point() else t.double() for t in tensors_in(outputs)]
+    return [t.to(half) if half and t.dtype == torch.float32 else t for t in found]

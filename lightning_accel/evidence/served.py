@@ -1,0 +1,129 @@
+"""The forms in which a run's model was measured for serving: what ``lightning-accel deploy`` adds to its record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KIND = "served"
+"""Of the record's line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedForm:
+    """One form of the model.
+
+    Attributes:
+        name: ``"eager"``, the original; others as ``compare`` names them.
+        p50_ms: What a call takes at batch 1: the median.
+        p95_ms: The 95th percentile.
+        p99_ms: The 99th percentile.
+        speedup: How many times as fast as the original that is.
+        low: The least that this may be, with 95% confidence.
+        high: The most; None: no bound is known.
+        disk_bytes: Of its file, or of the saved weights.
+        error: How far its outputs are off, as a share of the norm of the original's; None: they are no numbers.
+        scores: Metric → its value; empty: none was given.
+        drops: Metric → by how much that is worse than the original's.
+        is_worse: Whether a metric drops by more than the limit.
+    """
+
+    name: str
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    speedup: float
+    low: float
+    high: float | None
+    disk_bytes: int
+    error: float | None
+    scores: dict[str, float | None]
+    drops: dict[str, float | None]
+    is_worse: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A comparison of forms.
+
+    Attributes:
+        checkpoint: Of which.
+        forms: The original first.
+        left_out: Form → why it is not among them.
+        max_drop: What a metric may be worse by.
+        recommended: The form to take.
+        why: In words.
+    """
+
+    checkpoint: str
+    forms: list[ServedForm]
+    left_out: dict[str, str]
+    max_drop: float
+    recommended: str
+    why: str
+
+    @classmethod
+    def from_dict(cls, checkpoint: str, found: Mapping[str, Any]) -> Served:
+        """Of a comparison as ``Comparison.to_dict`` gives it, and as it stands in a record."""
+        return cls(
+            checkpoint=checkpoint,
+            forms=[_form(name, one, name in found["worse"]) for name, one in found["forms"].items()],
+            left_out={str(name): str(why) for name, why in found["left_out"].items()},
+            max_drop=float(found["max_drop"]),
+            recommended=str(found["recommended"]),
+            why=str(found["why"]),
+        )
+
+    def frontier(self) -> list[ServedForm]:
+        """Those that no other form beats or equals in both latency and what is lost; the fastest first."""
+        found: list[ServedForm] = []
+        for one in sorted(self.forms, key=lambda form: (form.p50_ms, self.lost(form))):
+            if not found or self.lost(one) < self.lost(found[-1]):
+                found.append(one)
+        return found
+
+    @property
+    def metric(self) -> str:
+        """The one by which forms are set against their latency; empty: their error is."""
+        return next(iter(self.forms[0].scores), "") if self.forms else ""
+
+    def lost(self, form: ServedForm) -> float:
+        """By how much a form is worse than the original, in the metric or by its error; infinite: it is no number."""
+        found = form.drops.get(self.metric) if self.metric else form.error
+        return float("inf") if found is None else found
+
+
+def add_to_record(record: Path, checkpoint: Path, comparison: Mapping[str, Any]) -> None:
+    """Adds a comparison to the record of a run, where its report shows the latest one.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    line = {"kind": KIND, "checkpoint": str(checkpoint), **comparison}
+    with record.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def _form(name: str, one: Mapping[str, Any], is_worse: bool) -> ServedForm:
+    latency, speedup, scores = one["latency"], one["speedup"], one["scores"]
+    return ServedForm(
+        name=str(name),
+        p50_ms=float(latency["p50"]),
+        p95_ms=float(latency["p95"]),
+        p99_ms=float(latency["p99"]),
+        speedup=float(speedup["ratio"]),
+        low=float(speedup["low"]),
+        high=_number(speedup["high"]),
+        disk_bytes=int(one["disk_bytes"]),
+        error=_number(one["error"]),
+        scores={str(metric): _number(score["value"]) for metric, score in scores.items()},
+        drops={str(metric): _number(score["drop"]) for metric, score in scores.items()},
+        is_worse=is_worse,
+    )
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -327,10 +327,8 @@ def graphs_captured() -> int:
 
     What is captured at every step is never done compiling. Without it, none are said to be.
     """
-    if not dynamo_is_loaded():
-        return 0
-    counters = importlib.import_module("torch._dynamo.utils").counters
-    return int(counters["stats"]["unique_graphs"])
+    utils = sys.modules.get("torch._dynamo.utils")  # every step asks
+    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
 
 
 def compiling_ms() -> float:

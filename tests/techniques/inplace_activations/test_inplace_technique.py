@@ -56,7 +56,7 @@ def test_a_module_that_could_work_in_place_at_none_of_its_calls_steps_aside_with
     model(torch.randn(4, 8))
 
     refused, _, _ = technique.notes.take()
-    assert "which may still read it" in refused["act"]
+    assert "which may still read it" in refused["act"].reason
 
 
 def test_the_engine_takes_back_what_stepped_aside_and_the_report_says_why() -> None:

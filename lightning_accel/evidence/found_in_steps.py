@@ -12,6 +12,9 @@ from lightning_accel.evidence.finding import WORTH, Finding, Seen
 from lightning_accel.evidence.peaks import Peaks
 
 _LARGE_BATCH = 8  # times the batch
+_TINY = (
+    0.25  # of a step at most grows with a batch that is called so: it is a change of training, worth much or nothing
+)
 _MOST_TO_HAVE_MS = 0.5  # what it costs to have an operation: a few hundredths for most of them
 _OF_PEAKS = 0.5  # what operations reach where they have much to do
 _TIMES_MOVED = 4  # bytes of a batch: read and written where it is made, and again on their way to the device
@@ -56,7 +59,7 @@ def tiny_batches(seen: Seen) -> Iterator[Finding]:
     step_ms = seen.typical_ms * max(WORTH, 1 - seen.share(parts.LOGGING))
     share = min(1.0, (work_ms + feeding_ms) / step_ms)
     size = next((one["batch_size"] for one in seen.record.header.loaders if "batch_size" in one), None)
-    if at_most_ms + feeding_ms > 0.5 * step_ms or size is None:
+    if at_most_ms + feeding_ms > _TINY * step_ms or size is None:
         return
     yield Finding(
         name="tiny batches",

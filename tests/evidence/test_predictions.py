@@ -107,8 +107,13 @@ def test_in_a_larger_batch_samples_take_longer_to_load_and_the_loader_around_the
 
 
 def test_a_loader_that_does_not_tell_of_samples_is_taken_to_grow_as_a_whole() -> None:
-    run = record({DATA: 3.0, FORWARD: 7.0}, anatomy=anatomy(modules=[], work_ms=0.0))
-    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.3))
+    run = record({DATA: 2.0, FORWARD: 8.0}, anatomy=anatomy(modules=[], work_ms=0.0))
+    assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * 0.2))
+
+
+def test_a_batch_of_which_a_third_of_the_step_grows_is_not_called_tiny() -> None:
+    run = record({DATA: 3.3, FORWARD: 6.7}, anatomy=anatomy(modules=[], work_ms=0.0))
+    assert "tiny batches" not in names(run)
 
 
 def test_slow_logging_makes_no_batch_tiny() -> None:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
 
-from lightning_accel.core.host import Host
+from lightning_accel.core.host import Host, usable_cores
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from bytes_gpt import BytesGPT
@@ -156,8 +156,13 @@ class Packed(Dataset[tuple[Tensor, int]]):
 
 
 def slow_loader(steps: int, mended: bool) -> Training:
-    workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True} if mended else {}
-    data = DataLoader(Packed(steps * 32), batch_size=32, **workers)
+    data = DataLoader(Packed(steps * 32), batch_size=32)
+    if mended and torch.get_num_threads() < usable_cores():
+        data = DataLoader(Packed(steps * 32), batch_size=32, num_workers=1, persistent_workers=True)
+    elif mended:  # a worker would take a core from those that compute
+        pictures = Packed(16)
+        unpacked = [pictures[index] for index in range(16)]
+        data = DataLoader(cast("Dataset[Any]", [unpacked[index % 16] for index in range(steps * 32)]), batch_size=32)
     return Training(module=Classifies(cnn()), data=data, options=fast())
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightning_accel.evidence import parts
-from lightning_accel.evidence.record import Record
+from lightning_accel.evidence.record import Record, Steps
 
 if TYPE_CHECKING:
     from lightning_accel.evidence.peaks import Peaks
@@ -79,6 +80,11 @@ class Seen:
     def share(self, part: str) -> float:
         """Of a step, that a part takes."""
         return self.parts_ms.get(part, 0.0) / self.step_ms if self.step_ms else 0.0
+
+    def per_look(self, value: Callable[[Steps], float]) -> float:
+        """What the steps that were looked at have in their sum, for each of them; 0 where none was."""
+        looked_at = sum(some.looked_at for some in self.record.steps)
+        return sum(map(value, self.record.steps)) / looked_at if looked_at else 0.0
 
     @property
     def computing(self) -> float:

@@ -11,6 +11,7 @@ from lightning_accel.evidence.record import Steps
 _RARE_LOGGING = 50  # Lightning's own default
 _MOST_WORKERS = 8
 _WORTH_WORKERS = 0.1  # of a step: what a worker hands over has to be waited for, too
+_WORTH_DECODING = 0.25  # beforehand, which is work
 _HANDING_OVER_MS = 0.5
 _FEW = 5  # steps, whose mean tells nothing
 
@@ -24,16 +25,21 @@ def loader(seen: Seen) -> Iterator[Finding]:
     # A core is left to the training.
     workers = max(1, min(header.cores - 1, _MOST_WORKERS))
     says = f"waiting for data takes {share:.0%} of a step"
-    if not loaders or now >= workers:
+    has_room = bool(loaders) and now < workers
+    speedup = seen.step_ms / _step_ms_with_workers(seen, now, workers) if has_room else 1.0
+    if speedup <= 1 + _WORTH_WORKERS:
+        samples_ms = min(seen.parts_ms[parts.DATA], seen.per_look(lambda some: some.samples_ms))
+        speedup = seen.step_ms / max(seen.step_ms - samples_ms, WORTH * seen.step_ms)
+        if has_room and speedup <= 1 + _WORTH_DECODING:
+            return
         yield Finding(
             name="loader",
-            says=f"{says}, with {now} workers on {header.cores} cores",
+            says=f"{says}, with {now} workers on {header.cores} cores, and {header.threads} threads that compute",
             action="make a sample cheaper to load: decode and resize once, beforehand; transform whole batches on the"
             " device (`AccelPlugin(preprocess=...)`)",
+            speedup=speedup if samples_ms else None,
+            basis="if to load a sample took no time" if samples_ms else "",
         )
-        return
-    speedup = seen.step_ms / _step_ms_with_workers(seen, now, workers)
-    if speedup <= 1 + _WORTH_WORKERS:
         return
     yield Finding(
         name="loader",
@@ -42,8 +48,8 @@ def loader(seen: Seen) -> Iterator[Finding]:
         python=f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
         yaml="accel:\n  loader: auto",
         speedup=speedup,
-        basis="the longer of computing and loading sets the pace, or the cores, where both together keep all of them"
-        " at work",
+        basis="the longer of computing and loading sets the pace; a worker without a core of its own holds up a thread"
+        " that computes, and with it all of them",
     )
 
 
@@ -53,10 +59,9 @@ def _step_ms_with_workers(seen: Seen, now: int, workers: int) -> float:
     if now:  # what they all load is what sets the pace
         return max(computes_ms, seen.step_ms * now / workers)
     header = seen.record.header
-    looked_at = sum(some.looked_at for some in seen.record.steps)
-    loading_cpu_ms = sum(some.loading_cpu_ms for some in seen.record.steps) / looked_at
-    busy_ms = header.threads * computes_ms + min(waited_ms, loading_cpu_ms)
-    return max(computes_ms, waited_ms / workers, busy_ms / header.cores)
+    loading_cpu_ms = min(waited_ms, seen.per_look(lambda some: some.loading_cpu_ms))
+    without_core = max(0, header.threads + workers - header.cores) / workers
+    return max(computes_ms + without_core * loading_cpu_ms, waited_ms / workers)
 
 
 def logging(seen: Seen) -> Iterator[Finding]:

@@ -77,11 +77,10 @@ def _feeding_ms(seen: Seen, anatomy: Anatomy) -> float:
 
     Loading samples does. What a loader and Lightning do around it does not, but for the bytes that they move.
     """
-    looked_at = sum(some.looked_at for some in seen.record.steps)
-    if not looked_at:
+    if not seen.step_ms:
         return 0.0
     waited_ms, transfer_ms = seen.parts_ms.get(parts.DATA, 0.0), seen.parts_ms.get(parts.TRANSFER, 0.0)
-    samples_ms = min(waited_ms, sum(some.samples_ms for some in seen.record.steps) / looked_at)
+    samples_ms = min(waited_ms, seen.per_look(lambda some: some.samples_ms))
     grows_ms = waited_ms + transfer_ms
     is_preprocessing = seen.share(parts.TRANSFER) > WORTH
     if samples_ms and not is_preprocessing and seen.peaks is not None and anatomy.memory is not None:

@@ -23,9 +23,20 @@ def test_loading_that_waits_is_hidden_behind_computing() -> None:
     assert found(run, "loader").speedup == pytest.approx(99.5 / 60)  # half a millisecond hands a batch over
 
 
-def test_loading_that_computes_takes_cores_from_training() -> None:
-    run = record({DATA: 40.0, FORWARD: 59.5}, loading_cpu_ms=40.0, cores=2, threads=2)
-    assert found(run, "loader").speedup == pytest.approx(99.5 / ((2 * 60 + 40) / 2))
+def test_a_worker_without_a_core_of_its_own_holds_up_a_thread_that_computes() -> None:
+    run = record({DATA: 40.0, FORWARD: 59.5}, loading_cpu_ms=20.0, cores=2, threads=2)
+    assert found(run, "loader").speedup == pytest.approx(99.5 / (60 + 20))
+
+
+def test_where_loading_has_no_core_to_go_to_samples_are_to_be_cheaper() -> None:
+    run = record({DATA: 40.0, FORWARD: 60.0}, loading_cpu_ms=40.0, samples_ms=30.0, cores=2, threads=2)
+    assert found(run, "loader").action.startswith("make a sample cheaper to load")
+    assert found(run, "loader").speedup == pytest.approx(100 / 70)
+
+
+def test_samples_that_would_bring_little_are_left_as_they_are() -> None:
+    run = record({DATA: 20.0, FORWARD: 80.0}, loading_cpu_ms=20.0, samples_ms=15.0, cores=2, threads=2)
+    assert "loader" not in names(run)
 
 
 def test_where_all_workers_are_there_already_none_is_advised() -> None:

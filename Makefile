@@ -85,7 +85,7 @@ gpu:  ## GPU tests, then GPU benchmarks, with the machine's own PYTHON=python3 a
 	cd "$$tree"; export PYTHONPATH="$$tree$${PYTHONPATH:+:$$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1; \
 	status=0; $(PYTHON) -m pytest -c "$(CURDIR)/pyproject.toml" -p no:cacheprovider -m gpu "$(CURDIR)/tests" || status=$$?; \
 	if [ $$status -eq 5 ]; then echo "no GPU test was selected"; status=0; fi; \
-	for script in gpu gpu_attention gpu_linear_cross_entropy gpu_memory gpu_offloading gpu_packing gpu_preprocessing gpu_pipeline gpu_strategies gpu_tuning gpu_ladder gpu_autotune gpu_claims; do \
+	for script in gpu gpu_attention gpu_linear_cross_entropy gpu_memory gpu_offloading gpu_packing gpu_preprocessing gpu_pipeline gpu_strategies gpu_tuning gpu_ladder gpu_autotune gpu_deploying gpu_claims; do \
 		$(PYTHON) "$(CURDIR)/benchmarks/$$script.py" --out "$(abspath $(RESULTS))" || status=$$?; done; \
 	exit $$status
 

@@ -265,7 +265,7 @@ def _where(record: dict[str, Any]) -> str:
 
 
 _KINDS = re.compile(
-    "gpu-(attention|autotune|claims|ladder|linear-cross-entropy|memory|offloading|packing|pipeline|preprocessing"
+    "gpu-(attention|autotune|claims|deploying|ladder|linear-cross-entropy|memory|offloading|packing|pipeline|preprocessing"
     "|strategies|tuning)-"
 )
 
@@ -282,7 +282,8 @@ def gpu_section() -> str:
             " offloading beside `save_on_cpu`, packing, preprocessing against copy bandwidth, the device pipeline"
             " against data already there, a step under each strategy, live trials of ResNet-50, GPT-2 and ViT-B/16, the"
             " ladder of hand optimisations of GPT-2 124M and what one line recovers of it, pytorch-autotune's three"
-            " workloads by it and by us, the claims that speak of GPUs, and the tests marked `gpu`.\n"
+            " workloads by it and by us, ResNet-50 and ViT-B/16 in the forms in which they are served, the claims that"
+            " speak of GPUs, and the tests marked `gpu`.\n"
         )
     return "## On a GPU\n\n`make gpu PYTHON=python3`\n\n" + "\n".join(p.read_text(encoding="utf-8") for p in pages)
 

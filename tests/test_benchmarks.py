@@ -25,7 +25,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ON_GPU = sorted(path.stem for path in BENCHMARKS.glob("gpu*.py"))
 ON_CPU = sorted(path.stem for path in BENCHMARKS.glob("[!_]*.py") if path.stem not in {*ON_GPU, "render"})
 DRY = [name for name in ON_GPU if name != "gpu_tuning"]  # its own is in tests/tuning/test_measuring.py
-QUICK = {"gpu_offloading", "gpu_preprocessing"}
+QUICK = {"gpu_deploying", "gpu_offloading", "gpu_preprocessing"}
 
 
 @pytest.fixture

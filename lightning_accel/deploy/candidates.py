@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from lightning_accel.core.checks import nearest
-from lightning_accel.core.device import device_of, synchronize
+from lightning_accel.core.device import synchronize
+from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.exporting import export
 from lightning_accel.deploy.forms import FORMS
 from lightning_accel.deploy.inputs import Arguments
@@ -113,7 +114,7 @@ def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterabl
 
 
 def _first_call_ms(call: Callable[..., Any], arguments: Arguments) -> float:
-    device = device_of(call) if isinstance(call, nn.Module) else torch.device("cpu")
+    device = next((tensor.device for tensor in tensors_in(arguments)), torch.device("cpu"))
     began = time.perf_counter()
     with torch.no_grad():
         call(*arguments[0], **arguments[1])

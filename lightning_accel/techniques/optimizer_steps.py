@@ -5,19 +5,18 @@ https://docs.pytorch.org/docs/stable/optim.html#algorithms
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self, override
 
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
-from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.patch import Patch
 from lightning_accel.core.stepping import (
     Group,
     Way,
@@ -35,6 +34,7 @@ from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.notes import Notes, Verdict
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.stand_in_steps import StandInSteps
 from lightning_accel.techniques.syncfree_steps import step_syncfree
 
 OptimizerSetting = Literal["auto", "off", "foreach", "fused"]
@@ -132,12 +132,10 @@ def _listed(names: Iterable[str]) -> str:
     return " and ".join(sorted(names))
 
 
-class StepsTogether(Patch):
-    """Has an optimizer of torch's step in another way, by the flags of its groups.
+class StepsTogether(StandInSteps):
+    """Has an optimizer of torch's step in another way, by the flags of its groups, which its stand-in alone has.
 
-    The optimizer itself never has them, whatever a step raises: torch's step is given a stand-in, which shares all with
-    it but the groups' flags. Pre-hooks may replace the arguments of a step, the first of which is the optimizer. A
-    group that cannot be stepped so in some step takes it as the user's.
+    A group that cannot be stepped so in some step takes it as the user's.
 
     Args:
         site: The optimizer's name in the report.
@@ -148,12 +146,10 @@ class StepsTogether(Patch):
     """
 
     def __init__(self, site: str, optimizer: Optimizer, kind: type[Optimizer], ways: list[Way], notes: Notes) -> None:
-        super().__init__(site, f"{kind.__name__} → {' or '.join(ways)}")
+        super().__init__(site, f"{kind.__name__} → {' or '.join(ways)}", optimizer, kind)
         self.ways = ways
-        self._optimizer, self._kind, self._notes = optimizer, kind, notes
+        self._notes = notes
         self._way = ways[0]
-        self._hooks: list[RemovableHandle] = []
-        self._copied = MethodPatch(site, "copied as without us", optimizer, "__getstate__", self._with_own_steps)
         self._reasons: dict[str, None] = {}  # that were told, in their order
 
     def choose(self, choice: str) -> None:
@@ -171,52 +167,7 @@ class StepsTogether(Patch):
         return "fused" in self.ways and any(p.device.type != "cpu" for group in groups for p in group["params"])
 
     @override
-    def _apply(self) -> None:
-        optimizer = self._optimizer
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._step_begins),
-            optimizer.register_state_dict_post_hook(self._saved, prepend=True),
-        ]
-        self._copied.apply()
-
-    @override
-    def _undo(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._copied.undo()
-        self._give_steps_back()
-
-    def _with_own_steps(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def getstate(optimizer: Optimizer) -> Any:
-            self._give_steps_back()  # the next step takes them to the device again
-            return original(optimizer)
-
-        return getstate
-
-    def _give_steps_back(self) -> None:
-        """Has the counts of steps where torch keeps them without fused kernels."""
-        for group in self._optimizer.param_groups:
-            if own_choice(group) is None:
-                for parameter, step in own_steps(group, self._optimizer.state):
-                    self._optimizer.state[parameter]["step"] = step
-
-    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a compiler fuses the step itself
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
-        stand_in = object.__new__(self._kind)
-        vars(stand_in).update(vars(optimizer), stands_for=optimizer)  # and is none that somebody looks for
-
-        def before_parameters_are_stepped() -> Any:
-            loss = None if closure is None else closure()
-            # Not sooner: Lightning computes the gradients in the closure.
-            vars(stand_in).update(vars(optimizer), param_groups=[*self._with_flags(optimizer)])
-            return loss
-
-        return (stand_in, before_parameters_are_stepped, *args[2:]), kwargs
-
-    def _with_flags(self, optimizer: Optimizer) -> Iterator[Group]:
+    def _groups(self, optimizer: Optimizer) -> Iterator[Group]:
         for group in optimizer.param_groups:
             reason = make_ready(self._kind, group, optimizer.state, self._way)
             if reason is not None and reason not in self._reasons and own_choice(group) is None:
@@ -228,13 +179,10 @@ class StepsTogether(Patch):
         words = f"{self.change}, a group in the user's way in steps where {'; where '.join(self._reasons)}"
         self._notes.revise(self.site, Verdict(keep=True, reason=words))
 
-    def _saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Has a checkpoint hold the counts of steps as without us; the state in use is left alone."""
-        for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-            if own_choice(group) is None:
-                index = dict(zip(group["params"], packed["params"], strict=True))
-                for parameter, step in own_steps(group, optimizer.state):
-                    state_dict["state"][index[parameter]] = {**state_dict["state"][index[parameter]], "step": step}
+    @override
+    def _own_states(self, group: Group) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        for parameter, step in own_steps(group, self._optimizer.state):
+            yield parameter, {**self._optimizer.state[parameter], "step": step}
 
 
 @register(

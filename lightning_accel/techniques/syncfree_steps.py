@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.stepping import Group, kind_of, own_choice, own_steps, step_of
 from lightning_accel.techniques.base import Refusal
+from lightning_accel.techniques.stand_in_steps import StandInSteps
 
 _MOST = "max_exp_avg_sq"  # torch_xla's Adam has it, empty, without amsgrad too
 
@@ -62,11 +61,8 @@ def why_not(kind: type[Optimizer], group: Group) -> str:
     return ""
 
 
-class SyncfreeSteps(Patch):
-    """Has an optimizer step as torch_xla's variant of its class; checkpoints hold what torch's own holds.
-
-    Torch's step is given a stand-in that has none of these parameters, and a closure that steps them: hooks, and what
-    learning rate schedulers wrap around the step, are called as ever.
+class SyncfreeSteps(StandInSteps):
+    """Has an optimizer step as torch_xla's variant of its class; its stand-in has none of these parameters.
 
     Args:
         site: The optimizer's name in the report.
@@ -75,48 +71,16 @@ class SyncfreeSteps(Patch):
     """
 
     def __init__(self, site: str, optimizer: Optimizer, kind: type[Optimizer]) -> None:
-        super().__init__(site, f"{kind.__name__} → torch_xla's, an operation for each parameter")
-        self._optimizer, self._kind = optimizer, kind
-        self._hooks: list[RemovableHandle] = []
-        self._copied = MethodPatch(site, "copied as without us", optimizer, "__getstate__", self._with_own_state)
+        super().__init__(site, f"{kind.__name__} → torch_xla's, an operation for each parameter", optimizer, kind)
         self._found_inf: Tensor | None = None
 
     @override
-    def _apply(self) -> None:
-        optimizer = self._optimizer
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._step_begins),
-            optimizer.register_state_dict_post_hook(self._saved, prepend=True),
-        ]
-        self._copied.apply()
-
-    @override
-    def _undo(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._copied.undo()
-        self._give_back()
-
-    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
-        stand_in = object.__new__(self._kind)
-        vars(stand_in).update(vars(optimizer), stands_for=optimizer)  # and is none that somebody looks for
-
-        def step_ours() -> Any:
-            loss = None if closure is None else closure()
-            # Not sooner: Lightning computes the gradients in the closure.
-            vars(stand_in).update(vars(optimizer), param_groups=self._stepped(optimizer))
-            return loss
-
-        return (stand_in, step_ours, *args[2:]), kwargs
-
-    def _stepped(self, optimizer: Optimizer) -> list[Group]:
-        """Steps the groups that can be, and returns the others."""
+    def _groups(self, optimizer: Optimizer) -> list[Group]:
+        """Steps those that can be, and leaves the others to torch."""
         others = []
         for group in optimizer.param_groups:
             if why_not(self._kind, group):
-                self._give_back_of(group)
+                self._give_back([group])
                 others.append(group)
                 continue
             states = [optimizer.state[p] for p in group["params"] if p.grad is not None and optimizer.state.get(p)]
@@ -145,33 +109,8 @@ class SyncfreeSteps(Patch):
         if _MOST not in state:
             state[_MOST] = torch.empty(0).to(device)
 
-    def _with_own_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def getstate(optimizer: Optimizer) -> Any:
-            self._give_back()  # the next step takes them to the device again
-            return original(optimizer)
-
-        return getstate
-
-    def _give_back(self) -> None:
-        for group in self._optimizer.param_groups:
-            self._give_back_of(group)
-
-    def _give_back_of(self, group: Group) -> None:
-        """Has the states of a group as torch keeps them."""
-        for parameter, state in self._own_states(group):
-            self._optimizer.state[parameter] = state
-
-    def _saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Has a checkpoint hold the states as torch keeps them; those in use are left alone."""
-        for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-            index = dict(zip(group["params"], packed["params"], strict=True))
-            for parameter, state in self._own_states(group):
-                state_dict["state"][index[parameter]] = state
-
+    @override
     def _own_states(self, group: Group) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Parameters of a group whose state is not as torch would have it, with the state that is."""
-        if own_choice(group) is not None:
-            return
         states = self._optimizer.state
         if self._kind is SGD:
             for parameter in group["params"]:
@@ -179,7 +118,7 @@ class SyncfreeSteps(Patch):
                     yield parameter, {name: value for name, value in state.items() if name != "step"}
             return
         extra = set() if group["amsgrad"] else {_MOST}
-        for parameter, step in list(own_steps(group, states)):
+        for parameter, step in own_steps(group, states):
             kept = {name: value for name, value in states[parameter].items() if name not in extra}
             yield parameter, {**kept, "step": step}
 

@@ -1,0 +1,101 @@
+"""An optimizer of torch's that steps in another way, unseen: hooks, schedulers, copies and checkpoints see its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.stepping import Group, own_choice
+
+
+class StandInSteps(Patch):
+    """Has torch's step work on a stand-in, which shares all with the optimizer but its groups.
+
+    The optimizer itself never has them, whatever a step raises. Pre-hooks may replace the arguments of a step, the
+    first of which is the optimizer; hooks, and what learning rate schedulers wrap around the step, are called as ever.
+
+    Args:
+        site: The optimizer's name in the report.
+        change: What is done, in words.
+        optimizer: The optimizer.
+        kind: What :func:`~lightning_accel.core.stepping.kind_of` said of it.
+    """
+
+    def __init__(self, site: str, change: str, optimizer: Optimizer, kind: type[Optimizer]) -> None:
+        super().__init__(site, change)
+        self._optimizer, self._kind = optimizer, kind
+        self._hooks: list[RemovableHandle] = []
+        self._copied = MethodPatch(site, "copied as without us", optimizer, "__getstate__", self._with_own_states)
+
+    @abstractmethod
+    def _groups(self, optimizer: Optimizer) -> Iterable[Group]:
+        """What torch's step is to work on, asked when gradients are there."""
+
+    @abstractmethod
+    def _own_states(self, group: Group) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Parameters of a group whose state is not as torch would have it, with the state that is."""
+
+    @override
+    def _apply(self) -> None:
+        optimizer = self._optimizer
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._step_begins),
+            optimizer.register_state_dict_post_hook(self._saved, prepend=True),
+        ]
+        self._copied.apply()
+
+    @override
+    def _undo(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._copied.undo()
+        self._give_back(self._optimizer.param_groups)
+
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a compiler fuses the step itself
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
+        stand_in = object.__new__(self._kind)
+        vars(stand_in).update(vars(optimizer), stands_for=optimizer)  # and is none that somebody looks for
+
+        def before_parameters_are_stepped() -> Any:
+            loss = None if closure is None else closure()
+            # Not sooner: Lightning computes the gradients in the closure.
+            vars(stand_in).update(vars(optimizer), param_groups=[*self._groups(optimizer)])
+            return loss
+
+        return (stand_in, before_parameters_are_stepped, *args[2:]), kwargs
+
+    def _with_own_states(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def getstate(optimizer: Optimizer) -> Any:
+            self._give_back(optimizer.param_groups)  # the next step takes them to the device again
+            return original(optimizer)
+
+        return getstate
+
+    def _give_back(self, groups: Iterable[Group]) -> None:
+        """Has the states of groups as torch keeps them."""
+        for group in groups:
+            for parameter, state in self._states_of(group):
+                held = self._optimizer.state[parameter]
+                held.clear()
+                held.update(state)
+
+    def _saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Has a checkpoint hold the states as torch keeps them; those in use are left alone."""
+        for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+            index = dict(zip(group["params"], packed["params"], strict=True))
+            for parameter, state in self._states_of(group):
+                state_dict["state"][index[parameter]] = state
+
+    def _states_of(self, group: Group) -> list[tuple[Tensor, dict[str, Any]]]:
+        return list(self._own_states(group)) if own_choice(group) is None else []

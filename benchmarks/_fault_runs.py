@@ -24,20 +24,19 @@ from _turns import Job
 
 
 class TakesTurns(Callback):
-    """Trains an epoch when it is told to, and tells its end."""
+    """Waits before every epoch until it is told to train it.
+
+    Args:
+        pipe: To the parent, which is told when the turn before has ended.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.current_epoch == 0:
-            self._pipe.send(None)
-        self._pipe.recv()
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pipe.send(None)
+        self._pipe.recv()
 
 
 def train(job: Job, pipe: Connection) -> None:
@@ -45,7 +44,8 @@ def train(job: Job, pipe: Connection) -> None:
     steps = max(2, round(job.options["scale"] * TRAININGS[job.name].steps))
     callbacks = [SpeedMemoryLogger(), TakesTurns(pipe)]
     fit(job.name, job.folder, steps, is_mended=job.mode == "mended", epochs=job.options["rounds"], callbacks=callbacks)
-    pipe.send(None)
+    pipe.send(None)  # not before the run has left its record and its report: its neighbour's last turn would be slowed
+    pipe.send(None)  # the outcome, of which the record holds all
 
 
 def fit(name: str, folder: Path, steps: int, *, is_mended: bool, epochs: int, callbacks: list[Callback]) -> None:

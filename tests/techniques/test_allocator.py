@@ -92,7 +92,7 @@ def ran(mode: str, folder: Path, **environment: str) -> dict[str, str]:
     """What a loop of its own process printed, by the first word of each line (the last one of that name)."""
     script = folder / "loop.py"
     script.write_text(LOOP, encoding="utf-8")
-    for _ in range(4):
+    for _ in range(12):
         done = subprocess.run(
             [sys.executable, str(script), mode],
             env={**os.environ, **environment},

@@ -124,7 +124,7 @@ def test_a_compiled_run_has_the_plain_runs_losses_dropout_included() -> None:
                 loss = net(torch.ones(4, 8)).square().mean()
             loss.backward()
             found.append(loss.item())
-    assert handle.report.applied("compile") == ["1", "2"], handle.report
+    assert handle.report.applied("compile") == ["1", "2"], handle.report.to_text()
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert list(model.state_dict()) == list(plain.state_dict())
     assert copy.deepcopy(model)[1]._compiled_call_impl is None

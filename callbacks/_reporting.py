@@ -6,17 +6,19 @@ from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_accel.callbacks._saying import say
+from lightning_accel.callbacks._saying import say, say_of_rank
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.reading import read_earlier, read_record
 from lightning_accel.settings import Plan
 
 
 def report_path(trainer: Trainer) -> Path | None:
-    """Where the plan of a fit wants its report; None: nowhere. An evaluation is not to overwrite a training's."""
-    if trainer.state.fn != TrainerFn.FITTING:
+    """Where the plan of a fit wants its report; None: nowhere.
+
+    An evaluation is not to overwrite a training's, nor one rank another's.
+    """
+    if trainer.state.fn != TrainerFn.FITTING or not trainer.is_global_zero:
         return None
     plan = getattr(trainer.precision_plugin, "plan", None)
     return Path(plan.report) if isinstance(plan, Plan) and plan.report != "off" else None
@@ -53,6 +55,6 @@ def leave_report(trainer: Trainer, record: Path, *, is_asked_by_memory: bool) ->
             write(page, beside)
             say(trainer, f"report={str(wanted)!r} cannot be written ({one_line(error)}); the report is in {beside}")
         else:
-            rank_zero_info(f"lightning-accel: the report is in {wanted or beside}")
+            say_of_rank(trainer, f"the report is in {wanted or beside}")
     except Exception as error:  # whatever it is: the run is worth more than its report
         say(trainer, f"this run's report could not be written: {one_line(error)}")

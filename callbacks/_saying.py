@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_prefixed_message
 
 from lightning_accel.core.report import Report
+
+_logger = logging.getLogger("lightning.pytorch")  # shown as Lightning's own lines are
 
 
 def report_of(trainer: Trainer) -> Report | None:
@@ -20,6 +25,12 @@ def say(trainer: Trainer, *lines: str) -> None:
         for line in lines:
             report.note(line)
     rank_zero_info(f"lightning-accel: {lines[0]}" if len(lines) == 1 else "\n  ".join(["lightning-accel:", *lines]))
+
+
+def say_of_rank(trainer: Trainer, line: str) -> None:
+    """Says now what this rank has to say, though it may not be the first."""
+    rank = trainer.global_rank if trainer.world_size > 1 else None
+    _logger.info(rank_prefixed_message(f"lightning-accel: {line}", rank))
 
 
 class Notes:

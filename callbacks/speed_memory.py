@@ -244,9 +244,8 @@ def leave_page_of_evaluation(trainer: Trainer, error: StepMemoryError) -> None:
 
 
 def _leave_page(trainer: Trainer, error: StepMemoryError) -> None:
-    """A record of what has no steps, for the page beside it."""
-    if trainer.is_global_zero:
-        FitRecord(trainer, record_folder(trainer) or Path(trainer.default_root_dir) / FOLDER).end(error)
+    """A record of what has no steps, for the page beside it: of an evaluation, or of a rank that keeps no record."""
+    FitRecord(trainer, record_folder(trainer) or Path(trainer.default_root_dir) / FOLDER).end(error)
 
 
 def tell_settled(trainer: Trainer) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.record import FOLDER
 from support.plugin.memory_runs import LARGE, SMALL
 from support.scripts import SUPPORT, run_script
 
@@ -160,6 +162,15 @@ def test_of_several_ranks_the_one_without_memory_ends_with_a_page(said: Callable
     assert "several processes train together" in said("rank 1")["error"]
     assert said("rank 1")["applied"]["gradient_checkpointing"] == 0
     assert said("rank 0")["error"]
+
+
+def test_of_several_ranks_the_one_without_memory_leaves_its_page_in_a_report(
+    said: Callable[[str], Said], folder: Path
+) -> None:
+    (report,) = (folder / "rank 1" / FOLDER).glob("*.html")
+    assert "Training step 4 of epoch 0 ran out of memory" in report.read_text()
+    assert said("rank 1")["error"] == read_record(folder / "rank 1").page
+    assert not (folder / "rank 0" / FOLDER).exists()  # there is no logger, and it had memory
 
 
 # -- the error as it is -------------------------------------------------------------------------------------------

@@ -210,7 +210,8 @@ def fit(
 ) -> tuple[LightningModule, Trainer, AccelPlugin | None, dict[str, Any]]:
     """Trains one; with ``more_mib`` None a plain Trainer with all the memory there is."""
     # Which arm has its turn when memory runs out, and goes first of all, would hang on how busy the machine is.
-    settings = {"log": False, "tune": "off", **options.pop("settings", {})}
+    # Nor is anything to need less memory before it is short, as bfloat16 does where a processor has it.
+    settings = {"log": False, "tune": "off", "precision": "32-true", **options.pop("settings", {})}
     plugin = AccelPlugin(**settings) if more_mib is not None else None
     seed_everything(0, verbose=False)
     model = kind()
@@ -277,7 +278,8 @@ def ranks(folder: Path) -> dict[str, Any]:
     """Of two ranks, the second has no memory."""
 
     def be(rank: int) -> None:
-        said = fit(Deep, 150 if rank else 4000, strategy="ddp", devices=2)[-1]
+        options = {"strategy": "ddp", "devices": 2, "settings": {"log": True}}
+        said = fit(Deep, 150 if rank else 4000, **options, default_root_dir=folder / f"rank {rank}")[-1]
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         (folder / f"rank {rank}.json").write_text(json.dumps(said))
 

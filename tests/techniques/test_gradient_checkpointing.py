@@ -185,3 +185,15 @@ def test_a_residual_block_may_change_between_training_and_evaluation() -> None:
         loss.backward()
     assert int(model[1].bn1.num_batches_tracked) == 2
     handle.undo()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_report_has_what_blocks_keep_with_it_and_without(mode: str) -> None:
+    task = TASKS["transformer"]
+    model = TinyTransformer()
+    handle = checkpointed(model, mode)
+    backward_counts(model, task, handle, steps=1)
+    measured = handle.report.of("gradient_checkpointing").measured
+    assert list(measured) == handle.report.applied("gradient_checkpointing")
+    assert all(0 < block.candidate_bytes < block.original_bytes for block in measured.values())
+    handle.undo()

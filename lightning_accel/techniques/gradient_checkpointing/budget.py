@@ -152,7 +152,7 @@ class MemoryBudget(GradientCheckpointing):
 
     @override
     def _judge(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
-        verdict = super()._judge(patch, args, kwargs) if self._verify else Verdict(keep=True)
+        verdict = self._try(patch, args, kwargs) if self._verify else Verdict(keep=True)
         if not verdict.keep:
             self._refusals[verdict.reason] += 1
         elif self._planner is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from typing_extensions import Self, override
 from lightning_accel.core.blocks import find_blocks, units
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
+from lightning_accel.core.measured import Measured
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
 from lightning_accel.core.trial import ORACLE_SAMPLES, Contender, Trial
+from lightning_accel.memory.costs import kind_of
+from lightning_accel.memory.kept import kept_bytes
 from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.first_calls import tried_at_first_calls
@@ -64,6 +68,7 @@ class GradientCheckpointing(Technique):
         self._verify = verify
         self._blocks: dict[str, nn.Module] = {}
         self._untried: dict[str, MethodPatch] = {}
+        self._kept: dict[Hashable, tuple[int, int] | tuple[None, None]] = {}  # by kind of call
         self._is_late = False  # where there was no memory for the step itself, there is little for a trial
 
     @classmethod
@@ -140,9 +145,29 @@ class GradientCheckpointing(Technique):
         return checkpoint_block(site, block, self._mode)
 
     def _judge(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
+        verdict = self._try(patch, args, kwargs)
+        if not verdict.keep or self._is_late:
+            return verdict
+        kind = kind_of(self._blocks[patch.site], args, kwargs)
+        if kind not in self._kept:
+            self._kept[kind] = self._count_kept(patch, args, kwargs)
+        original, candidate = self._kept[kind]
+        measured = replace(verdict.measured or Measured(), original_bytes=original, candidate_bytes=candidate)
+        return replace(verdict, measured=measured)
+
+    def _try(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
         block = self._blocks[patch.site]
         original = functools.partial(patch.original, block)
         return try_block(block, original, patch.value, args, kwargs, on_few=self._is_late)
+
+    def _count_kept(self, patch: MethodPatch, args: Any, kwargs: Any) -> tuple[int, int] | tuple[None, None]:
+        """What a call keeps for its backward pass, as it is and recomputed; None where that cannot be counted."""
+        block = self._blocks[patch.site]
+        original = functools.partial(patch.original, block)
+        try:
+            return kept_bytes(block, original, args, kwargs), kept_bytes(block, patch.value, args, kwargs)
+        except Exception:  # of tensors of any kind: a report lacks a figure, and what was tried stays in force
+            return None, None
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:

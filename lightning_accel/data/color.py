@@ -23,13 +23,14 @@ _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 class Normalize(FusibleTransform):
     """``(image - mean) / std``, channel by channel; uint8 images are first brought from 0…255 to 0…1.
 
-    Computed in float32. At the end of its chain, the images are given the dtype that the step computes in and, where
+    Computed in float32. At the end of its chain, the images are given the dtype that steps compute in and, where
     the model is in channels_last, that layout.
 
     Attributes:
         mean: A number per channel, or one for all.
         std: Likewise, above 0.
-        dtype: ``"auto"``: the dtype that the step computes in (bfloat16 with ``precision="bf16-mixed"``);
+        dtype: ``"auto"``: the dtype that steps compute in, where it was asked for by name (bfloat16 with
+            ``precision="bf16-mixed"``); float32 with ``precision="auto"``, which a run may come back from.
             ``"float32"`` where the images are compared with something, as an autoencoder does.
     """
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, cast
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -26,7 +27,12 @@ from lightning_accel.core.report import Report
 from lightning_accel.core.trial import one_line
 from lightning_accel.lightning.private import after_closure
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.mixed_precision import CountingGradScaler, check_optimizer, without_mha_fast_path
+from lightning_accel.techniques.mixed_precision import (
+    DTYPES,
+    CountingGradScaler,
+    check_optimizer,
+    without_mha_fast_path,
+)
 
 ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
 
@@ -70,6 +76,11 @@ class AutocastingPrecision(Precision):
     def is_ours(self) -> bool:
         """Whether steps run in a precision that the user did not ask for by name."""
         return self._is_chosen and self.precision != "32-true" and not self._runs_in_float32
+
+    @property
+    def image_dtype(self) -> torch.dtype:
+        """What preprocessed images are to be in: float32 where steps may come back to it, as images are made ahead."""
+        return torch.float32 if self._is_chosen else DTYPES.get(self.precision, torch.float32)
 
     def arms(self) -> list[Arm]:
         """What live trials may choose from. float16 needs its scaler, and with it a step of another kind: no arm."""

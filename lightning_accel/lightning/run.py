@@ -32,7 +32,6 @@ from lightning_accel.settings import Plan
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
-from lightning_accel.techniques.mixed_precision import DTYPES
 from lightning_accel.techniques.registry import declarations
 
 
@@ -43,6 +42,9 @@ class RunPrecision(Protocol):
 
     @property
     def is_ours(self) -> bool: ...
+
+    @property
+    def image_dtype(self) -> torch.dtype: ...
 
     def arms(self) -> list[Arm]: ...
 
@@ -149,9 +151,8 @@ class Run:
         if is_answering:
             self._hook(self.memory.patches(strategy))
         if plan.preprocess or getattr(strategy, "wants_pipeline", False):
-            dtype = DTYPES.get(self._precision.precision, torch.float32)
             transforms, wants_channels_last = plan.of("preprocess").transforms, self._around.wants_channels_last
-            self._feeding = Feeding(trainer, engine, transforms, dtype, wants_channels_last)
+            self._feeding = Feeding(trainer, engine, transforms, self._precision.image_dtype, wants_channels_last)
             self._hook(self._feeding.patches())
         own_arms = self._precision.arms()
         if self.is_fitting:

@@ -26,7 +26,7 @@ from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.xla_compilations import Compilations
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.arms import Arm
-from lightning_accel.techniques.mixed_precision import resolve_precision
+from lightning_accel.techniques.mixed_precision import DTYPES, resolve_precision
 
 _NO_TRIALS = "tune: a clock beside XLA times how it records a step, and a switch compiles anew: nothing is tried"
 _NO_ANSWERS = (
@@ -184,6 +184,11 @@ class AccelXLAPlugin(Arguments, XLAPrecision):
     def is_ours(self) -> bool:
         """Whether steps run in a precision that the user did not ask for by name: none is chosen under XLA."""
         return False
+
+    @property
+    def image_dtype(self) -> torch.dtype:
+        """What preprocessed images are to be in: what steps compute in, to the run's end."""
+        return DTYPES.get(self.precision, torch.float32)
 
     def arms(self) -> list[Arm]:
         """What live trials may choose from: nothing."""

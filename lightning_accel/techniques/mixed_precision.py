@@ -228,7 +228,9 @@ class MixedPrecision(Technique):
     def __init__(self, setting: PrecisionSetting, host: Host) -> None:
         self.precision, reason = resolve_precision(setting, host)
         self._setting, self._reason = setting, reason
-        self.dtype = DTYPES.get(self.precision)
+        self._autocast_to = DTYPES.get(self.precision)
+        # What was not asked for by name may be given up, and batches are made ahead.
+        self.dtype = None if setting == "auto" else self._autocast_to
         self.notes.status = f"{self.precision}: {reason}"
         if setting not in ("auto", self.precision):
             self.notes.warn(f"precision={setting!r}: {reason}")
@@ -258,11 +260,11 @@ class MixedPrecision(Technique):
             yield Arm(self.name, (self.precision,), self._have)
 
     def _have(self, choice: str) -> None:
-        self.dtype = DTYPES.get(choice)
+        self._autocast_to = DTYPES.get(choice)
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
-        return nullcontext() if self.dtype is None else self._autocast(self.dtype)
+        return nullcontext() if self._autocast_to is None else self._autocast(self._autocast_to)
 
     @contextmanager
     def _autocast(self, dtype: torch.dtype) -> Iterator[None]:

@@ -10,9 +10,11 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 
+from lightning_accel.core.host import Host
 from lightning_accel.data import (
     GaussianNoise,
 )
+from lightning_accel.tuning.settled import Tuning
 from support.lightning_models import Call
 from support.preprocess_runs import NORMALIZE, MakeTrainer, Sees, TakesTheTransfer, dataset, fit, loader, plugin, same
 
@@ -41,6 +43,23 @@ def test_images_come_in_the_dtype_that_the_step_computes_in(make_trainer: MakeTr
     module = Sees()
     fit(make_trainer, module, given=plugin(precision="bf16-mixed"))
     assert module.seen["train"][0][0].dtype == torch.bfloat16
+
+
+def test_of_a_precision_that_the_run_has_chosen_and_gives_up_they_come_in_float32(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches are made ahead, and neither live trials nor the repetition of a step can know what the next runs in."""
+    monkeypatch.setattr(Host, "detect", lambda device: Host(kind="cpu", device_name="simulated", native_bf16=True))
+
+    class TakesThemAsTheyAre(Sees):
+        def see(self, stage: str, batch: Any) -> Tensor:
+            return super().see(stage, (batch[0], batch[1])) + self.net(batch[0]).sum()
+
+    given, module = plugin(precision="auto"), TakesThemAsTheyAre()
+    fit(make_trainer, module, given=given)
+    given.load_state_dict({"tuning": Tuning({}, is_settled=True).to_dict()})
+    make_trainer(plugins=[given]).test(module, loader())
+    assert {image.dtype for stage in ("train", "test") for image, _ in module.seen[stage]} == {torch.float32}
 
 
 def test_images_come_in_the_layout_of_the_model(make_trainer: MakeTrainer) -> None:

@@ -178,7 +178,7 @@ def test_pickled_in_the_middle_of_a_run_it_is_a_plain_model(name: str, task: Tas
 
 
 @every_technique
-@pytest.mark.filterwarnings("ignore:.* was asked for and found no site. already:lightning_accel.AccelWarning")
+@pytest.mark.filterwarnings("ignore:.* was asked for and found no site:lightning_accel.AccelWarning")
 def test_applied_twice_is_applied_once(name: str, task: Task) -> None:
     plain = model_for(task, SETTINGS[name])
     before = structure(plain)

@@ -70,6 +70,13 @@ def test_a_batch_comes_in_the_dtype_and_layout_of_the_step() -> None:
     loop.undo()
 
 
+def test_it_comes_in_float32_where_the_precision_may_be_given_up() -> None:
+    host = Host(kind="cpu", device_name="a CPU", native_bf16=True)
+    loop = accelerate(nn.Sequential(nn.Conv2d(3, 4, 3)), Plan(preprocess=[Normalize(0.5, 0.25)]), host=host)
+    assert loop.batch(images()).dtype == torch.float32
+    loop.undo()
+
+
 def test_the_report_says_what_is_done_to_batches() -> None:
     assert handle().report.of("preprocess").status == "Normalize, GaussianNoise with NumPy on cpu"
 

@@ -163,7 +163,7 @@ def alone() -> dict[str, Row]:
         for value in dict.fromkeys((declaration.default, *_auto(declaration), *declaration.shown)):
             host = None if declaration.is_off(value) else _host_of(declaration, value)
             if host is not None:
-                tolerance = 0.01 if value == "16-mixed" else TOLERANCES[declaration.exactness]
+                tolerance = 0.03 if value == "16-mixed" else TOLERANCES[declaration.exactness]
                 rows[f"{name}={value}"] = Row(_settings(name, value), name, tolerance, host)
     return rows
 

@@ -158,6 +158,15 @@ def with_what_they_need(rows: Iterable[Row]) -> list[Row]:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
+class LowScale(Callback):
+    """Has a gradient scaler begin where nothing overflows: how soon it does is the processor's, and skips a step."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 1024.0})
+
+
 class Witness(Callback):
     """Sees, during a fit, what the strategy made of the model."""
 
@@ -176,7 +185,7 @@ def run(row: Row, folder: Path) -> dict[str, Any]:
     """Does what ``row`` says; losses of every step, weights, metrics, predictions of this rank."""
     module, data, options = make(row.kind, row.variant)
     witness = Witness()
-    options |= {"max_epochs": epochs(row), "callbacks": [witness, *_savers(row, folder)]}
+    options |= {"max_epochs": epochs(row), "callbacks": [witness, LowScale(), *_savers(row, folder)]}
     if row.does != "fit and evaluate":
         options |= {"num_sanity_val_steps": 0, "limit_val_batches": 1}  # only that there is a validation
     trainer = trainer_for(row, **options)

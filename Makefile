@@ -18,9 +18,11 @@ help:  ## This list
 demo: $(STAMP)  ## Train two real models, plain and accelerated, and compare them (under 4 minutes on 2 cores)
 	$(BIN)/python examples/demo.py
 
-# A file is one worker's, in the order of the folders: what a file's tests share is made once.
+# A file is one worker's, in the order of the folders: what a file's tests share is made once. Bytecode is kept whatever
+# the shell says: without it both workers rewrite every file of tests again, and every process that a test starts compiles
+# the package.
 test: $(STAMP)  ## The tests that need no GPU, two at a time (7 to 9 minutes on 2 slow cores; WORKERS=n: n at a time)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## The tests over ten seconds each, and second and third variants of others
 	$(BIN)/python -m pytest -m "slow and not gpu"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import platform
 import re
 import sys
@@ -83,9 +85,20 @@ def _installed() -> dict[str, str]:
 def _source_folders() -> list[str]:
     """Where modules come from that are neither Python's nor installed; of folders within each other the outermost."""
     # Read as it stands: to ask a module for an attribute may make it import others.
-    files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
-    paths = [Path(file) for file in files if isinstance(file, str)]
-    folders = {path.resolve().parent for path in paths if not _INSTALLED & set(path.parts)}
-    python = Path(sysconfig.get_path("stdlib")).resolve()
-    own = {one for one in folders if not one.is_relative_to(python)}
-    return sorted(str(one) for one in own if own.isdisjoint(one.parents))
+    files = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
+    folders = {folder for file in files if isinstance(file, str) and (folder := _own_folder(file)) is not None}
+    return sorted(str(one) for one in folders if folders.isdisjoint(one.parents))
+
+
+@functools.cache
+def _own_folder(file: str) -> Path | None:
+    """Where ``file`` is; None: in Python's own folders, or among what is installed."""
+    if not _INSTALLED.isdisjoint(file.split(os.sep)):
+        return None
+    folder = Path(file).resolve().parent
+    return None if folder.is_relative_to(_python()) else folder
+
+
+@functools.cache
+def _python() -> Path:
+    return Path(sysconfig.get_path("stdlib")).resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -57,10 +58,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spares the tests what torch does for others: a good part of their time in all.
+    """Spares the tests what torch and Lightning do for others: a good part of their time in all.
 
-    Every seed is noted down for GPUs that nobody has asked for yet, with the whole stack, once a kind of GPU; and every
-    graph that TorchDynamo captures flushes the processor's caches, to tell developers of torch what its guards cost.
+    Every seed is noted down for GPUs that nobody has asked for yet, with the whole stack, once a kind of GPU; every
+    graph that TorchDynamo captures flushes the processor's caches, to tell developers of torch what its guards cost;
+    and every Trainer looks through all that is installed for callbacks of other packages.
     """
     torch = sys.modules.get("torch")
     if torch is not None and not torch.cuda.is_available():
@@ -70,6 +72,9 @@ def pytest_collection_finish() -> None:
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *_: 0.0
         logging.getLogger("torch.__trace").handlers.clear()  # structured traces, with nowhere to go
+    installed = sys.modules.get("lightning.fabric.utilities.registry")
+    if hasattr(installed, "entry_points"):
+        installed.entry_points = functools.cache(installed.entry_points)
 
 
 @pytest.fixture(autouse=True, scope="module")

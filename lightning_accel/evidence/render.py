@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -20,7 +21,8 @@ from lightning_accel.evidence.page import Page
 
 def to_html(page: Page) -> str:
     """The page with its charts, where matplotlib is there to draw them, and all numbers as tables."""
-    return _environment(autoescape=True).get_template("report.html.j2").render(page=page, charts=charts.of(page))
+    template = _environment(autoescape=True).get_template("report.html.j2")
+    return template.render(page=page, charts=charts.of(page), how_to_draw="" if can_draw() else MEND)
 
 
 def to_markdown(page: Page) -> str:
@@ -70,6 +72,7 @@ def form_of(path: Path) -> Callable[[Page], str]:
     return FORMS[path.suffix]
 
 
+@functools.cache  # with the templates that it has compiled, a quarter of a second each
 def _environment(*, autoescape: bool) -> Environment:
     environment = Environment(
         loader=PackageLoader("lightning_accel.evidence"),
@@ -79,7 +82,6 @@ def _environment(*, autoescape: bool) -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= tables.FILTERS
-    environment.globals["how_to_draw"] = "" if can_draw() else MEND
     return environment
 
 

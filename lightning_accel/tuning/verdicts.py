@@ -9,6 +9,7 @@ threads. Anything else, and what cannot be told, is tried again; so is what fail
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -142,26 +144,31 @@ def _source(model: nn.Module) -> str | None:
     files = [_file_of(sys.modules.get(name)) for name in names]
     if None in files:  # written at a prompt, in a notebook
         return None
-    own = [
-        file
-        for module in list(sys.modules.values())
-        if (file := _file_of(module)) is not None
-        and not _is_a_librarys(file)
-        and os.path.isfile(file)  # some of torch's only pretend to have one
-    ]
+    loaded = {file for module in list(sys.modules.values()) if (file := _file_of(module)) is not None}
+    # Some of torch's only pretend to have a file.
+    own = [file for file in loaded if not _is_a_librarys(file) and os.path.isfile(file)]
     digest = hashlib.sha256()
     for file in sorted({*filter(None, files), *own}):
         try:
-            digest.update(Path(file).read_bytes())
+            said = os.stat(file)
+            digest.update(_content(file, said.st_mtime_ns, said.st_size, said.st_ino))
         except OSError:
             return None
     return digest.hexdigest()[:16]
 
 
+@functools.cache
+def _content(file: str, mtime_ns: int, size: int, inode: int) -> bytes:
+    """A digest of what is in ``file``, which is read again only where it has been written to."""
+    return hashlib.sha256(Path(file).read_bytes()).digest()
+
+
 def _file_of(module: Any) -> str | None:
     """Where it was loaded from, without running any code of it: some are not loaded before they are looked at."""
     try:
-        file = object.__getattribute__(module, "__dict__").get("__file__")
+        # Of a plain module, as most are, the attribute itself runs none, in a third of the time.
+        held = module.__dict__ if type(module) is ModuleType else object.__getattribute__(module, "__dict__")
+        file = held.get("__file__")
     except AttributeError:  # anything can be put among the modules
         return None
     return file if isinstance(file, str) else None
@@ -179,6 +186,7 @@ def _installed() -> list[str]:
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1]))
 
 
+@functools.cache
 def _is_a_librarys(file: str) -> bool:
     """Whether its version, which is known otherwise, tells what is in a file."""
     return file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file

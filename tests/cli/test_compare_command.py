@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_accel.__main__ import main
-from support.measured_runs import Model, fit, loader, no_hook
+from support.measured_runs import Folder, Model, fit, loader, no_hook
 
 
 class Other(Model):
@@ -26,7 +25,7 @@ def sleeps(ms: float) -> Callable[[Any, int], None]:
 @pytest.fixture
 def runs(tmp_path: Path) -> Callable[..., str]:
     def trained(name: str, hook: Any = no_hook, kind: type[Model] = Model, steps: int = 30) -> str:
-        fit(kind(hook), loader(steps), logger=CSVLogger(tmp_path / name))
+        fit(kind(hook), loader(steps), logger=Folder(tmp_path / name))
         return str(tmp_path / name)
 
     return trained

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_accel.__main__ import main
 from lightning_accel.evidence import peaks
@@ -101,7 +102,7 @@ def test_runs_of_other_models_beside_it_are_passed_over(trained: Path) -> None:
         """Another class."""
 
     for model in (Other(), Nested()):
-        make_trainer(Path("logs")).fit(model, vectors(60))
+        make_trainer(None, logger=CSVLogger("logs")).fit(model, vectors(60))
     first, second = (json.dumps(read_record(Path(f"logs/lightning_logs/version_{n}")).header.model) for n in (0, 1))
     assert first != second
     assert main(["report", "logs/lightning_logs/version_1", "--out", "report.json"]) == 0

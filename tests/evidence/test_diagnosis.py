@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_accel.evidence.reading import read_record
 from lightning_accel.evidence.record import Record
 from support.made_up_records import found, names, record
-from support.measured_runs import Vectors, fit, loader
+from support.measured_runs import Folder, Vectors, fit, loader
 
 SLEEP_S = 0.02
 
@@ -50,7 +50,7 @@ def batches(count: int, *shape: int) -> DataLoader[Tensor]:
 
 
 def trained(folder: Path, module: LightningModule, data: Any, **options: Any) -> Record:
-    fit(module, data, **{"logger": CSVLogger(folder), **options})
+    fit(module, data, **{"logger": Folder(folder), **options})
     return read_record(folder)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_accel.callbacks import _instruments, _parts
@@ -15,7 +14,7 @@ from lightning_accel.core.clocks import EventClock
 from lightning_accel.evidence.parts import BACKWARD, FORWARD, IDLE
 from lightning_accel.evidence.reading import read_record
 from lightning_accel.evidence.record import Record
-from support.measured_runs import Model, fit, loader
+from support.measured_runs import Folder, Model, fit, loader
 from support.simulated_device import SimulatedDevice
 
 STEPS = 6 * EVERY  # of which five are looked at, and one of these is held back
@@ -50,7 +49,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
 
 
 def recorded(folder: Path, device: SimulatedDevice, kernel_ms: float) -> tuple[Record, Any]:
-    measured = fit(Computes(device, kernel_ms), loader(STEPS), logger=CSVLogger(folder))
+    measured = fit(Computes(device, kernel_ms), loader(STEPS), logger=Folder(folder))
     return read_record(folder), measured
 
 
@@ -81,13 +80,13 @@ def test_a_step_that_is_held_back_is_none_of_those_that_count(device: SimulatedD
 
 
 def test_on_a_cpu_there_is_no_such_part(tmp_path: Path) -> None:
-    fit(Model(), loader(STEPS), logger=CSVLogger(tmp_path))
+    fit(Model(), loader(STEPS), logger=Folder(tmp_path))
     assert IDLE not in read_record(tmp_path).parts_ms()
 
 
 @pytest.mark.gpu
 def test_a_gpu_that_gets_short_kernels_waits_for_its_host(tmp_path: Path) -> None:
-    fit(Model(), loader(STEPS), logger=CSVLogger(tmp_path), accelerator="gpu")
+    fit(Model(), loader(STEPS), logger=Folder(tmp_path), accelerator="gpu")
     record = read_record(tmp_path)
     found = record.parts_ms()
     assert found[IDLE] > 0

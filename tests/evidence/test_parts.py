@@ -15,18 +15,26 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_accel import AccelPlugin
+from lightning_accel.callbacks import _parts
 from lightning_accel.callbacks._parts_patch import PARTS
 from lightning_accel.evidence.page import page_of
 from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION, DATA, LOGGING, REST
 from lightning_accel.evidence.reading import read_record
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.render import to_markdown
-from support.measured_runs import Model, Vectors, fit, loader
+from support.measured_runs import Folder, Model, Vectors, fit, loader
 from support.scripts import SUPPORT, run_script
 from support.traced_runs import names, read
 
 STEPS = 50  # three of which are looked at
+FEW_STEPS = 12
 SLEEP_S = 0.02
+
+
+@pytest.fixture
+def looks_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer steps have to sleep."""
+    monkeypatch.setattr(_parts, "EVERY", 1)
 
 
 def sleep(*_: Any) -> None:
@@ -81,12 +89,12 @@ class Manual(Model):
 
 
 def recorded(folder: Path, model: Model, data: Any = None, **options: Any) -> Record:
-    fit(model, data or loader(STEPS), logger=CSVLogger(folder), **options)
+    fit(model, data or loader(STEPS), logger=Folder(folder), **options)
     return read_record(folder)
 
 
 SLEEPERS = {
-    DATA: lambda: {"model": Model(), "data": loader(data=Vectors(STEPS, sleep))},
+    DATA: lambda: {"model": Model(), "data": loader(data=Vectors(FEW_STEPS, sleep))},
     PARTS["batch_to_device"]: lambda: {"model": SleepsInTransfer()},
     PARTS["training_step"]: lambda: {"model": Model(sleep)},
     PARTS["backward"]: lambda: {"model": SleepsBackward()},
@@ -95,17 +103,20 @@ SLEEPERS = {
 }
 
 
+@pytest.mark.usefixtures("looks_at_every_step")
 @pytest.mark.parametrize("plugins", [[], [AccelPlugin]], ids=["plain", "accelerated"])
 @pytest.mark.parametrize("part", SLEEPERS)
 def test_time_goes_to_the_part_that_takes_it(part: str, plugins: Any, tmp_path: Path) -> None:
-    found = recorded(tmp_path, **SLEEPERS[part](), plugins=[make() for make in plugins]).parts_ms()
+    run = {"data": loader(FEW_STEPS), **SLEEPERS[part]()}
+    found = recorded(tmp_path, **run, plugins=[make() for make in plugins]).parts_ms()
     assert max(found, key=lambda name: found[name]) == part
     assert found[part] >= 1e3 * SLEEP_S
 
 
+@pytest.mark.usefixtures("looks_at_every_step")
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_manual_optimization_has_parts_too(part: str, tmp_path: Path) -> None:
-    found = recorded(tmp_path, Manual(part)).parts_ms()
+    found = recorded(tmp_path, Manual(part), loader(FEW_STEPS)).parts_ms()
     assert max(found, key=lambda name: found[name]) == part
 
 
@@ -122,7 +133,7 @@ def test_a_look_that_validation_has_spoilt_is_taken_at_the_next_step(tmp_path: P
 
 
 def test_what_comes_in_every_fourth_step_is_seen_in_a_fourth_of_them(tmp_path: Path) -> None:
-    record = recorded(tmp_path, SleepsInOptimizer(), loader(1024), accumulate_grad_batches=4)
+    record = recorded(tmp_path, SleepsInOptimizer(), loader(512), accumulate_grad_batches=4)
     (some,) = record.steps
     steps = some.parts_ms["optimizer"] / (1e3 * SLEEP_S)  # in which an optimizer has slept
     assert 0.1 < steps / some.looked_at < 0.45
@@ -145,6 +156,7 @@ def test_a_strategy_that_takes_no_edit_costs_the_parts_and_not_the_run(tmp_path:
     assert (record.status, record.parts_ms()) == ("finished", {})
 
 
+@pytest.mark.usefixtures("looks_at_every_step")
 def test_logging_is_a_part_of_its_own(tmp_path: Path) -> None:
     class Slow(CSVLogger):
         def log_metrics(self, *args: Any, **kwargs: Any) -> None:
@@ -156,7 +168,7 @@ def test_logging_is_a_part_of_its_own(tmp_path: Path) -> None:
             self.log("one", 1.0)
             return super().training_step(batch, batch_idx)
 
-    fit(Logs(), loader(STEPS), logger=Slow(tmp_path), log_every_n_steps=1)
+    fit(Logs(), loader(FEW_STEPS), logger=Slow(tmp_path), log_every_n_steps=1)
     assert read_record(tmp_path).parts_ms()[LOGGING] >= 1e3 * SLEEP_S
 
 
@@ -166,9 +178,10 @@ def computes() -> None:
         pass
 
 
+@pytest.mark.usefixtures("looks_at_every_step")
 def test_loading_that_computes_is_told_from_loading_that_waits(tmp_path: Path) -> None:
-    (waiting,) = recorded(tmp_path / "waits", Model(), loader(data=Vectors(STEPS, sleep))).steps
-    (computing,) = recorded(tmp_path / "computes", Model(), loader(data=Vectors(STEPS, computes))).steps
+    (waiting,) = recorded(tmp_path / "waits", Model(), loader(data=Vectors(FEW_STEPS, sleep))).steps
+    (computing,) = recorded(tmp_path / "computes", Model(), loader(data=Vectors(FEW_STEPS, computes))).steps
     assert waiting.loading_cpu_ms < 0.5 * waiting.parts_ms[DATA]
     assert computing.loading_cpu_ms >= 1e3 * SLEEP_S * computing.looked_at
 

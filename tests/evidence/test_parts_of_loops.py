@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -20,7 +19,7 @@ from lightning_accel.callbacks._parts_patch import PARTS
 from lightning_accel.core.clocks import StepClock
 from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
 from lightning_accel.evidence.reading import read_record
-from support.measured_runs import BATCH_SIZE, Model, Vectors, fit, loader
+from support.measured_runs import BATCH_SIZE, Folder, Model, Vectors, fit, loader
 
 STEPS = 14
 MS = {DATA: 1.0, TRANSFER: 2.0, FORWARD: 4.0, BACKWARD: 8.0, OPTIMIZER: 16.0}
@@ -155,7 +154,7 @@ def test_parts_add_up_to_all_of_a_step(loop: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(_instruments, "clock_for", lambda _: SimulatedClock())
     monkeypatch.setattr(_parts, "EVERY", 1)
     make, parts_ms = LOOPS[loop]
-    fit(**{"data": batches(), **make()}, logger=CSVLogger(tmp_path))
+    fit(**{"data": batches(), **make()}, logger=Folder(tmp_path))
     record = read_record(tmp_path)
     looked_at, timed = (sum(getattr(some, name) for some in record.steps) for name in ("looked_at", "timed"))
     assert looked_at == timed - 1 >= 9

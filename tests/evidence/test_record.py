@@ -16,7 +16,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.evidence.parts import DATA
 from lightning_accel.evidence.reading import RecordError, read_record
 from lightning_accel.evidence.record import Header, Record, RecordWriter, Steps, in_pieces
-from support.measured_runs import BATCH_SIZE, Model, fit, loader
+from support.measured_runs import BATCH_SIZE, Folder, Model, fit, loader
 
 HEADER = Header(
     started="2026-11-23T12:00:00+00:00",
@@ -55,7 +55,7 @@ def written(folder: Path, *lines: Any) -> Path:
 
 
 def recorded(folder: Path, model: Model | None = None, **options: Any) -> Record:
-    fit(model or Model(), logger=CSVLogger(folder), **options)
+    fit(model or Model(), logger=Folder(folder), **options)
     return read_record(folder)
 
 
@@ -88,7 +88,7 @@ def test_of_many_steps_it_keeps_the_losses_of_some_at_numbers_that_other_runs_ke
 
 
 def test_times_add_up_to_the_epochs(tmp_path: Path) -> None:
-    logger = fit(Model(), logger=CSVLogger(tmp_path))
+    logger = fit(Model(), logger=Folder(tmp_path))
     record, epoch = read_record(tmp_path), logger.last
     assert epoch is not None
     (some,) = record.steps
@@ -98,7 +98,7 @@ def test_times_add_up_to_the_epochs(tmp_path: Path) -> None:
 
 
 def test_epochs_are_what_is_logged(tmp_path: Path) -> None:
-    logger = fit(Model(), logger=CSVLogger(tmp_path), max_epochs=2)
+    logger = fit(Model(), logger=Folder(tmp_path), max_epochs=2)
     record = read_record(tmp_path)
     assert [epoch["step_ms_p50"] for epoch in record.epochs] == [epoch.step_ms_p50 for epoch in logger.history]
     assert record.peak_memory_mib == max(epoch.peak_memory_mib for epoch in logger.history)
@@ -148,7 +148,7 @@ def test_loggers_without_a_folder_here_are_passed_over(log_dir: Any, tmp_path: P
 
 
 def test_a_rehearsal_writes_nothing(tmp_path: Path) -> None:
-    fit(Model(), logger=CSVLogger(tmp_path), fast_dev_run=True)
+    fit(Model(), logger=Folder(tmp_path), fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, Dataset
@@ -65,6 +67,28 @@ class Model(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Folder(Logger):
+    """Gives a run a folder, for its record, and keeps nothing there: for a CSVLogger figures are drawn, too.
+
+    Args:
+        folder: Of this run alone.
+    """
+
+    name = version = ""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = str(folder)
+
+    @property
+    def log_dir(self) -> str:
+        return self._folder
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def loader(batches: int = 8, data: Any = None, **options: Any) -> DataLoader[Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -25,6 +24,7 @@ from lightning_accel.evidence.anatomy import (
 )
 from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.record import Header, Record, Steps
+from support.measured_runs import Folder
 
 MIB = 1 << 20
 PEAKS = Peaks(float32_flops=1e11, bfloat16_flops=2e11, bytes_per_sec=1e10)
@@ -56,9 +56,9 @@ def vectors(batches: int = 40) -> DataLoader[Tensor]:
 
 
 def make_trainer(folder: Path | None, *plugins: Any, **options: Any) -> Trainer:
-    """On one CPU, with a CSVLogger in ``folder`` (None: none), and a SpeedMemoryLogger where no plugin adds one."""
+    """On one CPU, with a folder of its own (None: none), and a SpeedMemoryLogger where no plugin adds one."""
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    logger = False if folder is None else CSVLogger(folder)
+    logger = False if folder is None else Folder(folder)
     callbacks = [] if plugins else [SpeedMemoryLogger()]
     settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": logger, "callbacks": callbacks, **quiet}
     return Trainer(plugins=list(plugins), **{**settings, **options})

@@ -47,9 +47,8 @@ class Deep(nn.Module):
             x = (x * self.weight).tanh()
         return x.mean()
 
-model = Deep()
 inputs = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
-handle = accelerate(model, Plan(precision="32-true"), steps=0) if sys.argv[1] == "accelerated" else None
+model, handle = Deep(), None
 
 def step():
     before = page_faults()
@@ -65,52 +64,50 @@ def step():
 def counted(steps):
     return [step()[0] for _ in range(steps)]
 
-if handle is not None:
-    counted(8)
-    print("waiting", handle.report.refused("allocator")[""])
-    arms = handle.engine.arms()
-    if not arms:
-        sys.exit({UNLUCKY})
-    [arm] = arms
-    arm.choose("keep")
-counts, losses = zip(*(step() for _ in range({STEPS})))
-print("counts", *counts)
-print("losses", *losses)
-if handle is not None:
-    for choice in ("off", "keep"):
-        arm.choose(choice)
-        print(choice, *counted(16))
-    print("report", handle.report.of("allocator").status, handle.report.techniques["allocator"].changes[""])
-    handle.undo()
-    handle = None
-    print("after", *counted(4))
+def tell_steps(mode):
+    counts, losses = zip(*(step() for _ in range({STEPS})))
+    print(mode, "counts", *counts)
+    print(mode, "losses", *losses)
+
+tell_steps("plain")
+model = Deep()
+handle = accelerate(model, Plan(precision="32-true"), steps=0)
+counted(8)
+print("accelerated waiting", handle.report.refused("allocator")[""])
+arms = handle.engine.arms()
+if not arms:
+    sys.exit({UNLUCKY})
+[arm] = arms
+arm.choose("keep")
+tell_steps("accelerated")
+for choice in ("off", "keep"):
+    arm.choose(choice)
+    print("accelerated", choice, *counted(16))
+report = handle.report.techniques["allocator"]
+print("accelerated report", handle.report.of("allocator").status, report.changes[""])
+handle.undo()
+handle = None
+print("accelerated after", *counted(4))
 """
 PAGES_A_TENSOR = (1 << 20) // mmap.PAGESIZE
 
 
-def ran(mode: str, folder: Path, **environment: str) -> dict[str, str]:
-    """What a loop of its own process printed, by the first word of each line (the last one of that name)."""
-    script = folder / "loop.py"
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What a plain loop and an accelerated one in a process of their own printed, by the first words of each line."""
+    script = tmp_path_factory.mktemp("loops") / "loop.py"
     script.write_text(LOOP, encoding="utf-8")
     for _ in range(12):
-        done = subprocess.run(
-            [sys.executable, str(script), mode],
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        command = [sys.executable, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode != UNLUCKY:
             break
     assert done.returncode == 0, done.stdout + done.stderr
-    return {line.partition(" ")[0]: line.partition(" ")[2] for line in done.stdout.splitlines()}
-
-
-@pytest.fixture(scope="module")
-def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    folder = tmp_path_factory.mktemp("loops")
-    return {mode: ran(mode, folder) for mode in ("plain", "accelerated")}
+    told: dict[str, dict[str, str]] = {"plain": {}, "accelerated": {}}
+    for line in done.stdout.splitlines():
+        mode, name, *said = line.split(" ", 2)
+        told[mode][name] = said[0]
+    return told
 
 
 def counts(line: str) -> list[int]:

@@ -138,15 +138,18 @@ def test_another_process_finds_the_same_words() -> None:
     program = (
         "import functools, torch; from torch import nn; from lightning_accel.tuning.described import described;"
         "m = nn.TransformerEncoderLayer(8, 2, 16); m.held = {'a', 'b', 'c'}, {1: functools.partial(torch.relu)}, m;"
-        "print(described(m))"
+        "words = described(m)"
     )
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        )
-        for seed in "12"
-    ]
-    assert found[0].stdout == found[1].stdout != ""
+    here: dict[str, Any] = {}
+    exec(program, here)
+    there = subprocess.run(
+        [sys.executable, "-c", f"{program}; print(words)"],
+        env={"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert there.stdout == f"{here['words']}\n"
 
 
 @pytest.mark.parametrize(

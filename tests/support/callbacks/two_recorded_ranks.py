@@ -14,12 +14,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import TraceCallback
 from lightning_accel.strategies import AccelFSDPStrategy
-from support.measured_runs import Model, fit, loader
+from support.measured_runs import Folder, Model, fit, loader
 from support.strategies.forks import in_ranks
 
 WAIT = vars(torch.distributed.Work)["wait"]
@@ -31,11 +30,11 @@ def late(module: Model, batch_idx: int) -> Any:
 
 
 def main(folder: Path, rank: int) -> None:
-    fit(Model(late), loader(120), logger=CSVLogger(folder / "ddp"), strategy="ddp", devices=2)
+    fit(Model(late), loader(64), logger=Folder(folder / "ddp"), strategy="ddp", devices=2)
     traces, sharded = TraceCallback(steps=[6]), AccelFSDPStrategy(blocks=["layer"])
-    logger, callbacks = CSVLogger(folder / "fsdp"), [traces]
+    logger, callbacks = Folder(folder / "fsdp"), [traces]
     plugins = [AccelPlugin(precision="32-true", tune="off")]
-    fit(Model(late), loader(80), logger=logger, strategy=sharded, devices=2, callbacks=callbacks, plugins=plugins)
+    fit(Model(late), loader(64), logger=logger, strategy=sharded, devices=2, callbacks=callbacks, plugins=plugins)
     assert vars(torch.distributed.Work)["wait"] is WAIT, "the edit was left behind"
 
 

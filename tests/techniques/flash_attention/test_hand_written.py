@@ -45,6 +45,14 @@ KINDS = [
         "scores_in_float32",
     ),
 ]
+FEW = ("at_sign", "causal_buffer", "padding_between_reshapes", "relative_positions", "scores_in_float32")
+
+
+def kinds(*without: str) -> pytest.MarkDecorator:
+    """One of every kind, most of them only in `make test-slow`."""
+    chosen = [name for name in KINDS if name not in without]
+    params = [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in chosen]
+    return pytest.mark.parametrize("name", params)
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -72,7 +80,7 @@ def test_every_spelling_is_seen_in_the_code_of_its_module() -> None:
         assert [found.site for found in find_sites(nn.ModuleDict({"layer": kind()}))] == ["layer"]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@kinds()
 def test_odd_lengths_and_a_single_position_are_right(name: str) -> None:
     module = make(FOUND[name])
     site = HandWrittenSite("attention", module)
@@ -81,7 +89,7 @@ def test_odd_lengths_and_a_single_position_are_right(name: str) -> None:
     assert site.nothing_found() is None
 
 
-@pytest.mark.parametrize("name", KINDS)
+@kinds()
 def test_without_gradients_and_in_evaluation_it_is_right_too(name: str) -> None:
     module = make(FOUND[name], dropout=0.5).eval()
     site, x = HandWrittenSite("attention", module), batch(2, 16)
@@ -97,7 +105,7 @@ def test_in_float64_the_gradients_pass_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(lambda x: run(site, x), (x,), fast_mode=True)
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "baddbmm_with_bias"])  # torch refuses that
+@kinds("baddbmm_with_bias")  # torch refuses that
 def test_under_autocast_it_is_no_further_off_than_the_original(name: str) -> None:
     module, x = make(FOUND[name]), batch(2, 16)
     truth = [part.detach() for part in results(module, module, x)]

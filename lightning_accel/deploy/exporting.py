@@ -90,6 +90,7 @@ def export(
 
     The model, accelerated or not, is exported as its author wrote it; it stays as it is. The file is loaded again and
     called on inputs of several sizes: outputs have to be within the spread of the original's own (docs/numbers.md).
+    Attention that the model spells out is torch's one operation in the file, but for ONNX and TorchScript.
     INT8 in ONNX, whose kernels round otherwise, may be off from the model in float by twice what ``quantize``'s is.
 
     Args:
@@ -129,7 +130,7 @@ def export(
     judge: Judge = differs
     if isinstance(model, Quantized) and prepared is not original:
         judge = by_what_int8_loses(original, model.original)
-    captured = Captured(prepared, widened(arguments, dimensions), dimensions)
+    captured = Captured(prepared, widened(arguments, dimensions), dimensions, kind.fuses_attention)
     with torch.no_grad(), without_deprecations(), _beside(target) as folder:
         temporary = Path(folder, target.name)
         _write(kind, captured, temporary)
@@ -231,7 +232,7 @@ def _where(original: nn.Module, calls: list[Arguments], kind: Form, judge: Judge
     def is_off(module: nn.Module, calls: list[Arguments]) -> bool:
         dimensions = dimensions_of(calls[0], "auto")
         prepared = module if judge is differs else kind.prepared(module)
-        part = Captured(prepared, widened(calls[0], dimensions), dimensions)
+        part = Captured(prepared, widened(calls[0], dimensions), dimensions, kind.fuses_attention)
         path = folder / f"part{kind.ending}"
         try:
             kind.write(part, path)

@@ -1,6 +1,7 @@
 """Attention that a captured model spells out, as torch's one operation.
 
-Torch, OpenVINO and TensorRT have kernels for it. Scores of (B, H, T, S) are then not written out and read again, by scale, mask and softmax one after the other.
+Torch, OpenVINO and TensorRT have kernels for it: scores of (B, H, T, S) are then not written out and read again, by
+scale, mask and softmax one after the other.
 """
 
 from __future__ import annotations

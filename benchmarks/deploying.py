@@ -31,7 +31,7 @@ ENCODER_FORMS = (
     *("int8-dynamic", "int8-static", "bf16", "torchscript", "torchscript+int8-dynamic"),
     *("onnx", "onnx+int8-dynamic", "onnx+int8-static", "openvino", "aoti"),
 )
-DEMO_FORMS = ("torchscript", "onnx", "openvino", "aoti")
+DEMO_FORMS = ("int8-dynamic", "bf16", "torchscript", "onnx", "openvino", "aoti", "aoti+bf16")
 KERNELS = ("INT8 by", "p50, ms", "speed", "error")
 
 

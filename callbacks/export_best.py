@@ -10,10 +10,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_accel.callbacks._saying import say
-from lightning_accel.core.checks import check_choice
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.core.trial import one_line
-from lightning_accel.deploy.exporting import Exported, FormName, Precision, export
+from lightning_accel.deploy.combinations import FormName, Precision, check_held
+from lightning_accel.deploy.exporting import Exported, export
 from lightning_accel.deploy.forms import FORMS
 from lightning_accel.deploy.inputs import example_in
 from lightning_accel.deploy.plain import plain_copy
@@ -37,14 +37,14 @@ class ExportBest(Callback):
         exported: What the latest fit has written; None: nothing.
 
     Raises:
-        ValueError: There is no such form.
+        ValueError: There is no such form, or it does not hold this precision.
     """
 
     def __init__(
         self, form: FormName = "pt2", *, example: Any = None, dynamic: Dynamic = "auto", precision: Precision = "32"
     ) -> None:
         super().__init__()
-        check_choice("form", form, tuple(FORMS))
+        check_held(form, precision)
         self.exported: Exported | None = None
         self._form: FormName = form
         self._example = example

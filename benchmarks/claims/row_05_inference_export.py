@@ -17,7 +17,7 @@ from lightning_accel.claims.claim import Claim, Figure, Missing, NotHereError, T
 from lightning_accel.claims.measure import device, speedup, timed_ms
 from lightning_accel.core.host import Host
 from lightning_accel.deploy import MissingPackageError, export
-from lightning_accel.deploy.exporting import FormName
+from lightning_accel.deploy.combinations import FormName
 from lightning_accel.deploy.forms import FORMS
 
 CLAIM = Claim(

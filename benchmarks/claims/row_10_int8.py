@@ -18,7 +18,7 @@ from lightning_accel.claims._digits import digits
 from lightning_accel.claims.claim import Claim, Figure, Missing, Target, counted
 from lightning_accel.claims.measure import speedup, timed_ms
 from lightning_accel.deploy import MissingPackageError, Quantized, export, quantize
-from lightning_accel.deploy.quantizing import Mode
+from lightning_accel.deploy.combinations import Mode
 
 CLAIM = Claim(
     row=10,

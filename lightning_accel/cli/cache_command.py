@@ -1,4 +1,4 @@
-"""``lightning-accel cache``: what live trials have settled on this machine, and compiled kernels, listed or removed."""
+"""``lightning-accel cache``: what live trials have settled here, and what was compiled, listed or removed."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ def add_parser(subcommands: Any) -> None:
     parser: argparse.ArgumentParser = subcommands.add_parser(
         "cache",
         help="what earlier runs have settled, and later ones begin with",
-        description="What live trials have settled on this machine, and the kernels that compile has built for it."
-        " LIGHTNING_ACCEL_CACHE names another folder.",
+        description="What live trials have settled on this machine, and the kernels that compile, and the programs"
+        " that XLA, have built for it. LIGHTNING_ACCEL_CACHE names another folder.",
     )
     parser.add_argument("--clear", action="store_true", help="remove all of it")
 
 
 def run(*, clear: bool) -> None:
     """Lists what is remembered, or removes it."""
-    from lightning_accel.core import kernel_cache
+    from lightning_accel.core import cache, kernel_cache
     from lightning_accel.core.byte_size import format_bytes
     from lightning_accel.tuning import remembered  # late: --help answers without torch
 
     folder = remembered.folder()
-    kernels = kernel_cache.size_bytes()
+    compiled = {
+        "compiled kernels": ("compile", kernel_cache.folder()),
+        "compiled programs": ("XLA", cache.xla_programs()),
+    }
+    sizes = {name: size for name, (_, within) in compiled.items() if (size := cache.size_bytes(within))}
     if clear:
-        with_kernels = f", and {format_bytes(kernels)} of compiled kernels" if kernels else ""
-        print(f"removed from {folder}: {remembered.clear()}{with_kernels}")
+        more = "".join(f", and {format_bytes(size)} of {name}" for name, size in sizes.items())
+        print(f"removed from {folder}: {remembered.clear()}{more}")
         return
     table = Table("model", "settled", "over plain", "machine, versions", "written", box=None)
     complaints = []
@@ -46,13 +50,14 @@ def run(*, clear: bool) -> None:
     allocators = len(list((folder / "allocators").glob("*.json")))
     if table.row_count:
         Console(width=160).print(table)
-    elif not searches and not allocators and not kernels:
+    elif not searches and not allocators and not sizes:
         print(f"nothing is remembered in {folder}")
     if searches:
         print(f"searches before a run (tune), of which a second call goes on: {searches}")
     if allocators:
         print(f"which allocator wins (run): {allocators}")
-    if kernels:
-        print(f"compiled kernels (compile): {format_bytes(kernels)} in {kernel_cache.folder()}")
+    for name, size in sizes.items():
+        by, within = compiled[name]
+        print(f"{name} ({by}): {format_bytes(size)} in {within}")
     for complaint in complaints:
         print(f"! {complaint}; --clear removes it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,25 +51,55 @@ def load_model(path: Path, model: str | None) -> LightningModule:
     return loaded
 
 
-def _by_noted_class(path: Path) -> LightningModule:
-    """As LightningCLI notes a class that was chosen by ``class_path``: in the checkpoint, or in config.yaml beside it.
+@dataclass(frozen=True)
+class Noted:
+    """A class as LightningCLI notes one that was chosen by ``class_path``.
 
-    Raises:
-        CheckpointError: It has not: it was told a class of its own (``LightningCLI(Digits)``), or was not used.
+    Attributes:
+        config: The file that says so.
+        class_path: ``package.module.Class``.
+        section: What the file says of it, arguments and all.
     """
-    import yaml
-    from lightning.pytorch import LightningModule
 
-    from lightning_accel.core.trial import one_line
+    config: Path
+    class_path: str
+    section: dict[str, Any]
+
+    def load(self, section: str) -> Any:
+        """The class.
+
+        Raises:
+            CheckpointError: It cannot be imported here.
+        """
+        return named(":".join(self.class_path.rpartition(".")[::2]), f"{self.config}, {section}.class_path:")
+
+
+def noted(path: Path, section: str) -> Noted | None:
+    """The class of a section (``"model"``, ``"data"``) in config.yaml beside a checkpoint; None: it has none."""
+    import yaml
 
     for folder in (path.parent, *path.resolve().parents[1:2]):  # checkpoints/ lies in the folder that has it
         config = folder / CONFIG
         given = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None
-        section = given.get("model") if isinstance(given, dict) else None
-        if isinstance(section, dict) and (found := section.get("class_path")):
-            noted = named(":".join(str(found).rpartition(".")[::2]), f"{config}, model.class_path:")
-            loaded: LightningModule = noted.load_from_checkpoint(path, map_location="cpu")
-            return loaded
+        found = given.get(section) if isinstance(given, dict) else None
+        if isinstance(found, dict) and found.get("class_path"):
+            return Noted(config, str(found["class_path"]), found)
+    return None
+
+
+def _by_noted_class(path: Path) -> LightningModule:
+    """Of the class that LightningCLI has noted in the checkpoint, or in config.yaml beside it.
+
+    Raises:
+        CheckpointError: It has not: it was told a class of its own (``LightningCLI(Digits)``), or was not used.
+    """
+    from lightning.pytorch import LightningModule
+
+    from lightning_accel.core.trial import one_line
+
+    if found := noted(path, "model"):
+        of_config: LightningModule = found.load("model").load_from_checkpoint(path, map_location="cpu")
+        return of_config
     why = ""
     try:  # of the class that is noted in it, else the empty LightningModule, into which no weights go
         loaded = LightningModule.load_from_checkpoint(path, map_location="cpu")
@@ -98,11 +129,16 @@ def named(name: str, option: str) -> Any:
         sys.path.remove("")
 
 
-def load_example(model: LightningModule, path: Path | None) -> Any:
+def load_example(model: LightningModule, path: Path | None, batches: list[Any] | None = None) -> Any:
     """What ``forward`` takes, out of a file of ``torch.save`` with an example or a batch.
 
+    Args:
+        model: Whose ``example_input_array`` it is where there is no file.
+        path: Of the file.
+        batches: Of which the first has it where there is neither.
+
     Raises:
-        CheckpointError: There is neither a file nor an ``example_input_array``.
+        CheckpointError: There is none of the three.
         OSError: The file cannot be read.
     """
     import torch
@@ -111,6 +147,8 @@ def load_example(model: LightningModule, path: Path | None) -> Any:
 
     if path is not None:
         return example_in(model, torch.load(path, map_location="cpu", weights_only=True))
-    if model.example_input_array is None:
-        raise CheckpointError("No example: --example batch.pt, saved by torch.save(batch, 'batch.pt').")
-    return model.example_input_array
+    if model.example_input_array is not None:
+        return model.example_input_array
+    if batches:
+        return example_in(model, batches[0])
+    raise CheckpointError("No example: --example batch.pt, saved by torch.save(batch, 'batch.pt').")

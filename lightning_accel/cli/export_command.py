@@ -1,4 +1,4 @@
-"""``lightning-accel export CKPT --form onnx --example batch.pt``: a checkpoint as a file that is served."""
+"""``lightning-accel export CKPT --form onnx --precision int8-dynamic``: a checkpoint as a file that is served."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.cli import checkpoints
+from lightning_accel.cli import calibration, checkpoints
+from lightning_accel.deploy.combinations import HOLDS, NUMBERS, check_held
 
 WRITTEN, NOT_WRITTEN = 0, 2
 """Exit statuses."""
@@ -20,19 +21,22 @@ def add_parser(subcommands: Any) -> None:
         help="a checkpoint as a file that is served: ONNX, a compiled package, TensorRT",
         description="Exports the model of a checkpoint, and checks that the file computes the same at several sizes."
         " The status is 0, or 2 where nothing was written.",
+        epilog="precisions of each form: " + "; ".join(f"{form}: {', '.join(held)}" for form, held in HOLDS.items()),
     )
     checkpoints.add_arguments(parser)
-    parser.add_argument(
-        "--form", default="pt2", help="pt2, aoti, onnx, tensorrt, torchscript or openvino (default: pt2)"
-    )
+    parser.add_argument("--form", default="pt2", help=f"{', '.join(HOLDS)} (default: pt2)")
     parser.add_argument(
         "--example",
         type=Path,
         metavar="FILE",
-        help="what the model takes, or a batch, by torch.save (default: its example_input_array)",
+        help="what the model takes, or a batch, by torch.save (default: its example_input_array, or the first of the"
+        " data)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to (default: beside the checkpoint)")
-    parser.add_argument("--precision", default="32", help="32, fp16 or bf16 (default: 32)")
+    parser.add_argument(
+        "--precision", default="32", help=f"{', '.join(NUMBERS)}, where the form is written with it (default: 32)"
+    )
+    calibration.add_argument(parser)
     parser.add_argument(
         "--dynamic",
         default="auto",
@@ -42,22 +46,23 @@ def add_parser(subcommands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the file; returns the exit status."""
-    from lightning_accel.deploy import ExportError, MissingPackageError, export  # late: --help answers without torch
+    # late: --help answers without torch
+    from lightning_accel.deploy import ExportError, MissingPackageError, QuantizeError, export, quantize
     from lightning_accel.deploy.forms import FORMS
 
+    form, precision, path = arguments.form, arguments.precision, arguments.checkpoint
     try:
-        model = checkpoints.load_model(arguments.checkpoint, arguments.model)
-        ending = FORMS[arguments.form].ending if arguments.form in FORMS else ""
-        exported = export(
-            model,
-            checkpoints.load_example(model, arguments.example),
-            arguments.form,
-            path=arguments.out or arguments.checkpoint.with_suffix(ending),
-            dynamic=arguments.dynamic,
-            precision=arguments.precision,
-        )
-    except (ValueError, OSError, ExportError, MissingPackageError) as error:
+        check_held(form, precision)
+        model = checkpoints.load_model(path, arguments.model)
+        batches = calibration.load_batches(model, path, arguments.data, needed=precision == "int8-static")
+        example = checkpoints.load_example(model, arguments.example, batches)
+        made = model if precision == "32" else quantize(model, precision, calibration=batches)
+        target = arguments.out or path.with_suffix(FORMS[form].ending)
+        exported = export(made, example, form, path=target, dynamic=arguments.dynamic)
+    except (ValueError, OSError, ExportError, QuantizeError, MissingPackageError) as error:
         print(f"lightning-accel export: {error}", file=sys.stderr)
         return NOT_WRITTEN
+    if made is not model:
+        print(made)
     print(exported)
     return WRITTEN

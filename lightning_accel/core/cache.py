@@ -16,6 +16,16 @@ def folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "lightning-accel"
 
 
+def xla_programs() -> Path:
+    """The folder within it of the programs that XLA has compiled, one within that for each process of a run."""
+    return folder().absolute() / "xla"
+
+
+def size_bytes(within: Path) -> int:
+    """How much is kept in a folder; nothing where there is none."""
+    return sum(path.stat().st_size for path in within.rglob("*") if path.is_file())
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file, in a folder that is made where it is missing; whole or not at all.
 

@@ -30,11 +30,6 @@ def folder() -> Path:
     return cache.folder().absolute() / "kernels"
 
 
-def size_bytes() -> int:
-    """How much is kept."""
-    return sum(path.stat().st_size for path in folder().rglob("*") if path.is_file())
-
-
 def clear() -> None:
     """Removes all kernels; those in use stay in the memory of their processes."""
     shutil.rmtree(folder(), ignore_errors=True)

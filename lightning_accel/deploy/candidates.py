@@ -8,23 +8,19 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_accel.core.checks import nearest
 from lightning_accel.core.device import synchronize
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.deploy.combinations import split
 from lightning_accel.deploy.exporting import export
 from lightning_accel.deploy.forms import FORMS
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.plain import plain_copy
-from lightning_accel.deploy.quantizing import Mode, Quantized, quantize, saved_bytes
-
-EAGER = "eager"
-MODES: tuple[str, ...] = get_args(Mode)
-_INT8 = tuple(mode for mode in MODES if mode.startswith("int8"))
+from lightning_accel.deploy.quantizing import Quantized, quantize, saved_bytes
 
 # A process of its own: in one that has freed memory before, what is loaded takes what lies there, and nothing grows.
 _GROWTH = """
@@ -60,23 +56,11 @@ class Candidate:
     remarks: tuple[str, ...] = ()
 
 
-def check_form(name: str) -> None:
-    """Raises a ``ValueError`` unless ``name`` is a form, a mode, or one of each with a plus."""
-    form, _, mode = name.partition("+")
-    is_known = name == EAGER or name in MODES or (form in FORMS and (not mode or mode in MODES))
-    if not is_known:
-        allowed = (EAGER, *FORMS, *MODES)
-        raise ValueError(
-            f"forms: {name!r}{nearest(name, allowed) or '.'} Allowed: {', '.join(allowed)}, and one of each kind with a"
-            " plus, 'torchscript+int8-dynamic'."
-        )
-
-
 def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterable[Any], folder: Path) -> Candidate:
     """A model in one form.
 
     Args:
-        name: As :func:`check_form` lets pass.
+        name: As :func:`lightning_accel.deploy.combinations.split` lets pass.
         model: The original.
         arguments: An example.
         calibration: Batches.
@@ -86,24 +70,18 @@ def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterabl
         ExportError: The model cannot be had in this form.
         MissingPackageError: Something is not installed.
     """
-    form, _, mode = name.partition("+") if name.split("+")[0] in FORMS else ("", "", name)
+    form, numbers = split(name)
     made: nn.Module | Quantized = plain_copy(model)
     remarks: list[str] = []
-    if mode in _INT8 or (mode in MODES and not form):
-        made = quantize(model, mode, calibration=calibration)  # type: ignore[arg-type]
+    if numbers != "32":
+        made = quantize(model, numbers, calibration=calibration)
         remarks = [f"{layer} in float: {why}" for layer, why in made.kept.items()]
     if not form:
         module = made.model if isinstance(made, Quantized) else made
         num_bytes = saved_bytes(module)
         return Candidate(name, module, num_bytes, num_bytes, _first_call_ms(module, arguments), tuple(remarks))
     args, kwargs = arguments
-    exported = export(
-        made,
-        kwargs or args,
-        form,  # type: ignore[arg-type]
-        path=folder / f"{name}{FORMS[form].ending}",
-        precision=mode if mode in ("fp16", "bf16") else "32",  # type: ignore[arg-type]
-    )
+    exported = export(made, kwargs or args, form, path=folder / f"{name}{FORMS[form].ending}")
     remarks += [f"{dimension} is {size}, fixed by the model" for dimension, size in exported.fixed.items()]
     began = time.perf_counter()
     call = exported.load()

@@ -20,7 +20,8 @@ from lightning_accel.core.tree import map_tensors
 from lightning_accel.core.trial import one_line
 from lightning_accel.deploy import accuracy, turns
 from lightning_accel.deploy.accuracy import Judged, Score
-from lightning_accel.deploy.candidates import EAGER, Candidate, check_form, make
+from lightning_accel.deploy.candidates import Candidate, make
+from lightning_accel.deploy.combinations import EAGER, split
 from lightning_accel.deploy.errors import ExportError, QuantizeError
 from lightning_accel.deploy.inputs import Arguments, arguments_of, batch_size_of, inputs_and_targets
 from lightning_accel.deploy.int8 import MissingPackageError, without_deprecations
@@ -125,10 +126,11 @@ def compare(
         seconds: How long calls are timed for each form and each batch size, about.
 
     Raises:
-        ValueError: An unknown form; an empty loader; batches, targets or metrics that do not fit the model.
+        ValueError: An unknown form, or one that does not hold the numbers asked for; an empty loader; batches, targets
+            or metrics that do not fit the model.
     """
     for name in forms:
-        check_form(name)
+        split(name)
     batches = list(islice(loader, max_batches))
     if not batches:
         raise ValueError("loader gave no batches: give one of (inputs, targets) such as the model will be served.")

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lightning_accel.core.device import device_of
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.deploy.agreement import Judge, by_what_int8_loses, differs
 from lightning_accel.deploy.beginnings import first_off
+from lightning_accel.deploy.combinations import FormName, Mode, Numbers, Precision, check_held, forms_with
 from lightning_accel.deploy.errors import (
     DynamicDimensionError,
     ExportError,
@@ -34,13 +35,7 @@ from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.quantizing import Quantized
 from lightning_accel.deploy.shapes import Dimension, Dynamic, dimensions_of, others, widened
 
-FormName = Literal["pt2", "aoti", "onnx", "tensorrt", "torchscript", "openvino"]
-Precision = Literal["32", "fp16", "bf16"]
-
-_INT8_FORMS = (
-    " Layers in INT8 are written as 'onnx' (of what quantize() has returned, not its .model alone) and as 'torchscript'"
-    " only, but for those of 'int8-weight'."
-)
+_IN_INT8 = " Export what quantize() has returned, not its .model alone, as {}."
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -51,7 +46,7 @@ class Exported:
     Attributes:
         path: The file.
         form: Its form.
-        precision: What it computes in.
+        precision: What its weights are stored in.
         dynamic: The dimensions of the inputs that may be of any size, as ``"x: 0 (batch)"``.
         fixed: Those that were to be, and are of one size as the model fixes it, likewise, → that size.
         checked: The shapes of inputs on which it computes what the original does, each in words.
@@ -62,7 +57,7 @@ class Exported:
 
     path: Path
     form: FormName
-    precision: Precision
+    precision: Numbers
     dynamic: tuple[str, ...]
     fixed: Mapping[str, int]
     checked: tuple[str, ...]
@@ -76,7 +71,8 @@ class Exported:
 
     def __str__(self) -> str:
         off = f"error {self.error:.1e} on {len(self.checked)} shapes"
-        lines = [f"{self.path}: {self.form}, {format_bytes(self.num_bytes)}, {off}"]
+        form = self.form if self.precision == "32" else f"{self.form}+{self.precision}"
+        lines = [f"{self.path}: {form}, {format_bytes(self.num_bytes)}, {off}"]
         lines += [f"  any size: {name}" for name in self.dynamic]
         return "\n".join([*lines, *(f"  fixed by the model: {name} is {size}" for name, size in self.fixed.items())])
 
@@ -94,6 +90,7 @@ def export(
 
     The model, accelerated or not, is exported as its author wrote it; it stays as it is. The file is loaded again and
     called on inputs of several sizes: outputs have to be within the spread of the original's own (docs/numbers.md).
+    Attention that the model spells out is torch's one operation in the file, but for ONNX and TorchScript.
     INT8 in ONNX, whose kernels round otherwise, may be off from the model in float by twice what ``quantize``'s is.
 
     Args:
@@ -104,21 +101,20 @@ def export(
         path: Where to; by default ``model`` and the form's ending, in the working folder.
         dynamic: Which dimensions may be of any size: ``"auto"``, batch and sequence, but for what the model fixes;
             ``"batch"`` and ``"batch+sequence"``, these or an error; ``"off"``, none.
-        precision: ``"fp16"`` and ``"bf16"`` store and compute in it, between inputs and outputs in float32.
+        precision: ``"fp16"`` and ``"bf16"`` store and compute in it, between inputs and outputs in float32. For INT8
+            give what ``quantize`` has made.
 
     Raises:
-        ValueError: An unknown form, precision or kind of dynamic dimensions; an example without tensors.
+        ValueError: An unknown form, precision or kind of dynamic dimensions; a form that does not hold this precision
+            (:mod:`lightning_accel.deploy.combinations`); an example without tensors.
         MissingPackageError: The form needs what is not here; the message says how to install it.
         ExportError: The model cannot be written in this form (with the line of its code, where that is known), or
             computes other numbers in it (with the module where that begins).
         OSError: The file cannot be written.
     """
-    for name, value, allowed in (
-        ("form", form, FormName),
-        ("precision", precision, Precision),
-        ("dynamic", dynamic, Dynamic),
-    ):
-        check_choice(name, value, get_args(allowed))
+    numbers = _numbers_of(model, precision)
+    check_held(form, numbers)
+    check_choice("dynamic", dynamic, get_args(Dynamic))
     original = plain_copy(model.model if isinstance(model, Quantized) else model).requires_grad_(False)
     if precision in _DTYPES:
         original = HalfPrecision(original, _DTYPES[precision]).eval()
@@ -134,7 +130,7 @@ def export(
     judge: Judge = differs
     if isinstance(model, Quantized) and prepared is not original:
         judge = by_what_int8_loses(original, model.original)
-    captured = Captured(prepared, widened(arguments, dimensions), dimensions)
+    captured = Captured(prepared, widened(arguments, dimensions), dimensions, kind.fuses_attention)
     with torch.no_grad(), without_deprecations(), _beside(target) as folder:
         temporary = Path(folder, target.name)
         _write(kind, captured, temporary)
@@ -143,7 +139,7 @@ def export(
             raise DynamicDimensionError(_in_one_size(form, fixed, captured))
         open_ones = [one for one in dimensions if one not in fixed]
         calls = [arguments, *_possible(original, others(arguments, open_ones))]
-        failure, error = judge(original, kind.load(temporary, device), calls)
+        failure, error = judge(original, _loaded(kind, temporary, device), calls)
         if failure:
             where = _where(original, calls, kind, judge, Path(folder)) if form != "aoti" else ""
             begins = f" It begins in {where}." if where else ""
@@ -152,7 +148,7 @@ def export(
     return Exported(
         path=target,
         form=form,
-        precision=precision,
+        precision=numbers,
         dynamic=tuple(_label(one, captured) for one in open_ones),
         fixed={_label(one, captured): size for one, size in fixed.items()},
         checked=tuple(shapes_in(call) for call in calls),
@@ -160,6 +156,28 @@ def export(
         num_bytes=num_bytes,
         device_type=device.type,
     )
+
+
+def _numbers_of(model: nn.Module | Quantized, precision: Precision) -> Numbers:
+    """What is to be written."""
+    if not isinstance(model, Quantized):
+        is_mode = precision in get_args(Mode)
+        more = f"and of quantize(model, {precision!r}) what it returns" if is_mode else ""
+        check_choice("precision", precision, get_args(Precision), more)
+        return precision
+    if precision != "32":
+        raise ValueError(
+            f"precision={precision!r} of a model that quantize() has made {model.mode}: leave precision out, or export"
+            " the model itself."
+        )
+    return model.mode
+
+
+def _loaded(kind: Form, path: Path, device: torch.device) -> Callable[..., Any]:
+    try:
+        return kind.load(path, device)
+    except Exception as error:  # it has no kernel for an operator in these numbers, say
+        raise ExportError(f"form={kind.name!r} cannot load what it has written: {in_words(error)}.") from error
 
 
 def _write(kind: Form, captured: Captured, path: Path) -> None:
@@ -176,7 +194,7 @@ def _write(kind: Form, captured: Captured, path: Path) -> None:
             line = next(filter(None, map(users_line_in, traces)), line)
         at = f" at {line}" if line else ""
         quantized = "LinearPackedParams" in str(error) or "Conv2dPackedParams" in str(error)
-        more = _INT8_FORMS if quantized else ""
+        more = _IN_INT8.format(" or ".join(map(repr, forms_with("int8-dynamic")))) if quantized else ""
         raise ExportError(f"form={kind.name!r} cannot hold this model{at}: {in_words(error)}.{more}") from error
 
 
@@ -214,7 +232,7 @@ def _where(original: nn.Module, calls: list[Arguments], kind: Form, judge: Judge
     def is_off(module: nn.Module, calls: list[Arguments]) -> bool:
         dimensions = dimensions_of(calls[0], "auto")
         prepared = module if judge is differs else kind.prepared(module)
-        part = Captured(prepared, widened(calls[0], dimensions), dimensions)
+        part = Captured(prepared, widened(calls[0], dimensions), dimensions, kind.fuses_attention)
         path = folder / f"part{kind.ending}"
         try:
             kind.write(part, path)

@@ -24,6 +24,7 @@ from lightning_accel.core import torch_private
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.deploy.fused_attention import fuse_attention
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.int8 import MissingPackageError
 from lightning_accel.deploy.int8_onnx import in_onnx
@@ -40,17 +41,22 @@ class Captured:
         model: Plain, in eval mode.
         arguments: An example.
         dimensions: Which of the example's may change.
+        fuses_attention: Whether the graph has attention as one operation that the model spells out.
     """
 
     model: nn.Module = field(repr=False)
     arguments: Arguments
     dimensions: list[Dimension]
+    fuses_attention: bool
 
     @cached_property
     def program(self) -> ExportedProgram:
         """The model as a graph of torch's operations; captured once."""
         shapes = as_torch_wants(self.model, self.arguments, self.dimensions)
-        return torch.export.export(self.model, *self.arguments, dynamic_shapes=shapes)
+        program = torch.export.export(self.model, *self.arguments, dynamic_shapes=shapes)
+        if self.fuses_attention:
+            fuse_attention(program)
+        return program
 
 
 class Form(ABC):
@@ -62,6 +68,7 @@ class Form(ABC):
         packages: What has to be installed, as modules.
         install: The command that does.
         has_graph: Whether it is made of :attr:`Captured.program`.
+        fuses_attention: Whether it has a kernel for attention as a whole.
     """
 
     name: str
@@ -69,6 +76,7 @@ class Form(ABC):
     packages: tuple[str, ...] = ()
     install = ""
     has_graph = True
+    fuses_attention = True
 
     def check(self, device: torch.device) -> None:
         """Raises a MissingPackageError, with the mend, where this machine cannot make the form."""
@@ -153,6 +161,7 @@ class Onnx(Form):
 
     name, ending = "onnx", ".onnx"
     packages, install = ("onnx", "onnxscript", "onnxruntime"), "pip install 'lightning-accel[deploy]'"
+    fuses_attention = False  # torch's exporter takes it apart again, in more operations than people write
 
     @override
     def prepared(self, model: nn.Module) -> nn.Module:

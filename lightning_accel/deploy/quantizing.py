@@ -6,7 +6,7 @@ import io
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,11 @@ from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import one_line
 from lightning_accel.deploy import int8
 from lightning_accel.deploy.beginnings import first_off
+from lightning_accel.deploy.combinations import MODES, Mode
 from lightning_accel.deploy.errors import QuantizeError
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, calls_of, shapes_in
 from lightning_accel.deploy.plain import plain_copy
-
-Mode = Literal["int8-dynamic", "int8-static", "int8-weight", "fp16", "bf16"]
 
 MAX_ERROR = 0.05
 CALIBRATION_BATCHES = 32
@@ -91,7 +90,7 @@ def quantize(
             message names the layer in which that begins.
         MissingPackageError: torchao is not installed, for ``"int8-weight"``.
     """
-    check_choice("mode", mode, get_args(Mode))
+    check_choice("mode", mode, MODES)
     if not 0 < max_error < math.inf:
         raise ValueError(f"max_error={max_error!r}: give a share of the outputs' norm above 0, 0.05 say.")
     original = plain_copy(model)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accel.arguments import Arguments
 from lightning_accel.core.host import Host
 from lightning_accel.core.ranks import check_devices
 from lightning_accel.core.report import Report
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
 from lightning_accel.lightning.kept import Kept
 from lightning_accel.lightning.out_of_memory import OPTIMIZER
+from lightning_accel.lightning.planned import Planned
 from lightning_accel.lightning.run import Run
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
@@ -33,7 +33,7 @@ from lightning_accel.tuning.settled import Tuning
 XLA_MEND = ". For XLA devices there is lightning_accel.AccelXLAPlugin: Trainer(plugins=[AccelXLAPlugin()])"
 
 
-class AccelPlugin(Arguments, AutocastingPrecision):
+class AccelPlugin(Planned, AutocastingPrecision):
     """Makes a Lightning run faster and smaller: ``Trainer(plugins=[AccelPlugin()])``.
 
     It takes the settings of a :class:`~lightning_accel.Plan`, which can be set from YAML, too. The module is edited
@@ -58,16 +58,6 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         self._kept = Kept()
         self._report = Report()
         self._memory_schedule: MemorySchedule | None = None
-
-    @classmethod
-    def from_plan(cls, plan: Plan) -> AccelPlugin:
-        """The plugin for a plan made elsewhere."""
-        return cls(**vars(plan))
-
-    @property
-    def report(self) -> Report:
-        """What was done in the current or the last run, where, and why not elsewhere."""
-        return self._report
 
     @property
     def tuning(self) -> Tuning | None:
@@ -245,9 +235,6 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         state |= {"_run": None, "_kept": copy(self._kept), "_unscaled": None, "_runs_in_float32": False}
         return make, (kind, state)
 
-    def __repr__(self) -> str:
-        return with_settings("AccelPlugin", self.plan)
-
     @override
     def __format__(self, format_spec: str) -> str:
         # Lightning's XLA strategies refuse a plugin with an f-string that ends in it, before anything of ours is asked:
@@ -255,10 +242,3 @@ class AccelPlugin(Arguments, AutocastingPrecision):
         asks = sys._getframe(1).f_locals.get("self")
         mend = "" if not isinstance(asks, SingleDeviceXLAStrategy | XLAStrategy) else XLA_MEND
         return format(repr(self), format_spec) + mend
-
-
-def with_settings(name: str, plan: Plan) -> str:
-    """A plugin as it would be written: with the settings that are not the default ones."""
-    defaults = vars(Plan())
-    given = {n: value for n, value in vars(plan).items() if n == "precision" or value != defaults[n]}
-    return f"{name}({', '.join(f'{setting}={value!r}' for setting, value in given.items())})"

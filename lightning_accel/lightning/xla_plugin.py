@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accel.arguments import Arguments
 from lightning_accel.core import cache, xla
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.core.report import Report
 from lightning_accel.lightning.autocasting import nested
 from lightning_accel.lightning.kept import Kept
-from lightning_accel.lightning.plugin import with_settings
+from lightning_accel.lightning.planned import Planned
 from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.xla_compilations import Compilations
 from lightning_accel.settings import Plan
@@ -35,7 +34,7 @@ _NO_ANSWERS = (
 )
 
 
-class AccelXLAPlugin(Arguments, XLAPrecision):
+class AccelXLAPlugin(Planned, XLAPrecision):
     """What there is to gain under XLA: ``Trainer(accelerator="tpu", plugins=[AccelXLAPlugin()])``.
 
     It takes the settings of a :class:`~lightning_accel.Plan`, as ``AccelPlugin`` does; what XLA does itself, and what
@@ -73,16 +72,6 @@ class AccelXLAPlugin(Arguments, XLAPrecision):
         self._is_recording = False  # a step of training, since the latest end of one
         self._report = Report()
 
-    @classmethod
-    def from_plan(cls, plan: Plan) -> AccelXLAPlugin:
-        """The plugin for a plan made elsewhere."""
-        return cls(**vars(plan))
-
-    @property
-    def report(self) -> Report:
-        """What was done in the current or the last run, where, and why not elsewhere."""
-        return self._report
-
     # -- a run starts ------------------------------------------------------------------------------------------
 
     @override
@@ -97,7 +86,7 @@ class AccelXLAPlugin(Arguments, XLAPrecision):
                 " SingleDeviceXLAStrategy and XLAStrategy. Elsewhere use AccelPlugin."
             )
         self.precision, reason = resolve_precision(self.plan.precision, host)
-        kept = xla.keep_programs(cache.folder().absolute() / "xla")
+        kept = xla.keep_programs(cache.xla_programs())
         # Neither can be had; what was asked for by name is said aloud, below.
         self._run = Run(module, host, self.plan.replace(tune="off", out_of_memory="off"), self, Kept())
         self._report = self._run.engine.report
@@ -216,9 +205,6 @@ class AccelXLAPlugin(Arguments, XLAPrecision):
     def __getstate__(self) -> dict[str, Any]:
         # Copies and other processes get the settings; a run in progress stays here.
         return vars(self) | {"_run": None, "_compilations": None, "_marks": PatchSet()}
-
-    def __repr__(self) -> str:
-        return with_settings("AccelXLAPlugin", self.plan)
 
 
 @contextmanager

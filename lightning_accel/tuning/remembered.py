@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_accel.core import kernel_cache
+from lightning_accel.core import cache, kernel_cache
 from lightning_accel.core.cache import folder as folder
 from lightning_accel.core.cache import write_whole as write_whole
 from lightning_accel.core.tree import tensors_in
@@ -125,12 +126,13 @@ def entries() -> Iterator[Entry | DamagedError]:
 
 
 def clear() -> int:
-    """Removes all that is remembered, of searches before a run, too, and compiled kernels.
+    """Removes all that is remembered, of searches before a run, too, compiled kernels and XLA's programs.
 
     Returns:
-        How many files that were, kernels left out.
+        How many files that were, kernels and programs left out.
     """
     kernel_cache.clear()
+    shutil.rmtree(cache.xla_programs(), ignore_errors=True)
     paths = list(folder().rglob("*.json"))
     for path in paths:
         path.unlink(missing_ok=True)

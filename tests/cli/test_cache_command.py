@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_accel.__main__ import main
-from lightning_accel.core import kernel_cache
+from lightning_accel.core import cache, kernel_cache
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import Interval
@@ -49,12 +52,19 @@ def test_all_of_it_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(remembered.entries()) == []
 
 
-def test_compiled_kernels_are_listed_by_their_size_and_removed(capsys: pytest.CaptureFixture[str]) -> None:
-    kernel_cache.folder().mkdir(parents=True)
-    (kernel_cache.folder() / "kernel.json").write_bytes(bytes(2048))
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [(kernel_cache.folder, "compiled kernels (compile)"), (cache.xla_programs, "compiled programs (XLA)")],
+    ids=["kernels", "XLA"],
+)
+def test_what_was_compiled_is_listed_by_its_size_and_removed(
+    folder: Callable[[], Path], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder() / "within").mkdir(parents=True)
+    (folder() / "within" / "one").write_bytes(bytes(2048))
     main(["cache"])
-    assert capsys.readouterr().out == f"compiled kernels (compile): 2.0 KiB in {kernel_cache.folder()}\n"
+    assert capsys.readouterr().out == f"{said}: 2.0 KiB in {folder()}\n"
     main(["cache", "--clear"])
     assert "removed from" in (text := capsys.readouterr().out)
-    assert text.endswith(": 0, and 2.0 KiB of compiled kernels\n")
-    assert not kernel_cache.folder().exists()
+    assert text.endswith(f": 0, and 2.0 KiB of {said.partition(' (')[0]}\n")
+    assert not folder().exists()

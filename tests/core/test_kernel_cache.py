@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_accel.core import kernel_cache
+from lightning_accel.core import cache, kernel_cache
 from lightning_accel.core.kernel_cache import VARIABLE
 
 TORCHS_OWN = os.path.join(tempfile.gettempdir(), "torchinductor_somebody")
@@ -115,6 +115,6 @@ def test_processors_with_other_instructions_share_no_kernels(monkeypatch: pytest
 def test_all_of_it_is_counted_and_removed() -> None:
     with kernel_cache.kept():
         Path(os.environ[VARIABLE], "kernel.so").write_bytes(b"12345")
-    assert kernel_cache.size_bytes() == 5
+    assert cache.size_bytes(kernel_cache.folder()) == 5
     kernel_cache.clear()
-    assert kernel_cache.size_bytes() == 0
+    assert cache.size_bytes(kernel_cache.folder()) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.deploy import DynamicDimensionError, ExportError, MissingPackageError, export, quantize
+from lightning_accel.deploy import DynamicDimensionError, ExportError, MissingPackageError, compare, export, quantize
+from lightning_accel.deploy.combinations import HOLDS, Mode
 from support.models import TASKS, TEXT, TinyCNN
 
 pytestmark = pytest.mark.numbers
@@ -190,12 +192,56 @@ def test_half_precision_takes_and_returns_float32(precision: str) -> None:
     assert exported.num_bytes < export(model, x, path="full.pt2").num_bytes
 
 
-def test_layers_in_int8_are_written_as_torchscript_and_elsewhere_said_not_to_be() -> None:
+def test_layers_in_int8_are_written_by_the_forms_that_hold_them() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     quantized = quantize(model, "int8-dynamic")
-    assert export(quantized, torch.randn(4, 64), "torchscript").path.exists()
-    with pytest.raises(ExportError, match=r"Layers in INT8 are written as 'onnx' \(.*\) and as 'torchscript' only"):
-        export(quantized, torch.randn(4, 64), "pt2")
+    exported = export(quantized, torch.randn(4, 64), "torchscript")
+    assert exported.precision == "int8-dynamic"
+    assert "model.ts: torchscript+int8-dynamic, " in str(exported)
+    with pytest.raises(ExportError, match=r"Export what quantize\(\) has returned, .* as 'onnx' or 'torchscript'"):
+        export(quantized.model, torch.randn(4, 64), "pt2")
+
+
+@pytest.mark.parametrize("form", [form for form, held in HOLDS.items() for numbers in held if numbers == "int8-weight"])
+def test_weights_alone_in_int8_make_a_file_of_a_third_of_the_size(form: str) -> None:
+    if form == "onnx":
+        needs_onnx()
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).eval(), torch.randn(2, 256)
+    small = export(quantize(model, "int8-weight"), x, form)
+    assert small.num_bytes < 0.4 * export(model, x, form, path="float").num_bytes
+
+
+@pytest.mark.parametrize(
+    ("form", "mode"), [(form, mode) for form, held in HOLDS.items() for mode in get_args(Mode) if mode not in held]
+)
+def test_a_form_that_does_not_hold_these_numbers_is_an_error_that_says_which_do(form: str, mode: str) -> None:
+    model, x = nn.Linear(8, 4), torch.randn(2, 8)
+    made = quantize(model, mode, calibration=[x])
+    message = rf"form='{form}' is not written with precision='{mode}'. It is with 32, .*; {mode} is written as \w+"
+    with pytest.raises(ValueError, match=message):
+        export(made, x, form)
+    with pytest.raises(ValueError, match=message):
+        compare(model, [f"{form}+{mode}"], [x])
+
+
+def test_the_page_has_the_table_of_what_each_form_holds() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "deploying.md").read_text(encoding="utf-8")
+    for form, held in HOLDS.items():
+        (row,) = [line.split(" | ") for line in page.splitlines() if line.startswith(f"| `{form}` | ")]
+        assert row[2] == ", ".join(f"`{numbers}`" for numbers in held[1:])
+
+
+def test_a_model_that_is_quantised_has_its_precision() -> None:
+    with pytest.raises(ValueError, match=r"precision='bf16' of a model that quantize\(\) has made int8-dynamic: leave"):
+        export(quantize(nn.Linear(8, 4), "int8-dynamic"), torch.randn(2, 8), "torchscript", precision="bf16")
+
+
+def test_an_operator_without_a_kernel_in_these_numbers_is_an_error_and_nothing_is_written() -> None:
+    """ONNX Runtime has no transposed convolution in float64 for a CPU: it fails on loading what it could check."""
+    needs_onnx()
+    with pytest.raises(ExportError, match=r"form='onnx' cannot load what it has written: .*ConvTranspose"):
+        export(nn.ConvTranspose2d(3, 4, 3).double(), torch.randn(2, 3, 8, 8).double(), "onnx")
+    assert list(Path().iterdir()) == []
 
 
 def test_int8_in_onnx_has_one_kernel_for_each_layer_and_a_quarter_of_the_size() -> None:
@@ -292,7 +338,8 @@ def test_what_is_not_installed_is_said_with_the_command_that_does(form: str, ins
     ("options", "message"),
     [
         ({"form": "onyx"}, "form='onyx'; did you mean 'onnx'"),
-        ({"precision": "int8"}, "precision='int8'"),
+        ({"precision": "int9"}, "precision='int9'"),
+        ({"precision": "int8-static"}, r"Allowed: '32', .*and of quantize\(model, 'int8-static'\) what it returns"),
         ({"dynamic": "on"}, "dynamic='on'"),
     ],
 )

@@ -55,23 +55,34 @@ def test_what_is_not_done_by_default_is_in_the_report() -> None:
     assert "XLA's CPU device writes them, and cannot read them again" in plugin.report.of("xla").status
 
 
-def test_programs_are_written_where_the_device_can_read_them(tmp_path: Path) -> None:
-    """In a process that says it has a TPU's runtime, as PJRT's CPU device writes programs, too."""
+def test_a_second_process_finds_the_programs_of_the_first_which_the_cpu_device_cannot_read(tmp_path: Path) -> None:
+    """In processes that say they have a TPU's runtime, as PJRT's CPU device writes programs, too.
+
+    Where it can read them, one day, the second process has a hit and compiles nothing: this test then fails.
+    """
     code = f"""
-import torch, torch_xla.runtime as runtime
+import torch, torch_xla.debug.metrics as metrics, torch_xla.runtime as runtime
 from pathlib import Path
 from lightning_accel.core import xla
 runtime.device_type = lambda: "TPU"
 print(xla.keep_programs(Path({str(tmp_path)!r})))
 (torch.ones(3).to("xla") + 1).cpu()
-print(xla.programs_compiled())
+counters = {{name: metrics.counter_value(name) for name in metrics.counter_names() if "PersistentCache" in name}}
+print(counters)
+print("compiled", xla.programs_compiled())
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PJRT_DEVICE": "CPU"},
-    )
-    assert f"compiled programs are kept in {tmp_path}/process-0" in ran.stdout
-    assert list((tmp_path / "process-0").iterdir())
+    said, written = [], []
+    for _ in range(2):
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PJRT_DEVICE": "CPU"},
+        )
+        said.append(ran.stdout.splitlines())
+        written.append({path.name for path in (tmp_path / "process-0").iterdir()})
+    place = f"compiled programs are kept in {tmp_path}/process-0"
+    assert said[0] == [place, "{'PersistentCacheMiss': 1}", "compiled 1"]
+    assert said[1] == [place, "{'PersistentCacheDeserializeFailure': 1}", "compiled 1"]
+    assert written[0] == written[1] != set()

@@ -1,0 +1,88 @@
+"""The data by which ``lightning-accel export`` calibrates: those that are named, else the checkpoint's own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_accel.cli import checkpoints
+from lightning_accel.cli.checkpoints import CheckpointError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+_SAY = "--data MODULE:FUNCTION, a function that returns a few batches such as the model will be served."
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds what names the data to a parser."""
+    parser.add_argument(
+        "--data",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns batches, by which smaller numbers are calibrated and tried (default, for"
+        " int8-static alone: the training batches of the data module that LightningCLI has noted, or of the model)",
+    )
+
+
+def load_batches(model: LightningModule, checkpoint: Path, data: str | None, *, needed: bool) -> list[Any] | None:
+    """The first batches of the data that are named; without a name the checkpoint's own where they are needed.
+
+    Args:
+        model: Of the checkpoint.
+        checkpoint: Its path.
+        data: ``MODULE:FUNCTION``; None: it was not given.
+        needed: Whether nothing can be done without.
+
+    Raises:
+        CheckpointError: They are needed, and there are none.
+    """
+    from lightning_accel.deploy.quantizing import CALIBRATION_BATCHES
+
+    if data is None and not needed:
+        return None
+    loader = checkpoints.named(data, "--data")() if data is not None else _own(model, checkpoint)
+    return list(islice(loader, CALIBRATION_BATCHES))
+
+
+def _own(model: LightningModule, checkpoint: Path) -> Iterable[Any]:
+    """The loader that the model was trained with, as its Trainer has set it up.
+
+    Raises:
+        CheckpointError: It is not known, or cannot be had here.
+    """
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    from lightning_accel.core.trial import one_line
+
+    given = "INT8 with ranges of its own takes them from data, and"
+    try:
+        source = _noted_module(checkpoint) or (model if is_overridden("train_dataloader", model) else None)
+        if source is not None:
+            source.prepare_data()
+            source.setup("fit")
+            loader: Iterable[Any] = source.train_dataloader()
+            return loader
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a data module does: read files that are elsewhere, ask for its Trainer
+        raise CheckpointError(f"{given} those of the run cannot be had here ({one_line(error)}): {_SAY}") from error
+    raise CheckpointError(f"{given} {checkpoint} names no data module, nor has the model a train_dataloader: {_SAY}")
+
+
+def _noted_module(checkpoint: Path) -> LightningDataModule | None:
+    """The data module as LightningCLI has noted it, in config.yaml beside a checkpoint or in it; None: it has not."""
+    from lightning.pytorch import LightningDataModule
+
+    if found := checkpoints.noted(checkpoint, "data"):
+        from jsonargparse import ArgumentParser
+
+        found.load("data")
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_subclass_arguments(LightningDataModule, "data", fail_untyped=False)
+        made: LightningDataModule = parser.instantiate_classes(parser.parse_object({"data": found.section})).data
+        return made
+    loaded = LightningDataModule.load_from_checkpoint(checkpoint, map_location="cpu")
+    return None if type(loaded) is LightningDataModule else loaded

@@ -1,0 +1,65 @@
+"""Which numbers each form holds: the one table that ``export``, ``compare`` and the commands go by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, cast, get_args
+
+from lightning_accel.core.checks import check_choice, nearest
+
+FormName = Literal["pt2", "aoti", "onnx", "tensorrt", "torchscript", "openvino"]
+Mode = Literal["int8-dynamic", "int8-static", "int8-weight", "fp16", "bf16"]
+Precision = Literal["32", "fp16", "bf16"]
+Numbers = Literal["32", "fp16", "bf16", "int8-dynamic", "int8-static", "int8-weight"]
+
+EAGER = "eager"
+NUMBERS: tuple[Numbers, ...] = get_args(Numbers)
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+# Left out is what was seen to fail, or to come to nothing: ONNX Runtime has no kernels in bfloat16 for a CPU;
+# torch.export cannot look into torch.ao's packed weights; and aoti, torchscript and openvino turn the weights of
+# int8-weight back into float32 while they write, so that the file is as large as without.
+HOLDS: Mapping[FormName, tuple[Numbers, ...]] = {
+    "pt2": ("32", "fp16", "bf16", "int8-weight"),
+    "aoti": ("32", "fp16", "bf16"),
+    "onnx": ("32", "fp16", "int8-dynamic", "int8-static", "int8-weight"),
+    "tensorrt": ("32", "fp16", "bf16"),
+    "torchscript": ("32", "fp16", "bf16", "int8-dynamic", "int8-static"),
+    "openvino": ("32", "fp16", "bf16"),
+}
+
+
+def forms_with(numbers: str) -> list[str]:
+    """The forms that hold them."""
+    return [form for form, held in HOLDS.items() if numbers in held]
+
+
+def check_held(form: str, numbers: str, name: str = "precision") -> None:
+    """Raises a ``ValueError`` unless a form of that name holds these numbers; ``name`` is what the user calls them."""
+    check_choice("form", form, tuple(HOLDS))
+    check_choice(name, numbers, NUMBERS)
+    held = HOLDS[cast(FormName, form)]
+    if numbers not in held:
+        raise ValueError(
+            f"form={form!r} is not written with {name}={numbers!r}. It is with {', '.join(held)}; {numbers} is written"
+            f" as {', '.join(forms_with(numbers))}."
+        )
+
+
+def split(name: str) -> tuple[FormName | None, Numbers]:
+    """The form and the numbers of ``"onnx+int8-dynamic"``; of ``"onnx"`` with ``"32"``, of ``"bf16"`` without a form.
+
+    Raises:
+        ValueError: It is neither ``"eager"``, nor a form, nor a mode, nor a form and a mode that it holds.
+    """
+    form, plus, numbers = name.partition("+")
+    if name in (EAGER, *MODES):
+        return None, "32" if name == EAGER else cast(Numbers, name)
+    if form not in HOLDS or (plus and numbers not in MODES):
+        allowed = (EAGER, *HOLDS, *MODES)
+        raise ValueError(
+            f"forms: {name!r}{nearest(name, allowed) or '.'} Allowed: {', '.join(allowed)}, and one of each kind with a"
+            " plus, 'torchscript+int8-dynamic'."
+        )
+    check_held(form, numbers or "32")
+    return cast(FormName, form), cast(Numbers, numbers or "32")

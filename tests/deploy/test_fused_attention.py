@@ -1,0 +1,105 @@
+"""Attention that a model spells out is one operation in a file, of the same numbers; else it is left alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.deploy import export
+
+pytestmark = pytest.mark.numbers
+
+HEADS, DIM = 2, 16
+
+
+def causal(scores: Tensor) -> Tensor:
+    return torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+
+
+MASKS = {
+    "none": lambda scores: scores,
+    "masked_fill": lambda scores: scores.masked_fill(~causal(scores), -math.inf),
+    "where": lambda scores: torch.where(causal(scores), scores, -math.inf),
+    "added": lambda scores: scores + torch.zeros(scores.shape[-2:]).masked_fill(~causal(scores), -math.inf),
+    # Without a query's own key: the first one sees none, and has NaN.
+    "empty rows": lambda scores: scores.masked_fill(~causal(scores).tril(-1), -math.inf),
+}
+OTHERS = {
+    "a finite number": lambda scores: scores.masked_fill(~causal(scores), -50.0),
+    "two masks": lambda scores: MASKS["masked_fill"](MASKS["added"](scores)),
+    "scaled last": lambda scores: MASKS["added"](scores) * 0.5,
+    "clamped": lambda scores: scores.clamp(-1, 1),
+}
+
+
+class Attention(nn.Module):
+    """By hand: (B, T, D) → (B, T, D)."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.dropout = nn.Dropout(0.1)
+        self.mask = (MASKS | OTHERS)[mask]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, dim=-1))
+        scores = self.mask(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)))
+        weights = self.dropout(scores.softmax(-1))
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+def operations(model: nn.Module, example: Tensor) -> Counter[str]:
+    """What is in the file that is written of a model, which computes the same on other shapes."""
+    exported = export(model, example, "pt2")
+    assert exported.dynamic == ("x: 0 (batch)", "x: 1 (sequence)")
+    with torch.no_grad():
+        x = torch.randn(3, 9, DIM)
+        torch.testing.assert_close(exported.load()(x), model(x), equal_nan=True)
+    nodes = torch.export.load(exported.path).graph.nodes
+    return Counter(
+        str(node.target).split(".")[1] for node in nodes if node.op == "call_function" and "." in str(node.target)
+    )
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_by_hand_is_one_operation(mask: str) -> None:
+    found = operations(Attention(mask).eval(), torch.randn(2, 6, DIM))
+    assert found["scaled_dot_product_attention"] == 1
+    assert found["softmax"] == found["matmul"] == 0
+
+
+@pytest.mark.parametrize("mask", OTHERS)
+def test_what_is_not_quite_attention_stays_as_it_was_written(mask: str) -> None:
+    found = operations(Attention(mask).eval(), torch.randn(2, 6, DIM))
+    assert found["scaled_dot_product_attention"] == 0
+    assert found["softmax"] == 1
+
+
+def test_attention_that_is_all_of_a_model_stays_as_it_was_written() -> None:
+    class Alone(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            return (heads @ heads.transpose(-2, -1)).softmax(-1) @ heads
+
+    assert operations(Alone(), torch.randn(2, 6, DIM))["softmax"] == 1
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_attention_in_half_precision_is_one_operation_too(precision: str) -> None:
+    exported = export(Attention("masked_fill"), torch.randn(2, 6, DIM), precision=precision)
+    targets = [str(node.target) for node in torch.export.load(exported.path).graph.nodes]
+    assert any("scaled_dot_product_attention" in target for target in targets)
+
+
+@pytest.mark.parametrize("form", ["onnx", "openvino"])
+def test_other_forms_compute_the_same(form: str) -> None:
+    pytest.importorskip({"onnx": "onnxruntime"}.get(form, form), reason="pip install it")
+    model = Attention("masked_fill").eval()
+    exported = export(model, torch.randn(2, 6, DIM), form)
+    with torch.no_grad():
+        x = torch.randn(3, 9, DIM)
+        torch.testing.assert_close(exported.load()(x)[0], model(x), rtol=1e-4, atol=1e-5)

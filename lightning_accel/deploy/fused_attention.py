@@ -24,8 +24,8 @@ _aten: Any = torch.ops.aten
 def fuse_attention(program: ExportedProgram) -> int:
     """Replaces, in place, what is found of softmax(scale * query @ key^T + mask) @ value; returns how often.
 
-    What is not of that form stays as it is: scores in another dtype, or reshaped on the way; two masks; attention that the
-    model returns as it is.
+    What is not of that form stays as it is: scores in another dtype, or reshaped on the way; two masks; attention that
+    the model returns as it is.
     """
     graph, replaced = program.graph_module.graph, 0
     for node in graph.nodes:

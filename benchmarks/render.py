@@ -85,9 +85,10 @@ REMARKS = {
     "deploying": "Asked for: INT8 at batch 1 at least twice as fast as eager float32, in a quarter of the size, for"
     " under one point of accuracy; another form at least 1.3 times as fast on the demo's models. The encoder has learnt"
     " scikit-learn's digits, at 32x32 in patches of 4x4, and is judged by those that it has not seen; the demo's models"
-    " are untrained, as their speed is what is asked. All by `compare`: forms take turns, latencies are at batch 1, in"
-    " brackets are 95% intervals, and *points lost* are over the same samples as eager's. What is **bold** is what it"
-    " recommends.",
+    " are untrained, as their speed is what is asked: what bf16 and INT8 cost them in points is not known, only by what"
+    " error they are off. Other forms are off by rounding. All by `compare`: forms take turns, latencies are at batch"
+    " 1, in brackets are 95% intervals, and *points lost* are over the same samples as eager's. What is **bold** is"
+    " what it recommends.",
     "deploying_int8": "The encoder of the table before, at batch 1; all in one process, taking turns. *Dynamic* takes"
     " the range of inputs at every call, *static* from calibration data. Errors are of the outputs' norm.",
     "diagnosis": "Asked for: every fault found, predictions within 25% of what came of them, nothing found in healthy"

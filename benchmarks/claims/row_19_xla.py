@@ -15,7 +15,7 @@ CLAIM = Claim(
     claimed="runs",
     why={
         "holds": "in a loop of one's own, where autocast is all that XLA leaves to be done; Lightning's strategies for"
-        " XLA take no AccelPlugin",
+        " XLA take no AccelPlugin, and AccelXLAPlugin in its place",
         "holds when": "the losses of the other precision are not those of a plain run",
         "no longer holds": "the losses are not those of a plain run",
     },
@@ -25,8 +25,9 @@ CLAIM = Claim(
 def measure() -> Iterator[Figure]:
     if not Host.detect("xla").device_name.startswith("TPU"):
         raise NotHereError(
-            "needs a TPU, and a torch_xla for torch 2.11 or newer (on PyPI there is 2.9); until one is at hand the"
-            " device is simulated, in the tests and in docs/hosts.md"
+            "needs a TPU, and a torch_xla for torch 2.11 or newer (on PyPI there is 2.9); until one is at hand"
+            " AccelXLAPlugin trains on XLA's CPU device, with torch 2.9 (docs/xla.md), and TPUs are simulated, in the"
+            " tests and in docs/hosts.md"
         )
     torch_xla = importlib.import_module("torch_xla")
     yield from same_losses(torch_xla.device(), end_of_step=torch_xla.sync)

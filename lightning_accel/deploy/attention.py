@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lightning_accel.techniques.flash_attention.masks import added
 
 
 class SplitAttention(nn.Module):
@@ -62,11 +63,11 @@ class SplitAttention(nn.Module):
         """Both masks as one that is added to the scores, (B, H, T, S) or what broadcasts to it."""
         mask = None
         if attention is not None:
-            mask = _added(attention, q.dtype)
+            mask = added(attention, q.dtype).to(q.dtype)
             if mask.dim() == 3:  # (B * H, T, S)
                 mask = mask.view(q.shape[0], self.num_heads, *mask.shape[1:])
         if padding is not None:
-            hidden = _added(padding, q.dtype)[:, None, None, :]
+            hidden = added(padding, q.dtype).to(q.dtype)[:, None, None, :]
             mask = hidden if mask is None else mask + hidden
         return mask
 
@@ -83,9 +84,3 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
     return linear
-
-
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 
 from lightning_accel.techniques.flash_attention.form import Edit, Form
 from lightning_accel.techniques.flash_attention.graph import equal_sizes, value
+from lightning_accel.techniques.flash_attention.masks import HIDES_BELOW
 from lightning_accel.techniques.flash_attention.match import find_attention
 
 _aten: Any = torch.ops.aten
@@ -23,8 +24,8 @@ _aten: Any = torch.ops.aten
 def fuse_attention(program: ExportedProgram) -> int:
     """Replaces, in place, what is found of softmax(scale * query @ key^T + mask) @ value; returns how often.
 
-    What is not of that form stays as it is: scores in another dtype, reshaped on the way or hidden by a finite number,
-    two masks, attention that the model returns as it is.
+    What is not of that form stays as it is: scores in another dtype, or reshaped on the way; two masks; attention that
+    the model returns as it is.
     """
     graph, replaced = program.graph_module.graph, 0
     for node in graph.nodes:
@@ -60,27 +61,33 @@ def _is_plain(form: Form) -> bool:
 def _is_mask(edit: Edit, dtype: torch.dtype) -> bool:
     if edit.kind == "add":
         return edit.factor == 1 and getattr(value(edit.by), "dtype", None) == dtype
-    return edit.kind in ("keep", "hide") and edit.fill == -math.inf and value(edit.by).dtype == torch.bool
+    return edit.kind in ("keep", "hide") and edit.fill <= HIDES_BELOW and value(edit.by).dtype == torch.bool
 
 
 def _replace(graph: Graph, form: Form) -> None:
-    last, scale, mask, kept = form.last, 1.0, None, None
+    last, scale, mask, kept, fill = form.last, 1.0, None, None, -math.inf
     with graph.inserting_before(last):
         q, k, v = (_permuted(graph, last, *part) for part in (form.query, form.key, form.value))
         for edit in form.edits:
             if edit.kind in ("multiply", "divide"):
                 scale = scale * edit.by if edit.kind == "multiply" else scale / edit.by
                 continue
-            by = edit.by
+            by, fill = edit.by, edit.fill
             for _ in range(4 - value(by).dim()):
                 by = _call(graph, last, _aten.unsqueeze.default, by, 0)
             by = _permuted(graph, last, by, edit.order)
             mask = _call(graph, last, _aten.bitwise_not.default, by) if edit.kind == "hide" else by
             kept = _call(graph, last, _aten.gt.Scalar, mask, -math.inf) if edit.kind == "add" else mask
         new = _call(graph, last, _aten.scaled_dot_product_attention.default, q, k, v, mask, scale=scale)
-        if kept is not None and not form.zero_rows:  # a query that sees no key has NaN as it was written, here zeros
+        if kept is not None and not (form.zero_rows and fill == -math.inf):
+            # A query that sees no key has zeros here. As it was written, its scores are alike: NaN of -inf, of a number
+            # the mean of all values.
             has_keys = _call(graph, last, _aten.any.dim, kept, -1, True)
-            new = _call(graph, last, _aten.where.ScalarOther, has_keys, new, math.nan)
+            if fill == -math.inf:
+                new = _call(graph, last, _aten.where.ScalarOther, has_keys, new, math.nan)
+            else:
+                mean = _call(graph, last, _aten.mean.dim, v, [-2], True)
+                new = _call(graph, last, _aten.where.self, has_keys, new, mean)
         new = _permuted(graph, last, new, form.out_order)
     last.replace_all_uses_with(new)
     for node in reversed(list(graph.nodes)):

@@ -14,54 +14,21 @@ from torchmetrics import MeanSquaredError
 
 from lightning_accel.__main__ import main
 from lightning_accel.evidence.reading import read_record
+from support import served_program
 from support.reported_runs import Nested, vectors
 from support.reported_runs import make_trainer as make_run
 
 pytestmark = pytest.mark.numbers
 
-PROGRAM = """
-import torch
-from lightning.pytorch import LightningModule
-from torchmetrics.classification import MulticlassAccuracy
-
-
-class Served(LightningModule):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = torch.nn.Linear(width, 4)
-
-    def forward(self, x):
-        return self.layer(x)
-
-
-def data():
-    return [(torch.randn(8, 8), torch.randint(4, (8,))) for _ in range(3)]
-
-
-def metrics():
-    return MulticlassAccuracy(4, average="micro")
-"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("program")
-    (folder / "deployed_program.py").write_text(PROGRAM)
-    return folder
+PROGRAM = "support.served_program"
 
 
 @pytest.fixture
-def command(make_trainer: Callable[..., Trainer], program: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def command(make_trainer: Callable[..., Trainer]) -> list[str]:
     """The command for a checkpoint of the program's class."""
-    monkeypatch.syspath_prepend(str(program))
-    import deployed_program
-
-    trainer = make_trainer()
-    trainer.strategy.connect(deployed_program.Served())
-    trainer.save_checkpoint("best.ckpt")
-    names = ["--model", "deployed_program:Served", "--data", "deployed_program:data"]
-    return ["deploy", "best.ckpt", *names, "--metrics", "deployed_program:metrics", "--seconds", "0.02"]
+    served_program.save(make_trainer(), served_program.Served())
+    names = ["--model", f"{PROGRAM}:Served", "--data", f"{PROGRAM}:batches"]
+    return ["deploy", "best.ckpt", *names, "--metrics", f"{PROGRAM}:metrics", "--seconds", "0.02"]
 
 
 def test_forms_are_shown_beside_each_other_and_one_is_recommended(
@@ -77,13 +44,11 @@ def test_a_drop_above_the_limit_is_a_status_of_1_and_named(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Targets are what the model returns: whatever computes otherwise is off, and less is better."""
-    import deployed_program
-
-    model = deployed_program.Served.load_from_checkpoint("best.ckpt")
+    model = served_program.Served.load_from_checkpoint("best.ckpt")
     with torch.no_grad():
-        exact = [(x, model(x)) for x, _ in deployed_program.data()]
-    monkeypatch.setattr(deployed_program, "data", lambda: exact)
-    monkeypatch.setattr(deployed_program, "metrics", MeanSquaredError)
+        exact = [(x, model(x)) for x, _ in served_program.batches()]
+    monkeypatch.setattr(served_program, "batches", lambda: exact)
+    monkeypatch.setattr(served_program, "metrics", MeanSquaredError)
     assert main([*command, "--forms", "bf16", "--max-drop", "0", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["worse"] == {"bf16": ["MeanSquaredError"]}
     assert main([*command, "--forms", "bf16", "--max-drop", "0"]) == 1
@@ -119,7 +84,7 @@ def test_a_comparison_goes_to_the_run_that_is_named(command: list[str], tmp_path
 
 
 def test_what_is_missing_is_said_and_the_status_is_2(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--data", "deployed_program:nothing"]) == 2
-    assert "--data deployed_program:nothing" in capsys.readouterr().err
+    assert main([*command, "--data", f"{PROGRAM}:nothing"]) == 2
+    assert f"--data {PROGRAM}:nothing" in capsys.readouterr().err
     assert main([*command, "--forms", "onyx"]) == 2
     assert "did you mean 'onnx'" in capsys.readouterr().err

@@ -25,11 +25,13 @@ MASKS = {
     "masked_fill": lambda scores: scores.masked_fill(~causal(scores), -math.inf),
     "where": lambda scores: torch.where(causal(scores), scores, -math.inf),
     "added": lambda scores: scores + torch.zeros(scores.shape[-2:]).masked_fill(~causal(scores), -math.inf),
-    # Without a query's own key: the first one sees none, and has NaN.
+    "a large number": lambda scores: scores.masked_fill(~causal(scores), -1e9),
+    # Without a query's own key: the first one sees none, and has NaN, or the mean of all values.
     "empty rows": lambda scores: scores.masked_fill(~causal(scores).tril(-1), -math.inf),
+    "empty rows of a number": lambda scores: scores.masked_fill(~causal(scores).tril(-1), -1e9),
 }
 OTHERS = {
-    "a finite number": lambda scores: scores.masked_fill(~causal(scores), -50.0),
+    "a small number": lambda scores: scores.masked_fill(~causal(scores), -50.0),
     "two masks": lambda scores: MASKS["masked_fill"](MASKS["added"](scores)),
     "scaled last": lambda scores: MASKS["added"](scores) * 0.5,
     "clamped": lambda scores: scores.clamp(-1, 1),

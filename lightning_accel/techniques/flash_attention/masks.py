@@ -37,6 +37,11 @@ def is_traced(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(tensor) not in (Tensor, nn.Parameter)
 
 
+def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """One of torch's masks, in which True hides, as one that is added to the scores."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf) if mask.dtype == torch.bool else mask
+
+
 def can_look_into(*tensors: Tensor) -> bool:
     """Whether tensors' values are there to be read, and at once: not on a GPU."""
     return all(tensor.device.type == "cpu" and not is_traced(tensor) for tensor in tensors)

@@ -22,7 +22,13 @@ from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backen
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
 from lightning_accel.techniques.flash_attention.form import Edit
-from lightning_accel.techniques.flash_attention.masks import MaskMemory, attend_edited, can_look_into, is_causal_mask
+from lightning_accel.techniques.flash_attention.masks import (
+    MaskMemory,
+    added,
+    attend_edited,
+    can_look_into,
+    is_causal_mask,
+)
 
 _memory = MaskMemory()
 
@@ -262,7 +268,7 @@ def _mask(
     padding, mask = key_padding_mask, attn_mask
     if padding is not None and mask is not None and padding.dtype != mask.dtype:
         warnings.warn(_MISMATCHED, stacklevel=3)
-        padding, mask = _added(padding, query.dtype), _added(mask, query.dtype)
+        padding, mask = added(padding, query.dtype), added(mask, query.dtype)
     if padding is not None:
         padding = (padding if padding.dim() == 2 else padding[None])[:, None, None]
     if mask is not None:
@@ -277,8 +283,3 @@ def _mask(
     if extra_keys:
         merged = F.pad(merged, (0, extra_keys))  # seen by all: False and 0 alike
     return ~merged if merged.dtype == torch.bool else merged
-
-
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as one that is added to the scores."""
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf) if mask.dtype == torch.bool else mask

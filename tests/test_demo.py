@@ -81,6 +81,7 @@ def a_job(folder: Path, **sizes: int) -> Any:
     return _turns.Job(name="digits", mode="plain", accelerator="cpu", log_dir=folder / "logs", options=options)
 
 
+@pytest.mark.slow  # over ten seconds
 def test_a_run_trains_an_epoch_a_turn_and_tells_what_it_measured(tmp_path: Path) -> None:
     from contextlib import closing
 

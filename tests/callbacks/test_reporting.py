@@ -166,7 +166,9 @@ def test_a_rehearsal_leaves_none(tmp_path: Path) -> None:
 # -- where it cannot be written ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_logger", [True, False], ids=["with a logger", "without"])
+@pytest.mark.parametrize(
+    "has_logger", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["with a logger", "without"]
+)
 def test_where_the_path_cannot_be_written_it_is_beside_the_record(tmp_path: Path, has_logger: bool) -> None:
     (tmp_path / "file").write_text("in the way")
     plugin = fit(tmp_path / "logs" if has_logger else None, accel={"report": "file/report.html"})

@@ -113,7 +113,7 @@ def test_the_peak_is_the_epochs_own() -> None:
         pytest.skip("this system does not let a process reset its high-water mark")
 
     def allocate(module: Model, batch_idx: int) -> None:
-        if module.current_epoch == 0:
+        if module.current_epoch == batch_idx == 0:
             torch.ones(400 * 2**20, dtype=torch.uint8)
 
     first, second = fit(Model(allocate), max_epochs=2).history

@@ -193,9 +193,14 @@ def in_order(bits: NumpyArray, shape: tuple[int, ...], channels_last: bool) -> N
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "channels last"])
-@pytest.mark.parametrize("kind", list(TORCH_DTYPES))
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
-@pytest.mark.parametrize("channels", [1, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("channels", "kind"),
+    [
+        pytest.param(channels, kind, marks=[] if channels == 3 or kind == "bfloat16" else [pytest.mark.slow])
+        for channels, kind in itertools.product((1, 3, 4, 5), TORCH_DTYPES)
+    ],
+)
 def test_the_kernel_computes_what_single_pass_says(
     shim: ctypes.CDLL, channels: int, dtype: str, kind: Kind, channels_last: bool
 ) -> None:
@@ -285,7 +290,7 @@ def test_nvcc_compiles_every_kernel(age: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", list(TORCH_DTYPES))
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("channels_last", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_usual_kernels_keep_everything_in_registers(kind: Kind, channels_last: bool, tmp_path: Path) -> None:
     """48 let ten blocks of 128 threads run on a multiprocessor at once, which is what hides the loads."""
     usual = Specialisation(channels=3, source="uint8", kind=kind, channels_last=channels_last, wide=False)

@@ -181,7 +181,7 @@ def test_an_operator_that_onnx_lacks_names_the_line_of_the_model() -> None:
     assert line_of("            return torch.special.bessel_j0(x)") in str(caught.value)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_half_precision_takes_and_returns_float32(precision: str) -> None:
     model, x = TinyCNN(channels=64).eval(), torch.randn(3, 3, 8, 8)
     exported = export(model, x, precision=precision)
@@ -260,7 +260,9 @@ def test_int8_in_onnx_has_one_kernel_for_each_layer_and_a_quarter_of_the_size() 
     assert kernels == ["DynamicQuantizeMatMul", "Gelu", "DynamicQuantizeMatMul"]
 
 
-@pytest.mark.parametrize(("mode", "task"), [("int8-static", "cnn"), ("int8-dynamic", "transformer")])
+@pytest.mark.parametrize(
+    ("mode", "task"), [("int8-static", "cnn"), pytest.param("int8-dynamic", "transformer", marks=pytest.mark.slow)]
+)
 def test_int8_in_onnx_is_as_near_to_the_model_in_float_as_quantize_is(mode: str, task: str) -> None:
     needs_onnx()
     model, (inputs, _) = TASKS[task].model().eval(), TASKS[task].batch()

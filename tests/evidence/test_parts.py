@@ -133,7 +133,7 @@ def test_a_look_that_validation_has_spoilt_is_taken_at_the_next_step(tmp_path: P
 
 
 def test_what_comes_in_every_fourth_step_is_seen_in_a_fourth_of_them(tmp_path: Path) -> None:
-    record = recorded(tmp_path, SleepsInOptimizer(), loader(512), accumulate_grad_batches=4)
+    record = recorded(tmp_path, SleepsInOptimizer(), loader(256), accumulate_grad_batches=4)
     (some,) = record.steps
     steps = some.parts_ms["optimizer"] / (1e3 * SLEEP_S)  # in which an optimizer has slept
     assert 0.1 < steps / some.looked_at < 0.45

@@ -256,7 +256,9 @@ def test_a_module_that_was_only_evaluated_can_still_be_trained(
 # -- copies of the plugin -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["auto", "32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "precision", ["auto", "16-mixed", *(pytest.param(one, marks=pytest.mark.slow) for one in ("32-true", "bf16-mixed"))]
+)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
 @pytest.mark.parametrize("after_run", [False, True], ids=["before a run", "after a run"])
 def test_a_copied_plugin_trains(make_trainer: MakeTrainer, precision: Any, duplicate: Any, after_run: bool) -> None:

@@ -54,7 +54,7 @@ def test_layers_made_in_configure_model_are_found(make_trainer: MakeTrainer) -> 
 # The same without the plugin, the second in torch 2.11.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
-@pytest.mark.parametrize("checkpointing", ["off", "full"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("off", marks=pytest.mark.slow), "full"])
 def test_a_compiled_lightning_module_trains_as_a_plain_one(make_trainer: MakeTrainer, checkpointing: str) -> None:
     losses = []
     for plugins in ([], [everything(memory_format="auto", gradient_checkpointing=dict(BLOCKS, mode=checkpointing))]):

@@ -57,8 +57,8 @@ def rows(pairs: Iterable[tuple[str, str]], is_slow: Callable[[str, str], bool]) 
 every_setting = rows(ACTING, lambda name, task: name in ("all, compiled", "flash_attention=flash"))
 # Those that edit modules, steps or saved tensors, each in its own way: what is promised of the middle of a run.
 EDITING = (
-    *("precision=16-mixed", "flash_attention=sdpa", "inplace_activations=auto", "loss=auto", "optimizer=auto"),
-    *("sparse_activations=auto", "gradient_checkpointing=full", "compile=on", "all in float32"),
+    *("precision=16-mixed", "loss=auto", "optimizer=auto", "sparse_activations=auto", "compile=on"),
+    "all in float32",  # attention, activations in place and checkpointing
 )
 every_edit = rows(ACTING, lambda name, task: name not in EDITING or not comes_and_goes(name, SETTINGS[name], task))
 # One setting of a technique, or a few where another one is other code.

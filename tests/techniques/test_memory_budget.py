@@ -178,7 +178,7 @@ class Skipping(Stack):
         return x
 
 
-@pytest.mark.parametrize("share", [1.1, 0.7])
+@pytest.mark.parametrize("share", [pytest.param(1.1, marks=pytest.mark.slow), 0.7])
 def test_blocks_that_are_left_out_at_random_are_planned_for_all(plain: tuple[int, int], share: float) -> None:
     """Stochastic depth: a step that called fewer blocks is no measure of one that calls all."""
     torch.manual_seed(1)

@@ -82,8 +82,15 @@ def test_a_copy_is_a_module_of_its_own(copied: Callable[[nn.Module], nn.Module])
     assert not torch.equal(twin.out_proj.bias, flash.out_proj.bias)
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("masks", ["no mask", "bool mask and padding", "causal"])
+@pytest.mark.parametrize(
+    ("masks", "need_weights"),
+    [
+        *(("no mask", False), ("bool mask and padding", True), ("causal", False)),
+        pytest.param("no mask", True, marks=pytest.mark.slow),
+        pytest.param("bool mask and padding", False, marks=pytest.mark.slow),
+        pytest.param("causal", True, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_in_one_graph(masks: str, need_weights: bool) -> None:
     torch._dynamo.reset()
     plain, flash = pair(batch_first=True)

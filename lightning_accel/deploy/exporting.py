@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.device import device_of
+from lightning_accel.core.report import AccelWarning
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.deploy.agreement import Judge, by_what_int8_loses, differs
 from lightning_accel.deploy.beginnings import first_off
@@ -133,23 +135,36 @@ def export(
     captured = Captured(prepared, widened(arguments, dimensions), dimensions, kind.fuses_attention)
     with torch.no_grad(), without_deprecations(), _beside(target) as folder:
         temporary = Path(folder, target.name)
-        _write(kind, captured, temporary)
-        fixed = _fixed(captured) if kind.has_graph else {}
-        if fixed and dynamic != "auto":
-            raise DynamicDimensionError(_in_one_size(form, fixed, captured))
-        open_ones = [one for one in dimensions if one not in fixed]
-        calls = [arguments, *_possible(original, others(arguments, open_ones))]
-        failure, error = judge(original, _loaded(kind, temporary, device), calls)
-        if failure:
-            where = _where(original, calls, kind, judge, Path(folder)) if form != "aoti" else ""
-            begins = f" It begins in {where}." if where else ""
-            raise ExportError(f"form={form!r} computes {failure}.{begins} Nothing was written.")
+
+        def written(captured: Captured) -> tuple[dict[Dimension, int], list[Arguments], float]:
+            """What the model fixes, the calls on which the file computes what the original does, and how far off."""
+            _write(kind, captured, temporary)
+            fixed = _fixed(captured) if kind.has_graph else {}
+            if fixed and dynamic != "auto":
+                raise DynamicDimensionError(_in_one_size(form, fixed, captured))
+            open_ones = [one for one in dimensions if one not in fixed]
+            calls = [arguments, *_possible(original, others(arguments, open_ones))]
+            failure, error = judge(original, _loaded(kind, temporary, device), calls)
+            if failure:
+                where = _where(original, calls, kind, judge, Path(folder)) if form != "aoti" else ""
+                begins = f" It begins in {where}." if where else ""
+                raise ExportError(f"form={form!r} computes {failure}.{begins} Nothing was written.")
+            return fixed, calls, error
+
+        try:
+            fixed, calls, error = written(captured)
+        except ExportError as failed:
+            if not captured.has_fused:
+                raise
+            captured = replace(captured, fuses_attention=False)
+            fixed, calls, error = written(captured)  # what is wrong without it, too, is the model's
+            warnings.warn(f"attention is in the file as the model spells it out: {failed}", AccelWarning, stacklevel=2)
         num_bytes = _put(Path(folder), target)
     return Exported(
         path=target,
         form=form,
         precision=numbers,
-        dynamic=tuple(_label(one, captured) for one in open_ones),
+        dynamic=tuple(_label(one, captured) for one in dimensions if one not in fixed),
         fixed={_label(one, captured): size for one, size in fixed.items()},
         checked=tuple(shapes_in(call) for call in calls),
         error=error,

@@ -52,11 +52,18 @@ class Captured:
     @cached_property
     def program(self) -> ExportedProgram:
         """The model as a graph of torch's operations; captured once."""
+        return self._captured[0]
+
+    @property
+    def has_fused(self) -> bool:
+        """Whether the graph, once it was captured, has attention as one operation where the model has several."""
+        return "_captured" in vars(self) and self._captured[1] > 0
+
+    @cached_property
+    def _captured(self) -> tuple[ExportedProgram, int]:
         shapes = as_torch_wants(self.model, self.arguments, self.dimensions)
         program = torch.export.export(self.model, *self.arguments, dynamic_shapes=shapes)
-        if self.fuses_attention:
-            fuse_attention(program)
-        return program
+        return program, fuse_attention(program) if self.fuses_attention else 0
 
 
 class Form(ABC):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.core.report import AccelWarning
 from lightning_accel.deploy import export
+from lightning_accel.deploy.forms import Captured, Pt2
 
 pytestmark = pytest.mark.numbers
 
@@ -105,3 +108,19 @@ def test_other_forms_compute_the_same(form: str) -> None:
     with torch.no_grad():
         x = torch.randn(3, 9, DIM)
         torch.testing.assert_close(exported.load()(x)[0], model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_where_a_form_cannot_take_the_operation_the_file_has_what_the_model_spells_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A form that raises on it is simulated: none of those that are here does."""
+    write = Pt2.write
+
+    def refuses(form: Pt2, captured: Captured, path: Path) -> None:
+        if "scaled_dot_product_attention" in str(captured.program.graph):
+            raise RuntimeError("no kernel for attention")
+        write(form, captured, path)
+
+    monkeypatch.setattr(Pt2, "write", refuses)
+    with pytest.warns(AccelWarning, match="as the model spells it out: form='pt2' cannot hold this model.*no kernel"):
+        assert operations(Attention("none").eval(), torch.randn(2, 6, DIM))["softmax"] == 1

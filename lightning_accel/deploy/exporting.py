@@ -133,6 +133,7 @@ def export(
     if isinstance(model, Quantized) and prepared is not original:
         judge = by_what_int8_loses(original, model.original)
     captured = Captured(prepared, widened(arguments, dimensions), dimensions, kind.fuses_attention)
+    remark = ""
     with torch.no_grad(), without_deprecations(), _beside(target) as folder:
         temporary = Path(folder, target.name)
 
@@ -156,10 +157,11 @@ def export(
         except ExportError as failed:
             if not captured.has_fused:
                 raise
-            captured = replace(captured, fuses_attention=False)
+            captured, remark = replace(captured, fuses_attention=False), str(failed)
             fixed, calls, error = written(captured)  # what is wrong without it, too, is the model's
-            warnings.warn(f"attention is in the file as the model spells it out: {failed}", AccelWarning, stacklevel=2)
         num_bytes = _put(Path(folder), target)
+    if remark:
+        warnings.warn(f"attention is in the file as the model spells it out: {remark}", AccelWarning, stacklevel=2)
     return Exported(
         path=target,
         form=form,

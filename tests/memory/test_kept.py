@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lightning_accel.memory.kept import kept_bytes
 from lightning_accel.memory.recompute import Recomputation, recomputed
 
+pytestmark = pytest.mark.numbers
+
 SAMPLES, WIDTH, HIDDEN = 16, 8, 32
 X, UP = 4 * SAMPLES * WIDTH, 4 * SAMPLES * HIDDEN  # bytes
 

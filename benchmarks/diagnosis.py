@@ -1,12 +1,14 @@
 """Eight planted faults: which are found, what mending them is predicted to bring, and what it brings.
 
-    python benchmarks/diagnosis.py [--rounds 10] [--scale 0.5] [--faults loader,leak] [--healthy cnn]
+    python benchmarks/diagnosis.py [--pairs 3] [--rounds 6] [--scale 0.5] [--faults loader,leak] [--healthy cnn]
                                    [--json docs/results]
 
 Each is a small training with a fault, and the same with the fault mended as the finding says. Both train at the same
 time, in processes of their own, in turns of an epoch of a second or so, so that a busy minute of the machine hits both;
 while it is not its turn a process sleeps. Then the record of the one with the fault is diagnosed, and the samples a
-second of each turn are set beside those of its neighbour: the median of these ratios is what came of it. Healthy runs
+second of each turn are set beside those of its neighbour: the median of these ratios is what came of it. A process is
+faster or slower than another one of the same program from its first step to its last, by a fifth here: so there are
+several such pairs, and of the predictions of their records the median counts. Healthy runs
 are diagnosed, too: what is found in them is false. Where TraceML is installed, each fault is trained under it once
 more. Of what is not measured, the rows that this machine has already are kept, so that it can be done in parts.
 """
@@ -53,9 +55,10 @@ class Outcome:
     """What came of one fault.
 
     Attributes:
-        findings: In the run that has it, the most promising first.
-        came: The mended run beside it.
-        speed: How many times as fast that is: the median over the turns of either, each beside its neighbour.
+        findings: In the run that has it, the most promising first; of several runs, that with the median prediction.
+        came: The mended run beside that.
+        speed: How many times as fast that is: the median over the turns of all pairs, each beside its neighbour.
+        predictions: Of the fault's finding, pair by pair; of those in which it was found.
         traceml: What TraceML found in it; None: it is not installed.
     """
 
@@ -63,6 +66,7 @@ class Outcome:
     findings: list[Finding]
     came: Comparison
     speed: Interval
+    predictions: list[float]
     traceml: list[str] | None
 
     @property
@@ -99,13 +103,21 @@ def records(name: str, modes: tuple[str, ...], options: argparse.Namespace, fold
 
 
 def measured(name: str, peaks: Peaks, options: argparse.Namespace, folder: Path) -> Outcome:
-    faulty, mended = records(name, ("faulty", "mended"), options, folder)
+    fault, pairs, ratios = FAULTS[name], [], []
+    for number in range(options.pairs):
+        faulty, mended = records(name, ("faulty", "mended"), options, folder / str(number))
+        ratios += [b / a for a, b in zip(*map(_rates, (faulty, mended)), strict=True)][1:]
+        findings = diagnose(faulty, peaks)
+        predicted = next((one.speedup for one in findings if one.name == fault.finding), None)
+        pairs.append((predicted or 0.0, findings, compare(faulty, mended)))
     found = None
     if _traceml.installed():
-        steps = max(2, round(options.scale * FAULTS[name].steps * options.rounds))
+        steps = max(2, round(options.scale * fault.steps * options.rounds))
         found = _traceml.findings(SCRIPT, [name, str(folder / "traceml_logs"), str(steps)], folder / "traceml", name)
-    speed = Interval(*median_interval([b / a for a, b in zip(*map(_rates, (faulty, mended)), strict=True)][1:]))
-    return Outcome(FAULTS[name], diagnose(faulty, peaks), compare(faulty, mended), speed, found)
+    pairs.sort(key=lambda pair: pair[0])
+    _, findings, came = pairs[len(pairs) // 2]
+    predictions = [predicted for predicted, _, _ in pairs if predicted]
+    return Outcome(fault, findings, came, Interval(*median_interval(ratios)), predictions, found)
 
 
 def _rates(record: Record) -> list[float]:
@@ -159,13 +171,15 @@ def details(outcome: Outcome) -> dict[str, Any]:
         ],
         "comparison": outcome.came.to_dict(),
         "speed": asdict(outcome.speed),
+        "predictions": outcome.predictions,
         "traceml": outcome.traceml,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=3, help="of processes for each fault")
+    parser.add_argument("--rounds", type=int, default=6, help="of each pair")
     parser.add_argument("--scale", type=float, default=0.5, help="of the steps of a turn")
     parser.add_argument("--faults", type=_names, default=[*FAULTS], metavar=",".join(FAULTS))
     parser.add_argument("--json", type=Path)
@@ -186,7 +200,12 @@ def main() -> None:
             rows[name] = healthy_row(name, peaks, options, Path(folder))
             print(" | ".join(rows[name]), flush=True)
     in_order = [rows[name] for name in TRAININGS if name in rows]
-    more = {"traceml": _traceml.installed() or None, "rounds": options.rounds, "outcomes": outcomes}
+    more = {
+        "traceml": _traceml.installed() or None,
+        "pairs": options.pairs,
+        "rounds": options.rounds,
+        "outcomes": outcomes,
+    }
     publish("diagnosis", "python benchmarks/diagnosis.py", COLUMNS, in_order, more, by_machine=True)
 
 

@@ -21,7 +21,7 @@ demo: $(STAMP)  ## Train two real models, plain and accelerated, and compare the
 # A file is one worker's, in the order of the folders: what a file's tests share is made once. Bytecode is kept whatever
 # the shell says: without it both workers rewrite every file of tests again, and every process that a test starts compiles
 # the package.
-test: $(STAMP)  ## The tests that need no GPU, two at a time (7 to 9 minutes on 2 slow cores; WORKERS=n: n at a time)
+test: $(STAMP)  ## The tests that need no GPU, two at a time (6 to 8 minutes on 2 slow cores; WORKERS=n: n at a time)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## The tests over ten seconds each, and second and third variants of others

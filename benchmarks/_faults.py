@@ -281,7 +281,7 @@ FAULTS = {
         is_of_bfloat16=True,
     ),
     "leak": Fault(
-        title="a memory leak", finding="leak", steps=64, build=leaks, traceml=("CREEP_EARLY", "CREEP_CONFIRMED")
+        title="a memory leak", finding="leak", steps=192, build=leaks, traceml=("CREEP_EARLY", "CREEP_CONFIRMED")
     ),
     "logging": Fault(title="logging each step", finding="logging", steps=64, build=logs_each_step, traceml=_RESIDUAL),
 }

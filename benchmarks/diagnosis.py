@@ -108,15 +108,16 @@ def measured(name: str, peaks: Peaks, options: argparse.Namespace, folder: Path)
         faulty, mended = records(name, ("faulty", "mended"), options, folder / str(number))
         ratios += [b / a for a, b in zip(*map(_rates, (faulty, mended)), strict=True)][1:]
         findings = diagnose(faulty, peaks)
-        predicted = next((one.speedup for one in findings if one.name == fault.finding), None)
-        pairs.append((predicted or 0.0, findings, compare(faulty, mended)))
+        found_it = next((one for one in findings if one.name == fault.finding), None)
+        predicted = (0.0, 0) if found_it is None else (found_it.speedup or 0.0, found_it.freed_bytes)
+        pairs.append((predicted, findings, compare(faulty, mended)))
     found = None
     if _traceml.installed():
         steps = max(2, round(options.scale * fault.steps * options.rounds))
         found = _traceml.findings(SCRIPT, [name, str(folder / "traceml_logs"), str(steps)], folder / "traceml", name)
     pairs.sort(key=lambda pair: pair[0])
     _, findings, came = pairs[len(pairs) // 2]
-    predictions = [predicted for predicted, _, _ in pairs if predicted]
+    predictions = [speedup for (speedup, _), _, _ in pairs if speedup]
     return Outcome(fault, findings, came, Interval(*median_interval(ratios)), predictions, found)
 
 

@@ -93,8 +93,9 @@ REMARKS = {
     " the range of inputs at every call, *static* from calibration data. Errors are of the outputs' norm.",
     "diagnosis": "Asked for: every fault found, predictions within 25% of what came of them, nothing found in healthy"
     " runs. The run with the fault and the one in which it is mended as the finding says take turns, an epoch each;"
-    " *measured* is the median of the ratios of neighbouring turns, with its 95% interval, and predictions are of a"
-    " record and of what the machine does at most. *Predicted MiB* is what the peak should lose where memory is the"
+    " *measured* is the median of the ratios of neighbouring turns of all pairs of processes, with its 95% interval;"
+    " predictions are of the record with the median one and of what the machine does at most. Within 25% of what came"
+    " is 0.80 to 1.33 in *measured by predicted*. *Predicted MiB* is what the peak should lose where memory is the"
     " fault. *Also found* is no error by itself: float32 can be worth changing in a run that has another fault, too."
     " Asking for numbers on a CPU waits for nothing, and none of it is to be gained there. TraceML trains each fault"
     " once more and alone; *found* stands where one of its names can be read as the fault. Its findings on memory need"

@@ -85,7 +85,7 @@ REQUEUES = [
     Fault(strategy="accel_ddp", requeue_signal="SIGUSR1", is_late=True),
     Fault(strategy="accel_ddp", requeue_signal="SIGTERM", is_slow=True),
     Fault(strategy="accel_ddp", requeue_signal="SIGTERM", variant="accumulation", during=4, is_slow=True),
-    Fault(strategy="accel_ddp", requeue_signal="SIGTERM", during=3),  # the last of an epoch
+    Fault(strategy="accel_ddp", requeue_signal="SIGTERM", during=3, is_slow=True),  # the last of an epoch
     Fault(strategy="accel_fsdp", requeue_signal="SIGTERM"),
 ]
 

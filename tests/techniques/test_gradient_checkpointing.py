@@ -197,3 +197,16 @@ def test_the_report_has_what_blocks_keep_with_it_and_without(mode: str) -> None:
     assert list(measured) == handle.report.applied("gradient_checkpointing")
     assert all(0 < block.candidate_bytes < block.original_bytes for block in measured.values())
     handle.undo()
+
+
+def test_a_block_of_which_that_cannot_be_counted_is_checkpointed_all_the_same() -> None:
+    class Unspeakable(ResidualBlock):
+        def extra_repr(self) -> str:
+            raise RuntimeError("by which calls of a kind are told")
+
+    model = nn.Sequential(Unspeakable(8), Unspeakable(8))
+    handle = checkpointed(model, "full")
+    with handle.step():
+        model(torch.randn(2, 8, 4, 4)).sum().backward()
+    assert handle.report.applied("gradient_checkpointing") == ["0", "1"]
+    handle.undo()

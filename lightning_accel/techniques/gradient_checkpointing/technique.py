@@ -68,7 +68,7 @@ class GradientCheckpointing(Technique):
         self._verify = verify
         self._blocks: dict[str, nn.Module] = {}
         self._untried: dict[str, MethodPatch] = {}
-        self._kept: dict[Hashable, tuple[int, int] | tuple[None, None]] = {}  # by kind of call
+        self._kept: dict[Hashable, tuple[int, int]] = {}  # by kind of call
         self._is_late = False  # where there was no memory for the step itself, there is little for a trial
 
     @classmethod
@@ -148,10 +148,10 @@ class GradientCheckpointing(Technique):
         verdict = self._try(patch, args, kwargs)
         if not verdict.keep or self._is_late:
             return verdict
-        kind = kind_of(self._blocks[patch.site], args, kwargs)
-        if kind not in self._kept:
-            self._kept[kind] = self._count_kept(patch, args, kwargs)
-        original, candidate = self._kept[kind]
+        try:
+            original, candidate = self._count_kept(patch, args, kwargs)
+        except Exception:  # of modules and tensors of any kind: a report lacks a figure, and the verdict holds
+            return verdict
         measured = replace(verdict.measured or Measured(), original_bytes=original, candidate_bytes=candidate)
         return replace(verdict, measured=measured)
 
@@ -160,14 +160,15 @@ class GradientCheckpointing(Technique):
         original = functools.partial(patch.original, block)
         return try_block(block, original, patch.value, args, kwargs, on_few=self._is_late)
 
-    def _count_kept(self, patch: MethodPatch, args: Any, kwargs: Any) -> tuple[int, int] | tuple[None, None]:
-        """What a call keeps for its backward pass, as it is and recomputed; None where that cannot be counted."""
+    def _count_kept(self, patch: MethodPatch, args: Any, kwargs: Any) -> tuple[int, int]:
+        """What a call keeps for its backward pass, as it is and recomputed; counted once for calls of a kind."""
         block = self._blocks[patch.site]
-        original = functools.partial(patch.original, block)
-        try:
-            return kept_bytes(block, original, args, kwargs), kept_bytes(block, patch.value, args, kwargs)
-        except Exception:  # of tensors of any kind: a report lacks a figure, and what was tried stays in force
-            return None, None
+        kind = kind_of(block, args, kwargs)
+        if kind not in self._kept:
+            calls = functools.partial(patch.original, block), patch.value
+            original, candidate = (kept_bytes(block, call, args, kwargs) for call in calls)
+            self._kept[kind] = original, candidate
+        return self._kept[kind]
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:

@@ -20,8 +20,10 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What one test compiles, another finds. Tests of where kernels are kept remove the variable.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "lightning-accel-tests"))
+# What one test compiles, another finds, unless torch is told to be on another processor: its look-up knows nothing of
+# that. Tests of where kernels are kept remove the variable.
+_KERNELS = f"lightning-accel-tests{os.environ.get('ATEN_CPU_CAPABILITY', '')}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _KERNELS))
 
 # Lightning says which devices it uses at every Trainer: nothing that a test could be judged by.
 for _name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):

@@ -47,8 +47,8 @@ def kept() -> Iterator[str]:
         if not _is_torchs_own(os.environ.get(VARIABLE)):
             yield ""
             return
-        # C++ is built for this very processor, which torch tells apart by its vectors only; and a home folder may be
-        # that of many machines.
+        # C++ is written and built for this very processor, of which torch's look-up knows nothing: kernels of other
+        # vectors compute other numbers, or end the process. And a home folder may be that of many machines.
         within = folder() / _processor()
         try:
             within.mkdir(parents=True, exist_ok=True)
@@ -94,4 +94,5 @@ def _is_torchs_own(value: str | None) -> bool:
 
 def _processor() -> str:
     able_to = from_cpuinfo("flags") or from_cpuinfo("Features") or platform.processor()
-    return hashlib.sha256(f"{platform.machine()} {able_to}".encode()).hexdigest()[:12]
+    told = os.environ.get("ATEN_CPU_CAPABILITY", "")  # by which the user has torch do without its widest vectors
+    return hashlib.sha256(f"{platform.machine()} {able_to} {told}".encode()).hexdigest()[:12]

@@ -112,6 +112,19 @@ def test_processors_with_other_instructions_share_no_kernels(monkeypatch: pytest
     assert len(found) == 2
 
 
+def test_a_torch_told_to_do_without_its_widest_vectors_shares_none_with_one_that_was_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own look-up returns them: other numbers one way round, the end of the process the other."""
+    found = set()
+    for told in ("", "avx2"):
+        with monkeypatch.context() as torchs:
+            torchs.setenv("ATEN_CPU_CAPABILITY", told)
+            with kernel_cache.kept():
+                found.add(os.environ[VARIABLE])
+    assert len(found) == 2
+
+
 def test_all_of_it_is_counted_and_removed() -> None:
     with kernel_cache.kept():
         Path(os.environ[VARIABLE], "kernel.so").write_bytes(b"12345")

@@ -16,7 +16,7 @@ from lightning_accel.callbacks._parts_patch import PartsPatch
 from lightning_accel.core.clocks import EventClock, StepClock
 from lightning_accel.core.idle import HeldTimer, idle_ms
 from lightning_accel.core.parts import PartTimer
-from lightning_accel.core.torch_private import exposed_communication, hold_device, told_of_loading
+from lightning_accel.core.torch_private.training import exposed_communication, hold_device, told_of_loading
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION, COMPUTE, DATA, IDLE, OPTIMIZER, ORDER, REST
 

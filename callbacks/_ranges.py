@@ -15,7 +15,8 @@ from typing_extensions import override
 from lightning_accel.core.compiled import RUNS_EAGERLY
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.report import Report
-from lightning_accel.core.torch_private import compiled_call, eager_call, set_compiled_call
+from lightning_accel.core.torch_private.compilation import compiled_call, set_compiled_call
+from lightning_accel.core.torch_private.modules import eager_call
 
 
 class Ranges(threading.local):

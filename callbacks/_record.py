@@ -25,7 +25,7 @@ from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks._saying import report_of, say
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
 from lightning_accel.core.clocks import Tally
-from lightning_accel.core.torch_private import compiling_ms, graphs_captured
+from lightning_accel.core.torch_private.compilation import compiling_ms, graphs_captured
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.anatomy import Anatomy, MemoryPeak
 from lightning_accel.evidence.record import (

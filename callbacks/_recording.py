@@ -18,9 +18,9 @@ from lightning_accel.callbacks._parts_patch import PARTS, PartsPatch
 from lightning_accel.callbacks._ranges import ModuleRanges, Ranges, techniques_by_site, with_techniques
 from lightning_accel.callbacks._saying import report_of
 from lightning_accel.callbacks._tracks import add_tracks
-from lightning_accel.core import torch_private
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.profilers import closing_ranges, giving_way
+from lightning_accel.core.torch_private.profilers import memory_snapshot, record_memory_history
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.parts import COMMUNICATION, DATA, LOGGING
 from lightning_accel.lightning.private import FetchPatch
@@ -133,15 +133,15 @@ class Recording:
     @contextmanager
     def _memory_history(self) -> Iterator[None]:
         # Where somebody else has it kept already, that goes on.
-        is_ours = not any(torch_private.memory_snapshot()["device_traces"])
+        is_ours = not any(memory_snapshot()["device_traces"])
         if is_ours:
-            torch_private.record_memory_history(is_on=True)
+            record_memory_history(is_on=True)
         try:
             yield
         finally:
-            self._memory = torch_private.memory_snapshot()
+            self._memory = memory_snapshot()
             if is_ours:
-                torch_private.record_memory_history(is_on=False)
+                record_memory_history(is_on=False)
 
 
 def has_memory_history(device: torch.device) -> bool:

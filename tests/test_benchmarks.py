@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from lightning_accel import Plan
-from lightning_accel.core import torch_private
 from lightning_accel.core.compiled import is_compiled
 from lightning_accel.techniques.arms import Arm
 from support.live_runs import OTHERS_OFF
@@ -39,7 +38,9 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In place of TorchInductor, which takes many seconds: graphs as they were captured."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch_private, "compile_with_inductor", lambda graph, inputs, options: graph.forward)
+    monkeypatch.setattr(
+        "lightning_accel.core.compiled.compile_with_inductor", lambda graph, inputs, options: graph.forward
+    )
     yield
     torch._dynamo.reset()
 

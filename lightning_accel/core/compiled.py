@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from lightning_accel.core import torch_private
 from lightning_accel.core.patch import MethodPatch
+from lightning_accel.core.torch_private import modules
+from lightning_accel.core.torch_private.compilation import compile_with_inductor, compiled_call, set_compiled_call
 
 _NUMBERS = itertools.count()
 _FORWARD_PATCH = "lightning_accel_compiled_forward"
@@ -36,7 +37,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _has_compiled_call(module: nn.Module) -> bool:
-    call = torch_private.compiled_call(module)
+    call = compiled_call(module)
     return call is not None and not getattr(call, RUNS_EAGERLY, False)
 
 
@@ -76,7 +77,7 @@ class Kind:
         self.prepare(graph)
         start = time.perf_counter()
         try:
-            return torch_private.compile_with_inductor(graph, inputs, options)
+            return compile_with_inductor(graph, inputs, options)
         finally:
             self.graphs += 1
             self.seconds += time.perf_counter() - start
@@ -126,10 +127,10 @@ def compile_call(
     if kind.call is None:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return torch_private.eager_call(module)(*args, **kwargs)
+            return modules.eager_call(module)(*args, **kwargs)
 
         kind.call = torch.compile(_with_own_code(call), backend=backend)
-    torch_private.set_compiled_call(module, functools.partial(kind.call, module))
+    set_compiled_call(module, functools.partial(kind.call, module))
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,7 +149,7 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def undo_compile(module: nn.Module) -> None:
     """Lets the module's calls run eagerly again."""
-    torch_private.set_compiled_call(module, None)
+    set_compiled_call(module, None)
     if (patch := vars(module).pop(_FORWARD_PATCH, None)) is not None:
         patch.undo()
 
@@ -156,7 +157,7 @@ def undo_compile(module: nn.Module) -> None:
 def eager_call(module: nn.Module) -> Callable[..., Any]:
     """What calls a module past its compiled form."""
     # Within the module's own call its parameters are gathered already; another call would give them back.
-    return module.forward if is_gathered_by_hooks(module) else torch_private.eager_call(module)
+    return module.forward if is_gathered_by_hooks(module) else modules.eager_call(module)
 
 
 def is_gathered_by_hooks(module: nn.Module) -> bool:

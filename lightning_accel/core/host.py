@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 
 from lightning_accel.core.processor import from_cpuinfo
-from lightning_accel.core.torch_private import cpp_compilers, tpu_library
+from lightning_accel.core.torch_private.compilation import cpp_compilers
+from lightning_accel.core.torch_private.other_libraries import tpu_library
 
 HostKind = Literal["cuda", "rocm", "xla", "mps", "cpu"]
 

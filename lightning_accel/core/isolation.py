@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lightning_accel.core.device import device_of, own_rng
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.snapshot import Snapshot
-from lightning_accel.core.torch_private import version_of, without_dispatch_modes
+from lightning_accel.core.torch_private.modes import without_dispatch_modes
+from lightning_accel.core.torch_private.tensors import version_of
 
 _under_trial = ContextVar("_under_trial", default=False)
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_accel.core.patch import MethodPatch, Patch
-from lightning_accel.core.torch_private import convolution_method
+from lightning_accel.core.torch_private.modules import convolution_method
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 FORMAT_NAMES = {4: "channels_last", 5: "channels_last_3d"}

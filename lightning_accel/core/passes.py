@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.device import synchronize
-from lightning_accel.core.torch_private import version_of
+from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.core.tree import map_tensors, tensors_in
 
 Call = Callable[..., Any]

@@ -12,7 +12,7 @@ from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerAction, profile
 
 from lightning_accel.core.patch import AttributePatch
-from lightning_accel.core.torch_private import before_profilers
+from lightning_accel.core.torch_private.profilers import before_profilers
 
 
 def is_profiling() -> bool:

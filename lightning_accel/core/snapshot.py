@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_accel.core.torch_private import buffer_slots
+from lightning_accel.core.torch_private.modules import buffer_slots
 
 Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
 

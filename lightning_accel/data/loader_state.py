@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accel.core.torch_private import version_of
+from lightning_accel.core.torch_private.tensors import version_of
 
 MOST_BYTES = 256 * 2**20
 """Of Python objects; arrays and tensors do not count."""

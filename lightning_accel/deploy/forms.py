@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from typing_extensions import override
 
-from lightning_accel.core import torch_private
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
+from lightning_accel.core.torch_private.compilation import compile_to_package, load_package
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.fused_attention import fuse_attention
 from lightning_accel.deploy.inputs import Arguments
@@ -132,11 +132,11 @@ class Aoti(Form):
 
     @override
     def write(self, captured: Captured, path: Path) -> None:
-        torch_private.compile_to_package(captured.program, path)
+        compile_to_package(captured.program, path)
 
     @override
     def load(self, path: Path, device: torch.device) -> Call:
-        return torch_private.load_package(path)
+        return load_package(path)
 
 
 class TorchScript(Form):

@@ -9,7 +9,8 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 from typing_extensions import override
 
-from lightning_accel.core.torch_private import DispatchMode, is_in_backward
+from lightning_accel.core.torch_private.autograd import is_in_backward
+from lightning_accel.core.torch_private.modes import DispatchMode
 
 _aten = torch.ops.aten
 

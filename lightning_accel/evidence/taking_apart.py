@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_accel.core.clocks import StepClock
-from lightning_accel.core.torch_private import is_in_backward, latest_node, node_under_way
+from lightning_accel.core.torch_private.autograd import is_in_backward, latest_node, node_under_way
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.users_lines import users_line
 from lightning_accel.evidence import anatomy

@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_accel.core.snapshot import Snapshot, can_be_put_back, own_stream, random_streams
-from lightning_accel.core.torch_private import buffer_slots, version_of
+from lightning_accel.core.torch_private.modules import buffer_slots
+from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.core.tree import leaves, tensors_in
 from lightning_accel.lightning.private import logged_results
 

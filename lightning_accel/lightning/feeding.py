@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel.core.patch import MethodPatch, Patch
-from lightning_accel.core.torch_private import map_parts
+from lightning_accel.core.torch_private.training import map_parts
 from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
 from lightning_accel.data.stand_in import stood_for
 from lightning_accel.engine import Engine

@@ -1,4 +1,4 @@
-"""Every name of Lightning's own that the library uses, one function each; see core/torch_private.py for the rules.
+"""Every name of Lightning's own that the library uses, one function each; see core/torch_private for the rules.
 
 Where no version is named, every Lightning 2 has the name.
 """

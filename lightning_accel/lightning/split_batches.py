@@ -23,7 +23,7 @@ from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.report import Report
 from lightning_accel.core.samples import count_samples, split_samples
-from lightning_accel.core.torch_private import has_gradient_hooks
+from lightning_accel.core.torch_private.autograd import has_gradient_hooks
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.lightning.attempt import begins_gradients
 from lightning_accel.lightning.split_logs import SplitLogs

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.passes import Passes
-from lightning_accel.core.torch_private import DispatchMode
+from lightning_accel.core.torch_private.modes import DispatchMode
 from lightning_accel.core.tree import storages_of, tensors_in
 
 

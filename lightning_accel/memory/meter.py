@@ -19,7 +19,7 @@ from torch.autograd import profiler_legacy
 from torch.profiler import record_function
 from typing_extensions import override
 
-from lightning_accel.core.torch_private import before_profilers, stop_legacy_profiler
+from lightning_accel.core.torch_private.profilers import before_profilers, stop_legacy_profiler
 from lightning_accel.core.tree import storages_of
 
 START, END = "start", "end"

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from lightning_accel.core.torch_private import version_of
+from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region, SpillFile
 from lightning_accel.memory.movers import Flight, Mover, StreamMover, ThreadMover
 from lightning_accel.memory.saved import Packed, counter_of, shares_counter

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_accel.core.device import Span
-from lightning_accel.core.torch_private import has_saved_result, version_of
+from lightning_accel.core.torch_private.autograd import has_saved_result
+from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.memory import packing
 from lightning_accel.memory.packing import Layout, NonZeros, OneBit, is_packable
 from lightning_accel.memory.packing_budget import DENSE, MAX_TIME_SHARE, TRIALS, PackingReport, Place, choose

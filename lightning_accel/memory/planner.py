@@ -23,7 +23,7 @@ from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import SettingError
 from lightning_accel.core.device import synchronize
 from lightning_accel.core.isolation import is_trial
-from lightning_accel.core.torch_private import is_in_backward
+from lightning_accel.core.torch_private.autograd import is_in_backward
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.costs import BlockCosts, Cost, Policy, kind_of, measure_block, run_block
 from lightning_accel.memory.meter import Interval, MeterBusyError, meter_for

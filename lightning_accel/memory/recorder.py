@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_accel.core.torch_private import sequence_number
+from lightning_accel.core.torch_private.autograd import sequence_number
 from lightning_accel.core.tree import storages_of, tensors_in
 from lightning_accel.memory.meter import Meter
 

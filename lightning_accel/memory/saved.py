@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_accel.core import torch_private
-from lightning_accel.core.torch_private import base_of, set_version, version_of
+from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
+from lightning_accel.core.torch_private.compilation import dynamo_is_loaded
+from lightning_accel.core.torch_private.tensors import base_of, set_version, version_of
 from lightning_accel.core.tree import storage_of, storages_of
 
 
@@ -79,7 +80,7 @@ def _asking(savers: tuple[Saver, ...], own: OwnTensors) -> Iterator[None]:
         return _Guarded(packed, tensor.detach() if packed is None else counter_of(tensor), version_of(tensor))
 
     hooks: tuple[Any, Any] = pack, _Guarded.unpack
-    if torch_private.dynamo_is_loaded():
+    if dynamo_is_loaded():
         # Where compiled code falls back to eager, Dynamo looks at every function that is called, hooks included.
         hooks = tuple(map(torch.compiler.disable, hooks))
     hooks[0].gives_way = True
@@ -107,7 +108,7 @@ def _giving_way_to_functorch() -> Iterator[None]:
     @contextmanager
     def disable_saved_tensors_hooks(message: str) -> Iterator[None]:
         with ExitStack() as stack:
-            while (top := torch_private.saved_tensors_hooks()) is not None and hasattr(top[0], "gives_way"):
+            while (top := saved_tensors_hooks()) is not None and hasattr(top[0], "gives_way"):
                 hooks = graph.saved_tensors_hooks(*top)
                 hooks.__exit__()
                 stack.callback(hooks.__enter__)

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_accel.core.checks import check_choice, check_names
-from lightning_accel.core.torch_private import call_after_backward, check_all_reduced
+from lightning_accel.core.torch_private.autograd import call_after_backward
+from lightning_accel.core.torch_private.training import check_all_reduced
 from lightning_accel.lightning.private import ddp_settings
 from lightning_accel.strategies.accelerated import Accelerated
 from lightning_accel.strategies.sharding import is_sharded

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.torch_private import init_weights_method, reset_method
+from lightning_accel.core.torch_private.modules import reset_method
+from lightning_accel.core.torch_private.other_libraries import init_weights_method
 
 _UNTOUCHED = 0xA5  # in every byte of memory that nothing has been written to
 

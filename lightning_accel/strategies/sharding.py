@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.blocks import find_blocks
-from lightning_accel.core.torch_private import has_gradient_hooks
+from lightning_accel.core.torch_private.autograd import has_gradient_hooks
 from lightning_accel.strategies.materialize import materialize, own_tensors
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -11,10 +11,10 @@ from torch import nn
 from torch.fx import GraphModule
 from typing_extensions import override
 
-from lightning_accel.core import torch_private
 from lightning_accel.core.compiled import Kind, compile_call, eager_call, is_gathered_by_hooks, undo_compile
 from lightning_accel.core.patch import Patch, temporarily
-from lightning_accel.core.torch_private import compiled_call, inductor_options, set_compiled_call
+from lightning_accel.core.torch_private import modules
+from lightning_accel.core.torch_private.compilation import compiled_call, inductor_options, set_compiled_call
 from lightning_accel.core.tree import changeable_argument, tensors_in
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.arms import OFF
@@ -73,7 +73,7 @@ class CompilePatch(Patch):
         set_compiled_call(self.block, None)
         self._apply()
         # None: it was sharded meanwhile, and its forward is compiled instead.
-        call = compiled_call(self.block) or torch_private.eager_call(self.block)
+        call = compiled_call(self.block) or modules.eager_call(self.block)
         return call(*args, **kwargs)
 
     def have(self, choice: str) -> None:

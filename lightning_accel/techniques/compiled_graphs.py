@@ -17,7 +17,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_accel.core.compiled import eager_call
-from lightning_accel.core.torch_private import compiled_call, set_compiled_call
+from lightning_accel.core.torch_private.compilation import compiled_call, set_compiled_call
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.compiled_blocks import CompilePatch

@@ -23,13 +23,9 @@ from torch import Tensor, nn
 from lightning_accel.core.device import device_of
 from lightning_accel.core.isolation import no_cast_cache
 from lightning_accel.core.snapshot import Snapshot, random_streams
-from lightning_accel.core.torch_private import (
-    has_modes,
-    hooks_of,
-    hooks_on_all_modules,
-    parts_of,
-    saved_tensors_hooks,
-)
+from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
+from lightning_accel.core.torch_private.modes import has_modes
+from lightning_accel.core.torch_private.modules import hooks_of, hooks_on_all_modules, parts_of
 from lightning_accel.core.tree import leaves, map_tensors, tensors_in
 
 Forward = Callable[..., Any]

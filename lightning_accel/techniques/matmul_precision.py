@@ -20,7 +20,7 @@ from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
-from lightning_accel.core.torch_private import dynamo_is_loaded
+from lightning_accel.core.torch_private.compilation import dynamo_is_loaded
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts

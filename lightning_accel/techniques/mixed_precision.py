@@ -19,7 +19,7 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
-from lightning_accel.core.torch_private import optimizer_states
+from lightning_accel.core.torch_private.training import optimizer_states
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Forecast, Surroundings, Technique
 from lightning_accel.techniques.registry import register

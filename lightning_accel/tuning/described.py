@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_accel.core.torch_private import buffer_slots
+from lightning_accel.core.torch_private.modules import buffer_slots
 
 WHOLE_BYTES = 1 << 16
 """Of a tensor every byte of which counts; of a larger one a sample does."""

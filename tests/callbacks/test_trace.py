@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger, TraceCallback
 from lightning_accel.callbacks._parts_patch import PARTS
-from lightning_accel.core import torch_private
 from lightning_accel.evidence.parts import DATA
 from lightning_accel.evidence.reading import read_record
 from support.measured_runs import Model, loader
@@ -170,9 +169,10 @@ def test_accumulated_steps_are_traced(make_trainer: Any) -> None:
 def test_memory_is_kept_while_a_gpu_is_traced_and_no_longer(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a device that is simulated: what torch would be asked, and the file."""
     switched: list[bool] = []
-    monkeypatch.setattr(torch_private, "record_memory_history", lambda *, is_on: switched.append(is_on))
-    monkeypatch.setattr(torch_private, "memory_snapshot", lambda: {"device_traces": [[]], "at": list(switched)})
-    monkeypatch.setattr("lightning_accel.callbacks._recording.has_memory_history", lambda device: True)
+    recording = "lightning_accel.callbacks._recording"
+    monkeypatch.setattr(f"{recording}.record_memory_history", lambda *, is_on: switched.append(is_on))
+    monkeypatch.setattr(f"{recording}.memory_snapshot", lambda: {"device_traces": [[]], "at": list(switched)})
+    monkeypatch.setattr(f"{recording}.has_memory_history", lambda device: True)
     traces = TraceCallback(steps=[2])
     fit(make_trainer, traces)
     assert switched == [True, False]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accel.core.clocks import StepClock, clock_for
-from lightning_accel.core.torch_private import hooks_on_all_modules
+from lightning_accel.core.torch_private.modules import hooks_on_all_modules
 from lightning_accel.evidence.anatomy import (
     ACTIVATIONS,
     BATCH,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_accel import Handle, Plan, accelerate
-from lightning_accel.core.torch_private import DispatchMode
+from lightning_accel.core.torch_private.modes import DispatchMode
 from lightning_accel.techniques.loss import Loss, technique
 
 VOCABULARY, WIDTH, SAMPLES, LENGTH = 96, 8, 4, 12

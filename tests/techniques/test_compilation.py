@@ -15,9 +15,11 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 from lightning_accel.assembly import Handle, accelerate
-from lightning_accel.core import compiled, torch_private
+from lightning_accel.core import compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelError, AccelWarning
+from lightning_accel.core.torch_private.compilation import set_compiled_call
+from lightning_accel.core.torch_private.modules import eager_call
 from lightning_accel.settings import Plan
 from lightning_accel.techniques import compiled_blocks
 from lightning_accel.techniques.compilation import CompileSetting
@@ -226,7 +228,7 @@ def test_a_mode_is_torchs(monkeypatch: pytest.MonkeyPatch, mode: CompileSetting)
 
     def compile_call(module: nn.Module, options: dict[str, Any], *_: Any) -> None:
         seen.append(options)
-        torch_private.set_compiled_call(module, torch_private.eager_call(module))
+        set_compiled_call(module, eager_call(module))
 
     monkeypatch.setattr(compiled_blocks, "compile_call", compile_call)
     model = TinyTransformer()

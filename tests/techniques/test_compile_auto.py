@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.assembly import Handle, accelerate
-from lightning_accel.core import compiled, kernel_cache, torch_private
+from lightning_accel.core import compiled, kernel_cache
 from lightning_accel.core.host import Host
 from lightning_accel.core.trial import Trial
 from lightning_accel.settings import Plan
@@ -56,7 +56,7 @@ class Compiler:
         self.graphs = 0
         self.ran = 0
         self.run: Callable[[Any, tuple[Any, ...]], Any] = lambda graph, args: graph.forward(*args)
-        monkeypatch.setattr(torch_private, "compile_with_inductor", self._compile)
+        monkeypatch.setattr(compiled, "compile_with_inductor", self._compile)
 
     def _compile(self, graph: Any, inputs: Any, options: Any) -> Callable[..., Any]:
         self.graphs += 1

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.assembly import accelerate
-from lightning_accel.core import torch_private
 from lightning_accel.core.host import Host
 from lightning_accel.engine import Engine
 from lightning_accel.settings import Plan
@@ -54,7 +53,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     torch._dynamo.reset()
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(torch_private, "compile_with_inductor", compile_with_inductor)
+        monkeypatch.setattr("lightning_accel.core.compiled.compile_with_inductor", compile_with_inductor)
     yield runs
     torch._dynamo.reset()
 

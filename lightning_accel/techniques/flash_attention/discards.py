@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_accel.core.call_sites import at_call, remembered, variables
-from lightning_accel.core.torch_private import eager_call
+from lightning_accel.core.torch_private.modules import eager_call
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 

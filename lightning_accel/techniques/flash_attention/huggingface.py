@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_accel.core.patch import AttributePatch, Patch
-from lightning_accel.core.torch_private import hooks_of
+from lightning_accel.core.torch_private.modules import hooks_of
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.huggingface_attention import Request, accel_attention, all_without_mask

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_accel.core.torch_private import register_constant
+from lightning_accel.core.torch_private.compilation import register_constant
 
 EagerAttention = Callable[..., tuple[Tensor, Tensor | None]]
 

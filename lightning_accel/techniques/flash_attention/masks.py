@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accel.core.torch_private import version_of
+from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.form import Band, Edit
 

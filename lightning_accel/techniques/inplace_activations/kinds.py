@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_accel.core.host import Host
-from lightning_accel.core.torch_private import hooks_of
+from lightning_accel.core.torch_private.modules import hooks_of
 
 _COPIES = "in place PyTorch copies its input for the backward pass: nothing is saved, and the copy takes time"
 _ROUNDS = "in place its gradient is computed from its rounded result: other numbers (in bfloat16, far off)"

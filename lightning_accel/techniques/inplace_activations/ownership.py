@@ -27,15 +27,10 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from lightning_accel.core.call_sites import remembered
-from lightning_accel.core.torch_private import (
-    eager_call,
-    handles_on_storage,
-    handles_on_tensor,
-    has_gradient_hooks,
-    has_modes,
-    is_transformed,
-    saved_tensors_hooks,
-)
+from lightning_accel.core.torch_private.autograd import has_gradient_hooks, is_transformed, saved_tensors_hooks
+from lightning_accel.core.torch_private.modes import has_modes
+from lightning_accel.core.torch_private.modules import eager_call
+from lightning_accel.core.torch_private.tensors import handles_on_storage, handles_on_tensor
 from lightning_accel.techniques.inplace_activations.callers import Call, read_call
 from lightning_accel.techniques.inplace_activations.kinds import Kind, only_reads
 

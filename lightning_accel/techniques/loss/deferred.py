@@ -17,7 +17,8 @@ from torch.overrides import resolve_name
 from typing_extensions import Self, override
 
 from lightning_accel.core.report import EditError
-from lightning_accel.core.torch_private import saved_tensors_hooks, version_of, wrapper_tensor
+from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
+from lightning_accel.core.torch_private.tensors import version_of, wrapper_tensor
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.techniques.loss.pieces import Form, Problem
 from lightning_accel.techniques.loss.places import Place, getters, rearranged

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.measured import Measured
-from lightning_accel.core.torch_private import is_transformed
+from lightning_accel.core.torch_private.autograd import is_transformed
 from lightning_accel.techniques.loss.deferred import DeferredLogits, Family, is_checkpointing
 from lightning_accel.techniques.loss.pieces import Form, Problem, linear_cross_entropy
 from lightning_accel.techniques.loss.rehearsal import compared

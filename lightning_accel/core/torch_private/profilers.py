@@ -1,0 +1,60 @@
+"""Private names of profilers, and of what CUDA's allocator keeps of its doings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import _C
+
+
+def stop_legacy_profiler() -> list[list[Any]]:
+    """Ends autograd's first profiler, and returns its events by thread: ``_disable_profiler_legacy``, torch 1.9.
+
+    The public way out of it sorts events, and drops in which order allocations were made. Without it no memory budget
+    can be planned on a CPU.
+    """
+    return _C._autograd._disable_profiler_legacy()
+
+
+def before_profilers(tell: Callable[[], Any]) -> Callable[[], None]:
+    """Has ``tell`` called before any profiler starts, until the function that is returned is called.
+
+    All of them begin with ``torch.autograd.profiler._enable_profiler``, since torch 1.9. One profiler at a time is all
+    there can be: ours has to end before another one starts, or that one raises.
+    """
+    profilers: Any = torch.autograd.profiler
+    enable = profilers._enable_profiler
+
+    def enable_profiler(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return enable(*args, **kwargs)
+
+    profilers._enable_profiler = enable_profiler
+
+    def restore() -> None:
+        profilers._enable_profiler = enable
+
+    return restore
+
+
+def record_memory_history(*, is_on: bool) -> None:
+    """Has CUDA's allocator keep what it does, with the lines that asked: ``_record_memory_history``, since torch 2.1.
+
+    Documented: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+    Without the name: an AttributeError, by which no step is traced on such a device, and the run goes on.
+    """
+    if is_on:
+        torch.cuda.memory._record_memory_history(max_entries=100_000)  # a few hundred MiB at most
+    else:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """What CUDA's allocator holds and has kept, as https://pytorch.org/memory_viz reads it: ``_snapshot``, torch 2.1.
+
+    Documented: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html. As for :func:`record_memory_history`.
+    """
+    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+    return snapshot

@@ -55,6 +55,7 @@ class Seen:
         parts_ms: Of the mean step that was looked at, past the beginning.
         step_ms: Their sum.
         typical_ms: The median step, past the beginning.
+        waited: The share of all steps past the beginning that was waiting for data.
     """
 
     record: Record
@@ -62,19 +63,21 @@ class Seen:
     parts_ms: dict[str, float] = field(default_factory=dict)
     step_ms: float = 0.0
     typical_ms: float = 0.0
+    waited: float = 0.0
 
     @classmethod
     def of(cls, record: Record, peaks: Peaks | None) -> Seen:
         """Whatever there is of it."""
         parts_ms = record.parts_ms(BEGINNING)
-        times = [ms for some in record.steps for _, _, ms in some.pieces()]
-        late = times[len(times) // 5 :]
+        steps_ms = _past_beginning([ms for some in record.steps for _, _, ms in some.pieces()])
+        waits_ms = _past_beginning([ms for some in record.steps for ms in some.wait_ms])
         return cls(
             record=record,
             peaks=peaks,
             parts_ms=parts_ms,
             step_ms=sum(parts_ms.values()),
-            typical_ms=statistics.median(late) if late else 0.0,
+            typical_ms=statistics.median(steps_ms) if steps_ms else 0.0,
+            waited=statistics.fmean(waits_ms) / statistics.fmean(steps_ms) if waits_ms and sum(steps_ms) else 0.0,
         )
 
     def share(self, part: str) -> float:
@@ -101,3 +104,7 @@ class Seen:
         if anatomy is None or not anatomy.operations_ms or not self.typical_ms:
             return 0.0
         return min(ms / self.typical_ms, ms / anatomy.operations_ms * self.computing)
+
+
+def _past_beginning(values: list[float]) -> list[float]:
+    return values[len(values) // 5 :]

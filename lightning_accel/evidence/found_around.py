@@ -18,7 +18,8 @@ _FEW = 5  # steps, whose mean tells nothing
 
 def loader(seen: Seen) -> Iterator[Finding]:
     share = seen.share(parts.DATA)
-    if share <= _WORTH_WORKERS:
+    # The few steps that were looked at may have met a busy moment of the machine.
+    if min(share, seen.waited) <= _WORTH_WORKERS:
         return
     header, loaders = seen.record.header, seen.record.header.loaders
     now = min((int(one.get("num_workers", 0)) for one in loaders), default=0)

@@ -39,6 +39,14 @@ def test_samples_that_would_bring_little_are_left_as_they_are() -> None:
     assert "loader" not in names(run)
 
 
+def test_waiting_that_only_steps_that_were_looked_at_have_met_is_none() -> None:
+    """A few of all, on which a busy moment of the machine weighs."""
+    run = record({DATA: 30.0, FORWARD: 30.0, BACKWARD: 40.0})
+    assert "loader" in names(run)
+    (some,) = run.steps
+    assert "loader" not in names(replace(run, steps=[replace(some, wait_ms=[2.0] * len(some.wait_ms))]))
+
+
 def test_where_all_workers_are_there_already_none_is_advised() -> None:
     run = record({DATA: 40.0, FORWARD: 60.0}, loaders=[{"num_workers": 3}])
     assert found(run, "loader").speedup is None

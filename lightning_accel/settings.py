@@ -14,6 +14,7 @@ import yaml
 
 from lightning_accel.arguments import Arguments, RunSettings, Values, arguments
 from lightning_accel.core.checks import check_bool, check_choice, check_ending, check_names, switch
+from lightning_accel.core.whole_file import write_whole
 from lightning_accel.techniques.registry import RUN_SETTINGS, declarations
 
 _RENAMED = {
@@ -98,7 +99,7 @@ class Plan(Arguments, Values):
         """The plan as YAML text, written to ``path`` too when one is given."""
         text = yaml.safe_dump(self.to_dict(), sort_keys=False)
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            write_whole(Path(path), text)
         return text
 
     @classmethod

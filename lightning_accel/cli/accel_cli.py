@@ -18,10 +18,11 @@ from lightning_utilities.core.imports import RequirementCache
 from typing_extensions import override
 
 from lightning_accel.arguments import arguments
-from lightning_accel.cli.tune_command import TunableTrainer, TuneOptions, check_out, places_in, with_sections, write
+from lightning_accel.cli.tune_command import TunableTrainer, TuneOptions, check_out, places_in, with_sections
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
+from lightning_accel.core.whole_file import write_whole
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.lightning.private import parser_actions
 from lightning_accel.lightning.xla_plugin import AccelXLAPlugin
@@ -114,7 +115,7 @@ class AccelCLI(LightningCLI):
             )
             has_answer = result.has_compared or result.has_changes
             if has_answer:
-                write(out, result)
+                write_whole(out, result.to_yaml())
         except (ValueError, OSError) as error:
             self.parser.error(f"tune: {error}")
         print(result)

@@ -26,10 +26,11 @@ from lightning_accel.core.allocators import (
     installed_library,
     segment_settings,
 )
-from lightning_accel.core.cache import folder, write_whole
+from lightning_accel.core.cache import folder
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.heap import heap_settings
 from lightning_accel.core.processor import from_cpuinfo
+from lightning_accel.core.whole_file import write_whole
 
 FORMAT = 1
 SECONDS = 20.0

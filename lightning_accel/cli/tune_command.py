@@ -99,17 +99,3 @@ def check_out(out: str) -> Path:
             f"out={out!r} cannot be written. Allowed: a file in a folder that is there and can be written to."
         )
     return path
-
-
-def write(path: Path, result: TuneResult) -> None:
-    """Writes the configuration; whole or not at all.
-
-    Raises:
-        OSError: That is not possible.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(result.to_yaml(), encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

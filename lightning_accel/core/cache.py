@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -24,21 +22,3 @@ def xla_programs() -> Path:
 def size_bytes(within: Path) -> int:
     """How much is kept in a folder; nothing where there is none."""
     return sum(path.stat().st_size for path in within.rglob("*") if path.is_file())
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file, in a folder that is made where it is missing; whole or not at all.
-
-    Raises:
-        OSError: That is not possible.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise

@@ -18,6 +18,7 @@ from lightning_accel.core.checks import check_choice
 from lightning_accel.core.device import device_of
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.core.tree import map_tensors
+from lightning_accel.core.whole_file import is_special
 from lightning_accel.deploy.agreement import Judge, by_what_int8_loses, differs
 from lightning_accel.deploy.beginnings import first_off
 from lightning_accel.deploy.combinations import FormName, Mode, Numbers, Precision, check_held, forms_with
@@ -276,6 +277,8 @@ def _beside(target: Path) -> tempfile.TemporaryDirectory[str]:
     """A folder on the same disk, gone afterwards, whatever happens."""
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder: give the path of a file.")
+    if is_special(target):
+        raise OSError(f"{target} is no file, and must not be replaced by one: give the path of a file.")
     return tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from lightning_accel.core.whole_file import write_whole
 from lightning_accel.evidence import charts, tables
 from lightning_accel.evidence.figures import MEND, can_draw
 from lightning_accel.evidence.page import Page
@@ -48,17 +47,7 @@ def write(page: Page, path: Path) -> None:
         OSError: The file cannot be written.
         ValueError: No form has that ending.
     """
-    text = form_of(path)(page)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(beside, 0o644)  # a temporary file is its owner's alone
-        os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
+    write_whole(path, form_of(path)(page))
 
 
 def form_of(path: Path) -> Callable[[Page], str]:

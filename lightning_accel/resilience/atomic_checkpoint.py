@@ -18,6 +18,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.whole_file import is_special
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 
@@ -49,9 +50,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def save_atomically(checkpoint: Any, path: str | Path) -> None:
     """``torch.save`` to a local path that holds the previous file until the new one is on the disk.
 
+    What is no file, as ``/dev/null``, is written to.
+
     Raises:
         OSError: It could not be written. What was at ``path`` still is.
     """
+    if is_special(Path(path)):
+        with open(path, "wb") as device:
+            torch.save(checkpoint, device)
+        return
     temporary = begin_replacing(path)
     try:
         with temporary.open("wb") as file:

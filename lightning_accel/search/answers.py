@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_accel.core.cache import write_whole
+from lightning_accel.core.whole_file import write_whole
 from lightning_accel.search.job import Job
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.setup import Setup

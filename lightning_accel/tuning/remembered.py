@@ -21,8 +21,8 @@ from torch import nn
 
 from lightning_accel.core import cache, kernel_cache
 from lightning_accel.core.cache import folder as folder
-from lightning_accel.core.cache import write_whole as write_whole
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.core.whole_file import write_whole
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning.settled import Tuning
 

@@ -27,9 +27,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.core.whole_file import write_whole
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.tuning.described import described
-from lightning_accel.tuning.remembered import Key, folder, write_whole
+from lightning_accel.tuning.remembered import Key, folder
 
 FORMAT = 1
 GOOD_FOR = timedelta(days=7)

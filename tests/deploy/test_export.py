@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import get_args
 
@@ -322,6 +323,9 @@ def test_a_path_that_cannot_be_written_is_an_error_before_anything_is_exported()
         export(nn.Linear(2, 2), torch.randn(2, 2), path="file/model.pt2")
     with pytest.raises(IsADirectoryError, match="give the path of a file"):
         export(nn.Linear(2, 2), torch.randn(2, 2), path=".")
+    os.mkfifo("pipe")
+    with pytest.raises(OSError, match="pipe is no file"):
+        export(nn.Linear(2, 2), torch.randn(2, 2), path="pipe")
 
 
 @pytest.mark.parametrize(

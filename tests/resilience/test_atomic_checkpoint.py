@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import subprocess
@@ -113,6 +114,16 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
     save_atomically({"a": 2}, tmp_path / "last.ckpt")
     assert (tmp_path / "last.ckpt").is_symlink()
     assert torch.load(tmp_path / "elsewhere" / "epoch=1.ckpt") == {"a": 2}
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
+    """As ``/dev/null`` is, which root would have made a file of."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDWR)
+    save_atomically({"a": 1}, tmp_path / "pipe")
+    assert torch.load(io.BytesIO(os.read(reader, 1 << 16))) == {"a": 1}
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_save_of_a_living_process_is_left_alone(tmp_path: Path) -> None:

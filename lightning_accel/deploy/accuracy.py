@@ -65,10 +65,13 @@ def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
     """
     if metrics is None:
         return {}
-    found = {type(metrics).__name__: metrics} if isinstance(metrics, Metric) else dict(metrics.items())
+    found = dict(metrics) if isinstance(metrics, Mapping) else {type(metrics).__name__: metrics}
     for name, metric in found.items():
         if not isinstance(metric, Metric):
-            raise TypeError(f"metrics[{name!r}] is of type {type(metric).__name__}: give metrics of torchmetrics.")
+            raise TypeError(
+                f"metrics: {name!r} is {metric!r}. Give a metric of torchmetrics, MulticlassAccuracy(10) say, or a"
+                " mapping of names to several."
+            )
     return found
 
 
@@ -88,13 +91,13 @@ def judge(call: Callable[..., Any], model: nn.Module, batches: Iterable[Any], me
     with torch.no_grad(), own_rng(device):
         seed_streams(0, device)  # the same samples for every form
         for batch in batches:
-            inputs, targets = map_tensors(lambda t: t.to(device), inputs_and_targets(batch))
+            inputs, targets = map_tensors(lambda t: t.to(device), inputs_and_targets(model, batch))
             args, kwargs = arguments_of(model, inputs)
             found = [one.to(device) for one in tensors_in(call(*args, **kwargs))]
             outputs.append([one for one in found if one.is_floating_point()])
             for name in metrics:
                 _update(name, plain[name], drawn[name], found[0], targets)
-    scores = {name: (float(plain[name].compute()), drawn[name].compute()["raw"].cpu()) for name in metrics}
+    scores = {name: (_number(name, plain[name].compute()), drawn[name].compute()["raw"].cpu()) for name in metrics}
     return Judged(scores, outputs)
 
 
@@ -114,6 +117,12 @@ def error_of(form: Judged, original: Judged) -> float:
     """How far a form's outputs are off, as a share of the norm of the original's, on the worst batch."""
     pairs = zip(form.outputs, original.outputs, strict=True)
     return max((deviation(got, want).noise for got, want in pairs), default=0.0)
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ValueError(f"metric {name!r} comes to {value!r}: give one of a single number, with average='macro' say.")
+    return float(value)
 
 
 def _update(name: str, metric: Metric, drawn: BootStrapper, outputs: Tensor, targets: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +24,10 @@ from lightning_accel.deploy.accuracy import Judged, Score
 from lightning_accel.deploy.candidates import Candidate, make
 from lightning_accel.deploy.combinations import EAGER, split
 from lightning_accel.deploy.errors import ExportError, QuantizeError
-from lightning_accel.deploy.inputs import Arguments, arguments_of, batch_size_of, inputs_and_targets
+from lightning_accel.deploy.inputs import Arguments, arguments_of, batch_size_of, inputs_and_targets, shapes_in
 from lightning_accel.deploy.int8 import MissingPackageError, without_deprecations
 from lightning_accel.deploy.plain import plain_copy
+from lightning_accel.deploy.quantizing import MAX_ERROR
 from lightning_accel.deploy.shapes import dimensions_of, resized
 from lightning_accel.deploy.turns import Latency
 from lightning_accel.tuning.pairs import Interval
@@ -34,6 +36,9 @@ BATCH_SIZES = (1, 8, 32)
 MAX_DROP = 0.01
 AS_FAST = 1.05
 """Of forms that differ by less in latency the smaller one is taken."""
+
+_ROUNDING = 0.01
+"""Of the outputs' norm: what forms of the same numbers are off by stays below, in bfloat16 too."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,8 @@ def compare(
         model: Accelerated or not.
         forms: Those of ``export`` (``"onnx"``), modes of ``quantize`` (``"int8-dynamic"``), or both,
             ``"torchscript+int8-dynamic"``. The original, ``"eager"``, is always measured.
-        loader: Batches of ``(inputs, targets)``; they calibrate, too.
+        loader: Batches of ``(inputs, targets)``, of ``(first, second, targets)`` where ``forward`` needs two inputs, or
+            mappings; they calibrate, too. A form whose outputs are off on any of them is left out.
         metrics: Of torchmetrics, one or by name, updated with the model's first output and the targets; their intervals
             are of 100 bootstrap samples, the same for all forms.
         batch_sizes: For the throughput.
@@ -127,16 +133,16 @@ def compare(
 
     Raises:
         ValueError: An unknown form, or one that does not hold the numbers asked for; an empty loader; batches, targets
-            or metrics that do not fit the model.
+            or metrics that do not fit the model; sizes or limits that are none.
+        TypeError: ``forms`` is no list, or ``metrics`` are none of torchmetrics.
     """
-    for name in forms:
-        split(name)
+    _check(forms, batch_sizes, max_drop, max_batches, seconds)
     batches = list(islice(loader, max_batches))
     if not batches:
         raise ValueError("loader gave no batches: give one of (inputs, targets) such as the model will be served.")
     original, wanted = plain_copy(model), accuracy.named(metrics)
     device = device_of(original)
-    first = arguments_of(original, inputs_and_targets(batches[0])[0])
+    first = arguments_of(original, inputs_and_targets(original, batches[0])[0])
     first = map_tensors(lambda t: t.to(device), first)
     candidates: dict[str, Candidate] = {}
     judged: dict[str, Judged] = {}
@@ -145,17 +151,55 @@ def compare(
         for name in dict.fromkeys((EAGER, *forms)):
             try:
                 candidate = make(name, original, first, batches, Path(folder))
-                judged[name] = accuracy.judge(candidate.call, original, batches, wanted)
-                candidates[name] = candidate
+                found = accuracy.judge(candidate.call, original, batches, wanted)
+                if name != EAGER and (off := _off(name, found, judged[EAGER])):
+                    left_out[name] = off
+                else:
+                    judged[name], candidates[name] = found, candidate
             except (ExportError, QuantizeError, MissingPackageError) as error:
                 left_out[name] = str(error)
             except Exception as error:
                 if name == EAGER:
-                    raise
+                    raise _not_taken(original, first, error) from error
                 left_out[name] = one_line(error)
         measured = _measured(candidates, judged, wanted, first, batch_sizes, seconds, device)
     recommended, why = _recommended(measured, max_drop)
     return Comparison(measured, left_out, max_drop, recommended, why)
+
+
+def _check(forms: Sequence[str], batch_sizes: Sequence[int], max_drop: float, max_batches: int, seconds: float) -> None:
+    if isinstance(forms, str):
+        raise TypeError(f"forms={forms!r}: give a list, [{forms!r}].")
+    for name in forms:
+        split(name)
+    if not min(max_batches, seconds, *batch_sizes) > 0:
+        given = f"max_batches={max_batches!r}, seconds={seconds!r}, batch_sizes={batch_sizes!r}"
+        raise ValueError(f"{given}. Allowed: numbers above 0.")
+    if not max_drop >= 0:
+        raise ValueError(f"max_drop={max_drop!r}. Allowed: 0 and more, 0.01 for a point of accuracy.")
+
+
+def _off(name: str, form: Judged, original: Judged) -> str:
+    """How a form computes other numbers on the data, of which its own check has seen one batch; empty: it does not."""
+    error = accuracy.error_of(form, original)
+    allowed = _ROUNDING if split(name)[1] == "32" else MAX_ERROR
+    if error <= allowed:
+        return ""
+    amount = f"{error:.2g} of their norm" if math.isfinite(error) else "infinite, or no numbers, as the model's may be"
+    return (
+        f"on the loader's data its outputs are off: by {amount}, allowed is {allowed:g}. Python's own if, for and"
+        " .item() on values of tensors are fixed where a model is traced."
+    )
+
+
+def _not_taken(model: nn.Module, arguments: Arguments, error: Exception) -> Exception:
+    if isinstance(error, ValueError):
+        return error
+    return ValueError(
+        f"the model cannot be called with the loader's first batch, {shapes_in(arguments)}: {one_line(error)}. Give"
+        f" batches of (inputs, targets), with inputs such as forward{inspect.signature(model.forward)} takes: a tuple"
+        " of positional arguments, or a mapping."
+    )
 
 
 def _measured(

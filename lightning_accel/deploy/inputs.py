@@ -40,26 +40,46 @@ def arguments_of(model: nn.Module, example: Any) -> Arguments:
 def example_in(model: nn.Module, batch: Any) -> Any:
     """Of a batch, what ``forward`` takes: the first of more values than it has positions for, as others are targets."""
     if isinstance(batch, tuple | list):
-        kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-        if inspect.Parameter.VAR_POSITIONAL in kinds:
+        parameters = inspect.signature(model.forward).parameters.values()
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
             return batch
-        positions = sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds)
-        return batch if len(batch) <= positions else inputs_and_targets(batch)[0]
-    return inputs_and_targets(batch)[0]
+        return batch if len(batch) <= len(_positions(model)) else inputs_and_targets(model, batch)[0]
+    return inputs_and_targets(model, batch)[0]
 
 
-def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+def inputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """A loader's batch as what the model sees and what it is to say; None for targets that there are not.
 
-    A pair is inputs and targets, of a longer tuple the first is the inputs and the last the targets; of a mapping the
-    targets are what is under ``labels`` or ``targets``.
+    Of a tuple the first values are the inputs, as many as ``forward`` cannot do without, one at least, and the last
+    value beyond them the targets; or the first is a tuple or mapping of all inputs. Of a mapping the targets are what
+    is under ``labels`` or ``targets``, or the one value that ``forward`` has no parameter for.
     """
     if isinstance(batch, Mapping):
-        given = next((batch[key] for key in TARGETS if key in batch), None)
-        return {key: value for key, value in batch.items() if key not in TARGETS}, given
-    if isinstance(batch, tuple | list) and len(batch) > 1:
-        return batch[0], batch[-1]
-    return (batch[0] if isinstance(batch, tuple | list) and batch else batch), None
+        given = {key: value for key, value in batch.items() if key not in TARGETS}
+        others = _without_parameter(model, given)
+        target = next((batch[key] for key in (*TARGETS, *others) if key in batch), None)
+        return {key: value for key, value in given.items() if key not in others}, target
+    if not isinstance(batch, tuple | list) or not batch:
+        return batch, None
+    needed = sum(parameter.default is parameter.empty for parameter in _positions(model))
+    if needed < 2 or isinstance(batch[0], tuple | list | Mapping):
+        return batch[0], batch[-1] if len(batch) > 1 else None
+    return tuple(batch[:needed]), batch[-1] if len(batch) > needed else None
+
+
+def _positions(model: nn.Module) -> list[inspect.Parameter]:
+    """The parameters of ``forward`` that positional arguments go to, one each."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+
+
+def _without_parameter(model: nn.Module, given: Mapping[str, Any]) -> list[str]:
+    """The one key, if it is one, that ``forward`` does not take where it takes the others by name."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return []
+    others = [key for key in given if key not in parameters]
+    return others if len(others) == 1 < len(given) else []
 
 
 def calls_of(model: nn.Module, loader: Iterable[Any], *, at_most: int, name: str) -> list[Arguments]:
@@ -68,7 +88,7 @@ def calls_of(model: nn.Module, loader: Iterable[Any], *, at_most: int, name: str
     Raises:
         ValueError: There are none, or they hold no tensors.
     """
-    calls = [arguments_of(model, inputs_and_targets(batch)[0]) for batch in islice(loader, at_most)]
+    calls = [arguments_of(model, inputs_and_targets(model, batch)[0]) for batch in islice(loader, at_most)]
     if not calls:
         raise ValueError(
             f"{name} gave no batches: give a loader with a few batches such as the model will be served, from the"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_accel.deploy import Comparison, compare
-from lightning_accel.deploy.comparing import _recommended
+from lightning_accel.deploy.accuracy import Judged
+from lightning_accel.deploy.comparing import _off, _recommended
 from lightning_accel.tuning.pairs import Interval
 from support.models import TinyCNN
 
@@ -107,6 +109,15 @@ def test_the_fastest_is_recommended_and_the_smaller_of_two_that_are_as_fast(foun
     assert "of quick, small, which are as fast, the smallest" in why
 
 
+def test_a_form_that_is_off_on_any_batch_is_left_out() -> None:
+    """Its own check has seen the first one, and what was traced may have taken an `if` on values for granted."""
+    first, second = torch.randn(4, 8), torch.randn(4, 8)
+    original, other = (Judged({}, [[first], [scale * second]]) for scale in (1.0, 1.1))
+    assert _off("torchscript", original, original) == ""
+    assert "by 0.1 of their norm, allowed is 0.01" in _off("torchscript", other, original)
+    assert "infinite, or no numbers" in _off("int8-dynamic", Judged({}, [[first], [second * math.nan]]), original)
+
+
 def test_a_form_that_cannot_hold_the_model_is_left_out_with_the_reason() -> None:
     class Gate(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -126,9 +137,20 @@ def test_a_form_that_cannot_hold_the_model_is_left_out_with_the_reason() -> None
         ({"loader": []}, "loader gave no batches"),
         ({"loader": [torch.randn(2, 3, 8, 8)], "metrics": MulticlassAccuracy(4)}, "needs targets"),
         ({"metrics": MulticlassAccuracy(9)}, "cannot take what the model returns"),
+        ({"metrics": MulticlassAccuracy(4, average=None)}, "give one of a single number, with average='macro' say"),
+        ({"loader": [torch.randn(2, 5)]}, r"cannot be called with the loader's first batch, \(2, 5\): .*forward\(x"),
+        ({"max_drop": -1}, "max_drop=-1. Allowed: 0 and more"),
+        ({"batch_sizes": (8, 0)}, r"batch_sizes=\(8, 0\). Allowed: numbers above 0"),
     ],
 )
 def test_what_does_not_fit_is_an_error_that_says_what_to_give(options: dict, message: str) -> None:
     given = {"forms": [], "loader": [(torch.randn(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))], **options}
     with pytest.raises(ValueError, match=message):
         compare(TinyCNN(), seconds=0.01, **given)
+
+
+def test_forms_are_a_list_and_metrics_are_made() -> None:
+    with pytest.raises(TypeError, match=r"forms='onnx': give a list, \['onnx'\]"):
+        compare(TinyCNN(), "onnx", [])
+    with pytest.raises(TypeError, match=r"Give a metric of torchmetrics, MulticlassAccuracy\(10\) say"):
+        compare(TinyCNN(), [], [torch.randn(2, 3, 8, 8)], MulticlassAccuracy)  # type: ignore[arg-type]

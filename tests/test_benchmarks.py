@@ -208,7 +208,7 @@ def test_a_second_run_that_was_to_be_compiled_and_was_not_is_an_error(
 # -- a linear head -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(1e9, 3), (0.0, 2)])
+@pytest.mark.parametrize(("seconds", "rounds"), [pytest.param(1e9, 3, marks=pytest.mark.slow), (0.0, 2)])
 def test_every_side_of_the_head_has_as_many_rounds_as_the_time_allows(
     benchmark: Callable[[str], Any], seconds: float, rounds: int
 ) -> None:

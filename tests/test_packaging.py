@@ -101,16 +101,19 @@ def used(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return {**said, "site_packages": site_packages}
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_and_imports_from_another_folder(used: dict[str, Any]) -> None:
     assert all(Path(file).is_relative_to(used["site_packages"]) for file in used["files"])
 
 
+@pytest.mark.slow
 def test_strategies_are_registered_when_lightning_is_imported_later(used: dict[str, Any]) -> None:
     """And Lightning's module is loaded as it would be without us."""
     assert used["strategies"] == ["accel", "accel_ddp", "accel_fsdp"]
     assert (used["loader"], used["is_the_specs"], used["finders"]) == ("SourceFileLoader", True, [])
 
 
+@pytest.mark.slow
 def test_using_the_package_does_not_wake_the_gpu(used: dict[str, Any]) -> None:
     assert not used["gpu_is_awake"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import functools
 import os
 import platform
 import sys
@@ -42,6 +43,7 @@ class Allocator:
     environment: Mapping[str, str]
 
 
+@functools.cache  # the loader is asked through processes of its own
 def installed_library(name: str) -> str | None:
     """The file of a shared library, as the loader finds it, or beside this Python, as conda installs it."""
     for spelling in _SPELLINGS[name]:

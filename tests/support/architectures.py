@@ -395,6 +395,9 @@ _SLOW = {
     "PerceiverForMaskedLM",
     "LongformerForMaskedLM",
     "XLNetForSequenceClassification",
+    "EfficientNetForImageClassification",
+    "DebertaV2ForMaskedLM",
+    "SegformerForSemanticSegmentation",
 }
 
 ARCHITECTURES = {

@@ -34,7 +34,10 @@ ROWS = {name: row for name, row in alone().items() if row.host is HOST}
 TECHNIQUES = {name: row.settings for name, row in ROWS.items()}
 
 
-BESIDE_THE_MODEL = ("matmul_precision", "loader", "padding", "threads", "allocator")
+BESIDE_THE_MODEL = (
+    *("matmul_precision", "loader", "padding", "threads", "allocator"),
+    *("inplace_activations", "sparse_activations"),
+)
 """Techniques that change nothing of what ranks share of a model: that it is sharded is nothing to them."""
 
 

@@ -48,8 +48,7 @@ def by_what_int8_loses(quantized: nn.Module, original: nn.Module) -> Judge:
         quantized: With layers in INT8 as ``quantize`` makes them.
         original: The same in float.
     """
-    in_float = plain_copy(original)
-    int8.prepare(in_float)
+    in_float = int8.prepare(plain_copy(original))
     named = dict(in_float.named_modules())
     wide = {module: named[name] for name, module in quantized.named_modules() if name in named}
 

@@ -116,15 +116,17 @@ def observed(model: nn.Module, names: list[str], run: Callable[[], object]) -> d
     return called
 
 
-def prepare(model: nn.Module) -> None:
+def prepare(model: nn.Module) -> nn.Module:
     """Makes a model's layers accessible in place: attention is split, and fused forms that read weights are off."""
-    for name, module in list(model.named_modules()):
+    split: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and can_split(module):
-            put(model, name, SplitAttention(module))
+            split[module] = SplitAttention(module)
         elif isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # its fused form takes weights in float
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = module.enable_nested_tensor = False
+    return exchanged(model, split)
 
 
 def choose(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
@@ -143,10 +145,13 @@ def choose(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
     return chosen, kept
 
 
-def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Exchanges a submodule."""
-    owner, _, last = name.rpartition(".")
-    setattr(model.get_submodule(owner), last, module)
+def exchanged(model: nn.Module, by: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Puts modules in the places of others, in place, at all the names that these have; returns what ``model`` is then."""
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if path and module in by:
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, by[module])
+    return by.get(model, model)
 
 
 @contextmanager

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import check_choice
-from lightning_accel.core.spread import deviation
-from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import one_line
 from lightning_accel.deploy import int8
 from lightning_accel.deploy.beginnings import first_off
@@ -22,7 +20,9 @@ from lightning_accel.deploy.combinations import MODES, Mode
 from lightning_accel.deploy.errors import QuantizeError
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, calls_of, shapes_in
+from lightning_accel.deploy.losses import measure_of, outputs_of, percent, worst
 from lightning_accel.deploy.plain import plain_copy
+from lightning_accel.deploy.restoring import Trial
 
 MAX_ERROR = 0.05
 CALIBRATION_BATCHES = 32
@@ -125,8 +125,7 @@ def _in_int8(
     devices = {p.device.type for p in original.parameters()} - {"cpu"}
     if devices:
         raise ValueError(f"mode={mode!r} computes on a CPU, and the model is on {devices.pop()}: model.cpu() before.")
-    model = plain_copy(original)
-    int8.prepare(model)
+    model = int8.prepare(plain_copy(original))
     names, kept = int8.choose(model, mode)
     convert: int8.Convert = int8.weights_only if mode == "int8-weight" else int8.dynamic
     if mode == "int8-static":
@@ -144,10 +143,11 @@ def _in_int8(
             raise
         except Exception as why:  # a size for which there is no kernel
             kept[name] = f"could not be converted: {one_line(why)}"
-    trial = _Trial(model, layers, converted, calls[:TRIAL_BATCHES], expected[:TRIAL_BATCHES])
+    trial = Trial(model, layers, converted, calls[:TRIAL_BATCHES], expected[:TRIAL_BATCHES])
     trial.put(converted)
     if calls:
         kept |= trial.put_back(max_error)
+    model = trial.model
     error = _error(model, calls, expected) if calls else None
     done = tuple(name for name in converted if name not in kept)
     return Quantized(model, original, mode, done, kept, error, saved_bytes(original), saved_bytes(model))
@@ -172,62 +172,17 @@ def _off(
     return f"mode={mode!r} has the outputs off by {amount}; allowed is {max_error:.1%}.{begins}{other}"
 
 
-class _Trial:
-    """Finds which layers lose too much."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, nn.Module],
-        converted: Mapping[str, nn.Module],
-        calls: list[Arguments],
-        expected: list[list[Tensor]],
-    ) -> None:
-        self._model, self._layers, self._converted = model, layers, converted
-        self._calls, self._expected = calls, expected
-
-    def put(self, names: Iterable[str]) -> None:
-        """Has these layers in INT8, and all others in float."""
-        chosen = set(names)
-        for name, layer in self._layers.items():
-            int8.put(self._model, name, self._converted[name] if name in chosen else layer)
-
-    def put_back(self, max_error: float) -> dict[str, str]:
-        """Layer → why it is in float again: the fewest, taken in the order of what they lose, that bring it below."""
-        if self._error() <= max_error:
-            return {}
-        alone = {}
-        for name in self._converted:
-            self.put([name])
-            alone[name] = self._error()
-        back: dict[str, str] = {}
-        for name in sorted(alone, key=lambda one: alone[one], reverse=True):
-            back[name] = f"in INT8 it alone has the outputs off by {alone[name]:.1%} of their norm"
-            self.put(self._converted.keys() - back.keys())
-            if self._error() <= max_error:
-                break
-        return back
-
-    def _error(self) -> float:
-        return _error(self._model, self._calls, self._expected)
-
-
 def _error(model: nn.Module, calls: list[Arguments], expected: list[list[Tensor]]) -> float:
-    found = [
-        deviation(_outputs(model, call, n), want).noise
-        for n, (call, want) in enumerate(zip(calls, expected, strict=True))
-    ]
-    return max(found)
+    with int8.without_deprecations():
+        return worst(model, calls, expected)
 
 
 def _outputs(model: nn.Module, call: Arguments, number: int) -> list[Tensor]:
-    args, kwargs = call
     try:
         with int8.without_deprecations():
-            outputs = model(*args, **kwargs)
+            return outputs_of(model, call)
     except Exception as error:
         raise ValueError(
             f"The model failed on batch {number} of the calibration data, with tensors of {shapes_in(call)}:"
             f" {one_line(error)}. Give batches as the model takes them: (inputs, targets), or inputs alone."
         ) from error
-    return [t for t in tensors_in(outputs) if t.is_floating_point()]

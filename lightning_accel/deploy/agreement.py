@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.spread import deviation
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.deploy import int8
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, shapes_in
+from lightning_accel.deploy.losses import loss, outputs_of, worst
 from lightning_accel.deploy.plain import plain_copy
 
 Judge = Callable[[nn.Module, Callable[..., Any], list[Arguments]], tuple[str, float]]
@@ -53,9 +53,9 @@ def by_what_int8_loses(quantized: nn.Module, original: nn.Module) -> Judge:
     wide = {module: named[name] for name, module in quantized.named_modules() if name in named}
 
     def judge(module: nn.Module, candidate: Callable[..., Any], calls: list[Arguments]) -> tuple[str, float]:
-        in_torch = [_off(module, wide[module], call) for call in calls]
-        allowed = max(INT8_FACTOR * max(in_torch), _LEAST)
-        found = [_off(candidate, wide[module], call) for call in calls]
+        expected = [outputs_of(wide[module], call) for call in calls]
+        allowed = max(INT8_FACTOR * worst(module, calls, expected), _LEAST)
+        found = [loss(outputs_of(candidate, call), want) for call, want in zip(calls, expected, strict=True)]
         for call, error in zip(calls, found, strict=True):
             if not error <= allowed:
                 of = f"relative error {error:.1e} to the model in float, allowed {allowed:.1e}"
@@ -63,14 +63,6 @@ def by_what_int8_loses(quantized: nn.Module, original: nn.Module) -> Judge:
         return "", max(found)
 
     return judge
-
-
-def _off(form: Callable[..., Any], original: nn.Module, call: Arguments) -> float:
-    args, kwargs = call
-    found, expected = (
-        [t for t in tensors_in(one(*args, **kwargs)) if t.is_floating_point()] for one in (form, original)
-    )
-    return deviation(found, expected).noise
 
 
 def _judged(outputs: Any, half: torch.dtype | None) -> list[Tensor]:

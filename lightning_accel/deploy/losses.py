@@ -1,4 +1,4 @@
-"""How far outputs are off: of numbers the norm of the difference; where a model returns none, the share that differs."""
+"""How far outputs are off: the norm of the difference, or, of whole numbers alone, the share that differs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_accel.core.spread import deviation
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.inputs import Arguments
 
-OF_NORM, OF_WHOLE = "of the outputs' norm", "of the outputs, whole numbers, differ"
+OF_NORM, OF_WHOLE = "of the outputs' norm", "of the outputs, in whole numbers"
 
 
 def outputs_of(model: Callable[..., Any], call: Arguments) -> list[Tensor]:

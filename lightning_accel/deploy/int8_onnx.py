@@ -130,7 +130,9 @@ def in_onnx(model: nn.Module) -> nn.Module:
         return model
     with torch.no_grad(), without_deprecations():
         copied = copy.deepcopy(model)
-        found = {module: _converted(module) for module in copied.modules() if isinstance(module, kinds)}
+        found: dict[nn.Module, nn.Module] = {
+            module: _converted(module) for module in copied.modules() if isinstance(module, kinds)
+        }
         return exchanged(copied, found).eval()
 
 

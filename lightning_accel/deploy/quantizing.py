@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
@@ -101,14 +100,12 @@ def quantize(
         MissingPackageError: torchao is not installed, for ``"int8-weight"``.
     """
     check_choice("mode", mode, MODES)
-    if not isinstance(max_error, Real) or not 0 < max_error < math.inf:
-        raise ValueError(f"max_error={max_error!r}: give a share of the outputs' norm above 0, 0.05 for 5% say.")
-    if not isinstance(model, nn.Module):
-        raise TypeError(_no_module(model))
+    _check_arguments(model, max_error)
     original = plain_copy(model)
     calls = []
     if calibration is not None:
         calls = calls_of(original, calibration, at_most=CALIBRATION_BATCHES, name="calibration")
+    made: nn.Module
     kept: dict[str, str] = {}
     with torch.no_grad(), int8.without_deprecations():
         expected = [_expected(original, call, number) for number, call in enumerate(calls)]
@@ -185,15 +182,18 @@ def _in_int8(
     return trial.model, error, [name for name in converted if name not in kept], kept
 
 
-def _no_module(given: Any) -> str:
-    if isinstance(given, Quantized):
-        return f"model is what quantize() has made, {given.mode}: give the model in float, which is its .original."
-    if isinstance(given, str | os.PathLike):
-        return (
-            f"model={given!r} is a path: give a module. A checkpoint is loaded by its class:"
-            f" YourModule.load_from_checkpoint({os.fspath(given)!r})."
+def _check_arguments(model: object, max_error: object) -> None:
+    if not isinstance(max_error, int | float) or not 0 < max_error < math.inf:
+        raise ValueError(f"max_error={max_error!r}: give a share of the outputs' norm above 0, 0.05 for 5% say.")
+    if isinstance(model, Quantized):
+        raise TypeError(f"model is what quantize() has made, {model.mode}: give the one in float, its .original.")
+    if isinstance(model, str | os.PathLike):
+        raise TypeError(
+            f"model={model!r} is a path: give a module. A checkpoint is loaded by its class:"
+            f" YourModule.load_from_checkpoint({os.fspath(model)!r})."
         )
-    return f"model is of type {type(given).__name__}: give a module, a torch.nn.Module or LightningModule."
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}: give a torch.nn.Module or a LightningModule.")
 
 
 def _check_numbers(model: nn.Module, mode: Mode, names: list[str]) -> None:

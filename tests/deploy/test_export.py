@@ -285,7 +285,7 @@ def test_a_bit_less_of_the_weights_is_not_taken_for_a_fault(scale: float, is_rig
     """On inputs that need no rounding the weights alone lose: with seven bits by chance several times as much."""
     x, ratios = torch.ones(4, 64), []
     for _ in range(20):
-        model = nn.Linear(64, 8).eval().requires_grad_(False)
+        model = nn.Linear(64, 16).eval().requires_grad_(False)
         step = model.weight.abs().amax(1, keepdim=True) / 63.5
         rounded = scale * step * (model.weight / step).round()
         quantized = quantize(model, "int8-dynamic")

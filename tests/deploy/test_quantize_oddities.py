@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel.deploy import QuantizeError, export, quantize
+from lightning_accel.deploy.agreement import by_what_int8_loses
 
 pytestmark = pytest.mark.numbers
 
@@ -104,6 +105,21 @@ def test_the_error_of_whole_numbers_is_the_share_that_differs() -> None:
     assert 0 < found.error < 0.5
 
 
+@pytest.mark.parametrize(("others", "is_right"), [(1, True), (2, False)])
+def test_of_whole_numbers_one_may_be_another_in_a_file(others: int, is_right: bool) -> None:
+    model, x = Classes().eval(), torch.eye(64)[:8]
+    nn.init.eye_(model.layer.weight)
+    made = quantize(model, "int8-dynamic").model
+
+    def written(x: Tensor) -> Tensor:
+        return torch.cat([model(x)[:-others], model(x)[-others:] + 1])
+
+    with torch.no_grad():
+        assert torch.equal(made(x), model(x))
+        failure, _ = by_what_int8_loses(made, model)(made, written, [((x,), {})])
+    assert (failure == "") is is_right
+
+
 def test_an_error_that_cannot_be_measured_is_none() -> None:
     found = quantize(Words(), "int8-dynamic", calibration=[torch.randn(4, 64)])
     assert found.error is None
@@ -181,7 +197,7 @@ def test_amounts_have_as_many_digits_as_tell_them_from_zero() -> None:
 def test_what_is_no_module_is_an_error_that_says_how_to_have_one() -> None:
     with pytest.raises(TypeError, match=r"'m\.ckpt' is a path.*load_from_checkpoint\('m\.ckpt'\)"):
         quantize("m.ckpt", "fp16")
-    with pytest.raises(TypeError, match=r"is what quantize\(\) has made, fp16: give .* its \.original"):
+    with pytest.raises(TypeError, match=r"is what quantize\(\) has made, fp16: give the one in float, its \.original"):
         quantize(quantize(nn.Linear(2, 2), "fp16"), "int8-dynamic")
     with pytest.raises(ValueError, match=r"max_error='5%': give a share of .* 0\.05 for 5% say"):
         quantize(nn.Linear(2, 2), "fp16", max_error="5%")

@@ -12,9 +12,9 @@ from torchmetrics import Metric
 from torchmetrics.wrappers import BootStrapper
 
 from lightning_accel.core.device import device_of, own_rng, seed_streams
-from lightning_accel.core.spread import deviation
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.deploy.inputs import arguments_of, inputs_and_targets, shapes_in
+from lightning_accel.deploy.losses import compared, loss
 
 RESAMPLES = 100
 _BOUNDS = torch.tensor([0.025, 0.975])
@@ -94,7 +94,7 @@ def judge(call: Callable[..., Any], model: nn.Module, batches: Iterable[Any], me
             inputs, targets = map_tensors(lambda t: t.to(device), inputs_and_targets(model, batch))
             args, kwargs = arguments_of(model, inputs)
             found = [one.to(device) for one in tensors_in(call(*args, **kwargs))]
-            outputs.append([one for one in found if one.is_floating_point()])
+            outputs.append(compared(found))
             for name in metrics:
                 _update(name, plain[name], drawn[name], found[0], targets)
     scores = {name: (_number(name, plain[name].compute()), drawn[name].compute()["raw"].cpu()) for name in metrics}
@@ -114,9 +114,9 @@ def scores_of(form: Judged, original: Judged, metrics: Mapping[str, Metric]) -> 
 
 
 def error_of(form: Judged, original: Judged) -> float:
-    """How far a form's outputs are off, as a share of the norm of the original's, on the worst batch."""
+    """How far a form's outputs are off, by :func:`lightning_accel.deploy.losses.loss`, on the worst batch."""
     pairs = zip(form.outputs, original.outputs, strict=True)
-    return max((deviation(got, want).noise for got, want in pairs), default=0.0)
+    return max((loss(got, want) for got, want in pairs), default=0.0)
 
 
 def _number(name: str, value: Any) -> float:

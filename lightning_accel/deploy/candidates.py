@@ -75,7 +75,7 @@ def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterabl
     remarks: list[str] = []
     if numbers != "32":
         made = quantize(model, numbers, calibration=calibration)
-        remarks = [f"{layer} in float: {why}" for layer, why in made.kept.items()]
+        remarks = [f"{layer or 'the model'} in float: {why}" for layer, why in made.kept.items()]
     if not form:
         module = made.model if isinstance(made, Quantized) else made
         num_bytes = saved_bytes(module)

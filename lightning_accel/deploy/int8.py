@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core import torchao
+from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.attention import SplitAttention, can_split
+from lightning_accel.deploy.inputs import Arguments
 
 Convert = Callable[[nn.Module], nn.Module]
 """Makes of a layer in float the same in INT8; the layer stays."""
@@ -25,6 +27,10 @@ Convert = Callable[[nn.Module], nn.Module]
 
 class MissingPackageError(ImportError):
     """An optional package is not installed; the message says how to install it."""
+
+
+class _NotFiniteError(Exception):
+    """A layer meets NaN or infinite numbers."""
 
 
 class StaticLayer(nn.Module):
@@ -94,37 +100,61 @@ def weights_only(layer: nn.Module) -> nn.Module:
     return converted
 
 
-def observed(model: nn.Module, names: list[str], run: Callable[[], object]) -> dict[nn.Module, Any]:
-    """Layer → observers of its inputs and its outputs, of those that ``run`` has called."""
-    config = _static_config()
-    with without_deprecations():
-        watched = {model.get_submodule(name): (config.activation(), config.activation()) for name in names}
-    called: dict[nn.Module, Any] = {}
+def observed(model: nn.Module, names: list[str], calls: Mapping[int, Arguments]) -> dict[nn.Module, Any]:
+    """Layer → observers of its inputs and its outputs, of those that have been called.
 
-    def see(layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
-        called[layer] = watched[layer]
-        for observer, seen in zip(watched[layer], (inputs[0], outputs), strict=True):
+    Args:
+        model: It is called, and stays as it is.
+        names: Of the layers to look at.
+        calls: The number of a batch of the calibration data → the call.
+
+    Raises:
+        ValueError: A layer takes or returns what is not finite.
+    """
+    config = _static_config()
+    layers = {model.get_submodule(name): name for name in names}
+    found: dict[nn.Module, Any] = {}
+
+    def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        if layer not in found:
+            found[layer] = config.activation(), config.activation()
+        values = (*args, *kwargs.values(), outputs)
+        for observer, seen, verb in zip(found[layer], values, ("takes", "returns"), strict=True):
+            if not bool(seen.isfinite().all()):
+                name = layers[layer]
+                raise _NotFiniteError(f"{f'layer {name!r}' if name else 'the model'} {verb} NaN or infinite numbers")
             observer(seen)
 
-    handles = [layer.register_forward_hook(see) for layer in watched]
+    handles = [layer.register_forward_hook(see, with_kwargs=True) for layer in layers]
     try:
         with without_deprecations():
-            run()
+            for number, (args, kwargs) in calls.items():
+                try:
+                    model(*args, **kwargs)
+                except _NotFiniteError as why:
+                    is_finite = all(bool(tensor.isfinite().all()) for tensor in tensors_in((args, kwargs)))
+                    whose = (
+                        "whose own numbers are finite: the model makes them" if is_finite else "which holds such itself"
+                    )
+                    more = f"{whose}. INT8 has no range for them: give finite numbers."
+                    raise ValueError(f"calibration: {why} on batch {number}, {more}") from None
     finally:
         for handle in handles:
             handle.remove()
-    return called
+    return found
 
 
-def prepare(model: nn.Module) -> None:
+def prepare(model: nn.Module) -> nn.Module:
     """Makes a model's layers accessible in place: attention is split, and fused forms that read weights are off."""
-    for name, module in list(model.named_modules()):
+    split: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and can_split(module):
-            put(model, name, SplitAttention(module))
+            split[module] = SplitAttention(module)
         elif isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # its fused form takes weights in float
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = module.enable_nested_tensor = False
+    return exchanged(model, split)
 
 
 def choose(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
@@ -135,7 +165,7 @@ def choose(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
         if not any(p.dim() > 1 for p in module.parameters(recurse=False)):
             continue
         if type(module) not in kinds:
-            kept[name] = f"{type(module).__name__} has no kernel in {mode}"
+            kept[name] = f"{_named(type(module))} has no kernel in {mode}"
         elif getattr(module, "padding_mode", "zeros") != "zeros":
             kept[name] = f"padding_mode={module.padding_mode!r} has no kernel in {mode}"
         else:
@@ -143,10 +173,13 @@ def choose(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
     return chosen, kept
 
 
-def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Exchanges a submodule."""
-    owner, _, last = name.rpartition(".")
-    setattr(model.get_submodule(owner), last, module)
+def exchanged(model: nn.Module, by: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Puts modules in the places of others, at all the names that these have; returns what the model then is."""
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if path and module in by:
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, by[module])
+    return by.get(model, model)
 
 
 @contextmanager
@@ -156,6 +189,11 @@ def without_deprecations() -> Iterator[None]:
         for kind in (UserWarning, DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", kind)
         yield
+
+
+def _named(kind: type[nn.Module]) -> str:
+    """Of torch's own layers the name, of others where they come from too: Hugging Face has a Conv1D."""
+    return kind.__name__ if kind.__module__.startswith("torch.nn.") else f"{kind.__module__}.{kind.__qualname__}"
 
 
 @contextmanager

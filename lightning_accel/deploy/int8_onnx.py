@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accel.deploy.int8 import StaticLayer, put, without_deprecations
+from lightning_accel.deploy.int8 import StaticLayer, exchanged, without_deprecations
 
 _VERSION = 18  # of ONNX's operators
 
@@ -126,16 +126,14 @@ def in_onnx(model: nn.Module) -> nn.Module:
     from torch.ao.nn.quantized import dynamic
 
     kinds = (dynamic.Linear, StaticLayer)
-    found = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-    if not found:
+    if not any(isinstance(module, kinds) for module in model.modules()):
         return model
     with torch.no_grad(), without_deprecations():
-        if found == [""]:
-            return _converted(model)
         copied = copy.deepcopy(model)
-        for name in found:
-            put(copied, name, _converted(copied.get_submodule(name)))
-    return copied.eval()
+        found: dict[nn.Module, nn.Module] = {
+            module: _converted(module) for module in copied.modules() if isinstance(module, kinds)
+        }
+        return exchanged(copied, found).eval()
 
 
 def _converted(layer: nn.Module) -> nn.Module:

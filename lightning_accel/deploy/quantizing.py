@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,16 +14,16 @@ from torch import Tensor, nn
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import check_choice
-from lightning_accel.core.spread import deviation
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import one_line
 from lightning_accel.deploy import int8
-from lightning_accel.deploy.beginnings import first_off
 from lightning_accel.deploy.combinations import MODES, Mode
 from lightning_accel.deploy.errors import QuantizeError
-from lightning_accel.deploy.half import HalfPrecision
+from lightning_accel.deploy.halving import halved
 from lightning_accel.deploy.inputs import Arguments, calls_of, shapes_in
+from lightning_accel.deploy.losses import measure_of, outputs_of, percent, worst
 from lightning_accel.deploy.plain import plain_copy
+from lightning_accel.deploy.restoring import Trial
 
 MAX_ERROR = 0.05
 CALIBRATION_BATCHES = 32
@@ -38,10 +39,11 @@ class Quantized:
         model: For inference, called as the original was.
         original: A copy of it in float, by which forms of INT8 are judged.
         mode: As asked for.
-        converted: The names of the layers that compute with smaller numbers; attention is in four layers, ``query``,
-            ``key``, ``value`` and ``out``.
+        converted: The names of the layers that compute with smaller numbers; ``""`` is the model itself; attention is
+            in four layers, ``query``, ``key``, ``value`` and ``out``.
         kept: Of layers left in float, name → why.
-        error: How far the outputs are off on the calibration data, as a share of their norm; None without any.
+        error: How far the outputs are off on the calibration data, as a share; None where that was not measured.
+        measure: What the error is a share of, in words; where there is none, why.
         bytes_before: Of the saved weights.
         bytes_after: The same, now.
     """
@@ -52,13 +54,17 @@ class Quantized:
     converted: tuple[str, ...]
     kept: Mapping[str, str]
     error: float | None
+    measure: str
     bytes_before: int
     bytes_after: int
 
     def __str__(self) -> str:
-        off = "not measured: no calibration data" if self.error is None else f"{self.error:.2%} of the outputs' norm"
+        off = f"not measured: {self.measure}" if self.error is None else f"{percent(self.error)} {self.measure}"
+        layers = f"{len(self.converted)} layer{'' if len(self.converted) == 1 else 's'}"
         size = f"{format_bytes(self.bytes_before)} to {format_bytes(self.bytes_after)}"
-        lines = [f"{self.mode}: {len(self.converted)} layers, {size}; error {off}"]
+        lines = [f"{self.mode}: {layers if self.converted else 'nothing was converted'}, {size}; error {off}"]
+        if self.bytes_after > self.bytes_before:
+            lines.append("  larger than before: what was converted is small, or its weights are needed in float too")
         return "\n".join([*lines, *(f"  in float: {name or 'the model'}: {why}" for name, why in self.kept.items())])
 
 
@@ -67,8 +73,9 @@ def quantize(
 ) -> Quantized:
     """A copy of a trained model for inference, with smaller numbers; the model itself stays as it is.
 
-    With calibration data, INT8 is tried: where outputs are off by more than ``max_error``, layers are put back into
-    float, beginning with the one that loses the most alone, until they are not.
+    With calibration data, INT8 is tried: where outputs are off by more than ``max_error``, or the model fails, layers
+    are put back into float, beginning with the one that loses the most alone, until they are not. Without any, a model
+    that reads a layer's weight itself fails when it is called: nothing was, to find that.
 
     INT8 is computed by kernels of ``torch.ao``, which are deprecated and need no compiler
     (:mod:`lightning_accel.deploy.int8`), and exported to ONNX by those of ONNX Runtime; ``int8-weight`` by torchao's.
@@ -81,32 +88,44 @@ def quantize(
             are stored in INT8 and computed with in float, smaller and not faster; ``"fp16"``, ``"bf16"``: all weights.
         calibration: A loader of batches such as the model will be served, of which the first 32 are looked at:
             ``(inputs, targets)``, inputs alone, or mappings. ``"int8-static"`` needs one.
-        max_error: What share of the outputs' norm they may be off, on the calibration data.
+        max_error: What share of the outputs' norm they may be off, on the calibration data; what share of them may
+            differ, where a model returns whole numbers alone.
 
     Raises:
-        ValueError: An unknown mode; calibration data that is missing, empty, or not what the model takes; a model that
-            is not on the CPU, for INT8.
-        QuantizeError: In half precision the outputs are off by more than ``max_error`` on the calibration data; the
-            message names the layer in which that begins.
+        TypeError: The model is no module: a path, or what this function has made.
+        ValueError: An unknown mode; calibration data that is missing, empty, or not what the model takes; for INT8, a
+            model that is not on the CPU or not in float32, or layers that meet NaN or infinite numbers.
+        QuantizeError: On the calibration data the model fails with smaller numbers alone, with the line of its code, or
+            in half precision the outputs are off by more than ``max_error``, with the layer in which that begins.
         MissingPackageError: torchao is not installed, for ``"int8-weight"``.
     """
     check_choice("mode", mode, MODES)
-    if not 0 < max_error < math.inf:
-        raise ValueError(f"max_error={max_error!r}: give a share of the outputs' norm above 0, 0.05 say.")
+    _check_arguments(model, max_error)
     original = plain_copy(model)
-    calls = (
-        [] if calibration is None else calls_of(original, calibration, at_most=CALIBRATION_BATCHES, name="calibration")
-    )
-    with torch.no_grad():
-        expected = [_outputs(original, call, number) for number, call in enumerate(calls)]
+    calls = []
+    if calibration is not None:
+        calls = calls_of(original, calibration, at_most=CALIBRATION_BATCHES, name="calibration")
+    made: nn.Module
+    kept: dict[str, str] = {}
+    with torch.no_grad(), int8.without_deprecations():
+        expected = [_expected(original, call, number) for number, call in enumerate(calls)]
         if mode in ("fp16", "bf16"):
-            half = HalfPrecision(plain_copy(original), torch.float16 if mode == "fp16" else torch.bfloat16)
-            names = tuple(name for name, one in original.named_modules() if any(True for _ in one.parameters(False)))
-            error = _error(half, calls, expected) if calls else None
-            if error is not None and not error <= max_error:
-                raise QuantizeError(_off(original, mode, half.dtype, error, calls[:TRIAL_BATCHES], max_error))
-            return Quantized(half.eval(), original, mode, names, {}, error, saved_bytes(original), saved_bytes(half))
-        return _in_int8(original, mode, calls, expected, max_error)
+            made, error = halved(original, mode, calls, expected, max_error)
+            names = [name for name, one in original.named_modules() if any(True for _ in one.parameters(False))]
+        else:
+            made, error, names, kept = _in_int8(original, mode, calls, expected, max_error)
+    measure = measure_of(expected) if calls else "no calibration data, and no call was tried"
+    return Quantized(
+        model=made,
+        original=original,
+        mode=mode,
+        converted=tuple(names),
+        kept=kept,
+        error=error if calls and measure else None,
+        measure=measure or "on the calibration data the model returns no finite numbers",
+        bytes_before=saved_bytes(original),
+        bytes_after=saved_bytes(made),
+    )
 
 
 def saved_bytes(model: nn.Module) -> int:
@@ -119,22 +138,26 @@ def saved_bytes(model: nn.Module) -> int:
 
 def _in_int8(
     original: nn.Module, mode: Mode, calls: list[Arguments], expected: list[list[Tensor]], max_error: float
-) -> Quantized:
+) -> tuple[nn.Module, float, list[str], dict[str, str]]:
+    """A copy in INT8, how far it is off, the names of the layers in INT8, and of others, why they are not."""
     if mode == "int8-static" and not calls:
         raise ValueError("mode='int8-static' takes its ranges from data: calibration=loader, with a few batches.")
     devices = {p.device.type for p in original.parameters()} - {"cpu"}
     if devices:
         raise ValueError(f"mode={mode!r} computes on a CPU, and the model is on {devices.pop()}: model.cpu() before.")
-    model = plain_copy(original)
-    int8.prepare(model)
+    model = int8.prepare(plain_copy(original))
     names, kept = int8.choose(model, mode)
+    if mode != "int8-weight":
+        _check_numbers(model, mode, names)
     convert: int8.Convert = int8.weights_only if mode == "int8-weight" else int8.dynamic
     if mode == "int8-static":
-        ranges = int8.observed(model, names, lambda: [_outputs(model, call, 0) for call in calls])
+        ranges = int8.observed(model, names, dict(enumerate(calls)))
         kept |= {
             name: "the calibration data did not call it" for name in names if model.get_submodule(name) not in ranges
         }
         convert = int8.static(ranges)
+    elif mode == "int8-dynamic":
+        int8.observed(model, names, {n: call for n, call in enumerate(calls) if not _finite((call, expected[n]))})
     layers = {name: model.get_submodule(name) for name in names if name not in kept}
     converted = {}
     for name, layer in layers.items():
@@ -144,90 +167,58 @@ def _in_int8(
             raise
         except Exception as why:  # a size for which there is no kernel
             kept[name] = f"could not be converted: {one_line(why)}"
-    trial = _Trial(model, layers, converted, calls[:TRIAL_BATCHES], expected[:TRIAL_BATCHES])
+    trial = Trial(model, layers, converted, calls[:TRIAL_BATCHES], expected[:TRIAL_BATCHES])
     trial.put(converted)
-    if calls:
-        kept |= trial.put_back(max_error)
-    error = _error(model, calls, expected) if calls else None
-    done = tuple(name for name in converted if name not in kept)
-    return Quantized(model, original, mode, done, kept, error, saved_bytes(original), saved_bytes(model))
-
-
-def _off(
-    original: nn.Module, mode: Mode, dtype: torch.dtype, error: float, calls: list[Arguments], max_error: float
-) -> str:
-    """What is to be said of a model whose outputs are off in half precision, and in which layer that begins."""
-
-    def is_off(module: nn.Module, inner: list[Arguments]) -> bool:
-        try:
-            expected = [_outputs(module, call, 0) for call in inner]
-            return not _error(HalfPrecision(plain_copy(module), dtype).eval(), inner, expected) <= max_error
-        except Exception:  # it takes or returns what has no half precision
-            return False
-
-    where = first_off(original, calls, is_off)
-    begins = f" It begins in {where}." if where else " No layer alone is off by as much."
-    other = " 'bf16' has the range of float32." if mode == "fp16" else ""
-    amount = f"{error:.1%} of their norm" if math.isfinite(error) else "more than can be told: infinite, or no numbers"
-    return f"mode={mode!r} has the outputs off by {amount}; allowed is {max_error:.1%}.{begins}{other}"
-
-
-class _Trial:
-    """Finds which layers lose too much."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, nn.Module],
-        converted: Mapping[str, nn.Module],
-        calls: list[Arguments],
-        expected: list[list[Tensor]],
-    ) -> None:
-        self._model, self._layers, self._converted = model, layers, converted
-        self._calls, self._expected = calls, expected
-
-    def put(self, names: Iterable[str]) -> None:
-        """Has these layers in INT8, and all others in float."""
-        chosen = set(names)
-        for name, layer in self._layers.items():
-            int8.put(self._model, name, self._converted[name] if name in chosen else layer)
-
-    def put_back(self, max_error: float) -> dict[str, str]:
-        """Layer → why it is in float again: the fewest, taken in the order of what they lose, that bring it below."""
-        if self._error() <= max_error:
-            return {}
-        alone = {}
-        for name in self._converted:
-            self.put([name])
-            alone[name] = self._error()
-        back: dict[str, str] = {}
-        for name in sorted(alone, key=lambda one: alone[one], reverse=True):
-            back[name] = f"in INT8 it alone has the outputs off by {alone[name]:.1%} of their norm"
-            self.put(self._converted.keys() - back.keys())
-            if self._error() <= max_error:
-                break
-        return back
-
-    def _error(self) -> float:
-        return _error(self._model, self._calls, self._expected)
-
-
-def _error(model: nn.Module, calls: list[Arguments], expected: list[list[Tensor]]) -> float:
-    found = [
-        deviation(_outputs(model, call, n), want).noise
-        for n, (call, want) in enumerate(zip(calls, expected, strict=True))
-    ]
-    return max(found)
-
-
-def _outputs(model: nn.Module, call: Arguments, number: int) -> list[Tensor]:
-    args, kwargs = call
+    if not calls:
+        return trial.model, 0.0, list(converted), kept
+    kept |= trial.put_back(max_error)
     try:
-        with int8.without_deprecations():
-            outputs = model(*args, **kwargs)
+        error = worst(trial.model, calls, expected)
+    except Exception as why:
+        raise QuantizeError(
+            f"mode={mode!r}: the model fails in INT8 on the calibration data, where in float it does not:"
+            f" {one_line(why)}. Layers are tried on the first {TRIAL_BATCHES} batches: give one first that leads there."
+        ) from why
+    return trial.model, error, [name for name in converted if name not in kept], kept
+
+
+def _check_arguments(model: object, max_error: object) -> None:
+    if not isinstance(max_error, int | float) or not 0 < max_error < math.inf:
+        raise ValueError(f"max_error={max_error!r}: give a share of the outputs' norm above 0, 0.05 for 5% say.")
+    if isinstance(model, Quantized):
+        raise TypeError(f"model is what quantize() has made, {model.mode}: give the one in float, its .original.")
+    if isinstance(model, str | os.PathLike):
+        raise TypeError(
+            f"model={model!r} is a path: give a module. A checkpoint is loaded by its class:"
+            f" YourModule.load_from_checkpoint({os.fspath(model)!r})."
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}: give a torch.nn.Module or a LightningModule.")
+
+
+def _check_numbers(model: nn.Module, mode: Mode, names: list[str]) -> None:
+    for name in names:
+        for parameter in model.get_submodule(name).parameters():
+            if parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"mode={mode!r} takes a model in float32, and {f'layer {name!r}' if name else 'the model'} is in"
+                    f" {parameter.dtype}: model.float() before, and batches in float32."
+                )
+
+
+def _finite(data: Any) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors_in(data))
+
+
+def _expected(model: nn.Module, call: Arguments, number: int) -> list[Tensor]:
+    batch = f"batch {number} of the calibration data, with tensors of {shapes_in(call)}"
+    batched = [tensor for tensor in tensors_in(call) if tensor.dim()]
+    if batched and not batched[0].shape[0]:
+        raise ValueError(f"calibration: {batch}, has no rows: give batches such as the model will be served.")
+    try:
+        return outputs_of(model, call)
     except Exception as error:
         raise ValueError(
-            f"The model failed on batch {number} of the calibration data, with tensors of {shapes_in(call)}:"
-            f" {one_line(error)}. Give batches as the model takes them: (inputs, targets), or inputs alone."
+            f"The model failed on {batch}: {one_line(error)}. Give batches as the model takes them: (inputs, targets),"
+            " or inputs alone."
         ) from error
-    return [t for t in tensors_in(outputs) if t.is_floating_point()]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.deploy import DynamicDimensionError, ExportError, MissingPackageError, compare, export, quantize
+from lightning_accel.deploy.agreement import by_what_int8_loses
 from lightning_accel.deploy.combinations import HOLDS, Mode
 from support.models import TASKS, TEXT, TinyCNN
 
@@ -277,6 +278,26 @@ def test_int8_in_onnx_is_as_near_to_the_model_in_float_as_quantize_is(mode: str,
         (found,) = exported.load()(inputs)
     assert (found - expected).norm() / expected.norm() < 2.5 * quantized.error
     assert quantized.error > 0
+
+
+@pytest.mark.parametrize(("scale", "is_right"), [(1.0, True), (0.5, False)])
+def test_a_bit_less_of_the_weights_is_not_taken_for_a_fault(scale: float, is_right: bool) -> None:
+    """On inputs that need no rounding the weights alone lose: with seven bits by chance several times as much."""
+    x, ratios = torch.ones(4, 64), []
+    for _ in range(20):
+        model = nn.Linear(64, 16).eval().requires_grad_(False)
+        step = model.weight.abs().amax(1, keepdim=True) / 63.5
+        rounded = scale * step * (model.weight / step).round()
+        quantized = quantize(model, "int8-dynamic")
+
+        def in_seven_bits(x: Tensor, rounded: Tensor = rounded, bias: Tensor = model.bias) -> Tensor:
+            return nn.functional.linear(x, rounded, bias)
+
+        expected = model(x)
+        ratios.append((in_seven_bits(x) - expected).norm() / (quantized.model(x) - expected).norm())
+        failure, _ = by_what_int8_loses(quantized.model, model)(quantized.model, in_seven_bits, [((x,), {})])
+        assert (failure == "") is is_right
+    assert max(ratios) > 2
 
 
 def test_int8_that_is_off_in_onnx_is_kept_out_and_the_layer_named_where_that_begins(

@@ -1,0 +1,56 @@
+"""How far outputs are off: the norm of the difference, or, of whole numbers alone, the share that differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_accel.core.spread import deviation
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.deploy.inputs import Arguments
+
+OF_NORM, OF_WHOLE = "of the outputs' norm", "of the outputs, in whole numbers"
+
+
+def outputs_of(model: Callable[..., Any], call: Arguments) -> list[Tensor]:
+    """What is compared of a model's outputs: its floating-point numbers, or, without any, its whole ones."""
+    args, kwargs = call
+    return compared(model(*args, **kwargs))
+
+
+def compared(outputs: Any) -> list[Tensor]:
+    """Of outputs, what is compared, as :func:`outputs_of` has it."""
+    tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors_in(outputs)]
+    tensors = [t for t in tensors if t.numel()]
+    return [t for t in tensors if t.is_floating_point()] or tensors
+
+
+def loss(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """How far outputs are off, 0 where they are the same; infinitely far where they are of other shapes."""
+    if [t.shape for t in found] != [t.shape for t in expected]:
+        return math.inf
+    if all(t.is_floating_point() for t in expected):
+        return deviation(found, expected).noise
+    return max(float((a != b).double().mean()) for a, b in zip(found, expected, strict=True))
+
+
+def worst(model: Callable[..., Any], calls: Sequence[Arguments], expected: Sequence[Sequence[Tensor]]) -> float:
+    """The largest loss of all calls."""
+    return max(loss(outputs_of(model, call), want) for call, want in zip(calls, expected, strict=True))
+
+
+def measure_of(expected: Sequence[Sequence[Tensor]]) -> str:
+    """What a loss is a share of, in words; empty: these outputs hold nothing by which any could be measured."""
+    tensors = [t for outputs in expected for t in outputs]
+    if not any(bool(torch.isfinite(t).any()) for t in tensors):
+        return ""
+    return OF_NORM if any(t.is_floating_point() for t in tensors) else OF_WHOLE
+
+
+def percent(share: float) -> str:
+    """As many digits as tell it from zero: ``5%``, ``0.0213%``."""
+    return f"{100 * share:.3g}%"

@@ -76,11 +76,11 @@ def test_a_checkpoint_in_the_folder_of_its_run_is_compared_in_the_report_of_that
 
 def test_a_comparison_goes_to_the_run_that_is_named(command: list[str], tmp_path: Path) -> None:
     make_run(tmp_path / "logs").fit(Nested(), vectors(8))
-    assert main([*command, "--forms", "", "--run", str(tmp_path / "logs")]) == 0
+    assert main([*command, "--forms", "eager", "--run", str(tmp_path / "logs")]) == 0
     served = read_record(tmp_path / "logs").served
     assert served is not None
     assert (served.checkpoint, served.recommended) == ("best.ckpt", "eager")
-    assert main([*command, "--forms", "", "--run", "nowhere"]) == 2
+    assert main([*command, "--forms", "eager", "--run", "nowhere"]) == 2
 
 
 def test_what_is_missing_is_said_and_the_status_is_2(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:

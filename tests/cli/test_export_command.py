@@ -86,12 +86,12 @@ def test_a_file_has_smaller_numbers_and_computes_nearly_the_same(
     assert main([*command, "--precision", precision]) == 0
     said = capsys.readouterr().out
     assert f"{precision}: 2 layers" in said
-    assert f"large.onnx: onnx+{precision}" in said
-    size, full = Path("large.onnx").stat().st_size, Path("float.onnx").stat().st_size
+    assert f"large.{precision}.onnx: onnx+{precision}" in said
+    size, full = Path(f"large.{precision}.onnx").stat().st_size, Path("float.onnx").stat().st_size
     assert size < (0.6 if precision == "fp16" else 0.4) * full
     x = torch.randn(5, 6)
     found, expected = (
-        FORMS["onnx"].load(Path(name), torch.device("cpu"))(x)[0] for name in ("large.onnx", "float.onnx")
+        FORMS["onnx"].load(Path(name), torch.device("cpu"))(x)[0] for name in (f"large.{precision}.onnx", "float.onnx")
     )
     assert (found - expected).norm() < 0.05 * expected.norm()
 
@@ -113,14 +113,16 @@ def test_ranges_are_of_the_data_module_that_the_run_has_noted(
     Path("config.yaml").write_text(f"data:\n  class_path: {PROGRAM}.Data\n  init_args: {{width: 6, folder: /gone}}\n")
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert "those of the run cannot be had here (FileNotFoundError: no /gone here): --data MODULE:FUNCTION" in said
+    assert "those of the run cannot be had here (FileNotFoundError: no /gone here at " in said
+    assert "served_program.py:" in said
+    assert "--data MODULE:FUNCTION" in said
 
 
 def test_ranges_are_of_the_models_own_training_data(make_trainer: Callable[..., Trainer]) -> None:
     save(make_trainer(), WithData())
     command = ["export", "best.ckpt", "--model", f"{PROGRAM}:WithData"]
     assert main([*command, "--form", "torchscript", "--precision", "int8-static"]) == 0
-    assert Path("best.ts").exists()
+    assert Path("best.int8-static.ts").exists()
 
 
 def test_a_form_that_does_not_hold_a_precision_says_which_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,11 +88,10 @@ def _metrics(name: str) -> Any:
     from torchmetrics import Metric, MetricCollection
 
     found = called(name, "--metrics")
-    given = found if isinstance(found, Mapping | MetricCollection) else {"it": found}
-    others = {key: one for key, one in given.items() if not isinstance(one, Metric)}
-    if others or not given:
+    given = list(found.values()) if isinstance(found, Mapping | MetricCollection) else [found]
+    if not given or not all(isinstance(one, Metric) for one in given):
         raise CheckpointError(
-            f"--metrics {name} returned {others or found!r:.200}: a metric of torchmetrics, or a dictionary of names"
+            f"--metrics {name} returned {found!r:.200}: a metric of torchmetrics, or a dictionary of names"
             " and such, is what it takes."
         )
     return found

@@ -39,11 +39,11 @@ def running(what: str, more: str = "") -> Iterator[None]:
 
 def said_of(error: BaseException) -> str:
     """What an error says, in a part of a line, with the user's line that it came through."""
-    from lightning_accel.core.trial import one_line
     from lightning_accel.deploy.errors import users_line_of
 
     line = users_line_of(error)
-    return one_line(error).rstrip(".") + (f" at {line}" if line else "")
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:400].rstrip(".: ")
+    return text + (f" at {line}" if line else "")
 
 
 def named(name: str, option: str) -> Any:
@@ -77,7 +77,7 @@ def called(name: str, option: str) -> Any:
         CheckpointError: It cannot be had, called without arguments, or raises something.
     """
     function = named(name, option)
-    with running(f"{option} {name}", "It has to be a function that takes no arguments."):
+    with running(f"{option} {name}", "It is called without arguments."):
         return function()
 
 

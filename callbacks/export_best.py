@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 from typing_extensions import override
 
 from lightning_accel.callbacks._saying import say
@@ -95,14 +96,14 @@ class ExportBest(Callback):
         checkpoint = torch.load(best, map_location="cpu", weights_only=False)
         model.load_state_dict(checkpoint["state_dict"])
         path = default_path(best, self._form, self._precision)
-        example = self._example_for(model)
+        example = self._example_for(pl_module, model)
         return export(model, example, self._form, path=path, dynamic=self._dynamic, precision=self._precision)
 
-    def _example_for(self, model: LightningModule) -> Any:
+    def _example_for(self, pl_module: LightningModule, model: nn.Module) -> Any:
         if self._example is not None:
             return self._example
-        if model.example_input_array is not None:
-            return model.example_input_array
+        if pl_module.example_input_array is not None:
+            return pl_module.example_input_array
         device = device_of(model)
         try:
             example = map_tensors(lambda tensor: tensor.to(device), example_in(model, self._seen))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 from typing_extensions import override
 
 from lightning_accel.callbacks._saying import say
+from lightning_accel.core.checks import check_choice
+from lightning_accel.core.device import device_of
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.core.trial import one_line
 from lightning_accel.deploy.combinations import FormName, Precision, check_held
 from lightning_accel.deploy.exporting import Exported, export
 from lightning_accel.deploy.forms import FORMS
-from lightning_accel.deploy.inputs import example_in
+from lightning_accel.deploy.inputs import arguments_of, example_in, shapes_in
+from lightning_accel.deploy.naming import default_path
 from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.shapes import Dynamic
 
@@ -23,8 +27,10 @@ from lightning_accel.deploy.shapes import Dynamic
 class ExportBest(Callback):
     """Exports what ``ModelCheckpoint`` has found best, at the end of a fit, beside the checkpoint.
 
-    It is :func:`lightning_accel.deploy.export` of the module with the weights of that checkpoint. Where that cannot be
-    done (no checkpoint, no example, a model that the form cannot hold), it is said, and the run ends as it would have.
+    It is :func:`lightning_accel.deploy.export` of the module with the weights of that checkpoint: of several
+    ``ModelCheckpoint`` the first that monitors; where none does the last checkpoint, and either is said. Where that
+    cannot be done (no checkpoint, no example, a model that the form cannot hold), it is said, and the run ends as it
+    would have.
 
     Args:
         form: ``"pt2"``, ``"aoti"``, ``"onnx"``, ``"tensorrt"``, ``"torchscript"`` or ``"openvino"``.
@@ -37,7 +43,8 @@ class ExportBest(Callback):
         exported: What the latest fit has written; None: nothing.
 
     Raises:
-        ValueError: There is no such form, or it does not hold this precision.
+        ValueError: There is no such form, it does not hold this precision, or ``dynamic`` is something else.
+        MissingPackageError: The form needs what is not installed.
     """
 
     def __init__(
@@ -45,6 +52,11 @@ class ExportBest(Callback):
     ) -> None:
         super().__init__()
         check_held(form, precision)
+        more = "and INT8 of the checkpoint by `lightning-accel export --precision`"
+        check_choice("precision", precision, get_args(Precision), more)
+        check_choice("dynamic", dynamic, get_args(Dynamic))
+        # What the fit trains on is not known yet: asked is what does not hang on that.
+        FORMS[form].check(torch.device("cuda" if form == "tensorrt" else "cpu"))
         self.exported: Exported | None = None
         self._form: FormName = form
         self._example = example
@@ -73,13 +85,9 @@ class ExportBest(Callback):
         self._seen = None
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> Exported:
-        keeper = trainer.checkpoint_callback
-        best = Path(str(getattr(keeper, "best_model_path", "") or ""))
-        if not best.is_file():
-            raise FileNotFoundError(
-                "this fit has no best checkpoint in one file: it takes ModelCheckpoint(monitor=...), and weights that"
-                " are not sharded; `lightning-accel export` does it afterwards"
-            )
+        best, remark = _best(trainer)
+        if remark:
+            say(trainer, f"ExportBest(form={self._form!r}): {remark}")
         model = plain_copy(pl_module, {id(trainer): object()})
         for module in model.modules():
             if isinstance(module, LightningModule):
@@ -87,15 +95,50 @@ class ExportBest(Callback):
         # Written by this very run: nothing in it is a stranger's.
         checkpoint = torch.load(best, map_location="cpu", weights_only=False)
         model.load_state_dict(checkpoint["state_dict"])
-        path = best.with_suffix(FORMS[self._form].ending)
-        example = self._example_for(pl_module)
+        path = default_path(best, self._form, self._precision)
+        example = self._example_for(pl_module, model)
         return export(model, example, self._form, path=path, dynamic=self._dynamic, precision=self._precision)
 
-    def _example_for(self, pl_module: LightningModule) -> Any:
+    def _example_for(self, pl_module: LightningModule, model: nn.Module) -> Any:
         if self._example is not None:
             return self._example
-        return (
-            pl_module.example_input_array
-            if pl_module.example_input_array is not None
-            else example_in(pl_module, self._seen)
+        if pl_module.example_input_array is not None:
+            return pl_module.example_input_array
+        device = device_of(model)
+        try:
+            example = map_tensors(lambda tensor: tensor.to(device), example_in(model, self._seen))
+            args, kwargs = arguments_of(model, example)
+            with torch.no_grad():
+                model(*args, **kwargs)
+        except Exception as error:
+            raise ValueError(
+                f"forward() does not take what was found in the first training batch, of {shapes_in(self._seen)}"
+                f" ({one_line(error)}): give ExportBest(example=...) what it takes"
+            ) from error
+        return example
+
+
+def _best(trainer: Trainer) -> tuple[Path, str]:
+    """The checkpoint of a fit that is exported, and what is to be said of the choice; empty: it is the only one.
+
+    Raises:
+        FileNotFoundError: There is none in one file.
+    """
+    kept: list[tuple[Path, str]] = []
+    last: list[Path] = []
+    for keeper in trainer.checkpoint_callbacks:
+        best, latest = (Path(str(getattr(keeper, name, "") or "")) for name in ("best_model_path", "last_model_path"))
+        if (monitor := getattr(keeper, "monitor", None)) is not None and best.is_file():
+            kept.append((best, monitor))
+        last += [path for path in (best, latest) if path.is_file()]
+    if kept:
+        path, monitor = kept[0]
+        others = ", ".join(f"{other} ({by})" for other, by in kept[1:])
+        return path, f"{path} is exported, the best by {monitor}, and not {others}" if others else ""
+    if not last:
+        raise FileNotFoundError(
+            "this fit has no best checkpoint in one file: it takes ModelCheckpoint(monitor=...), and weights that"
+            " are not sharded; `lightning-accel export` does it afterwards"
         )
+    path = max(last, key=lambda one: one.stat().st_mtime_ns)
+    return path, f"no ModelCheckpoint monitors anything: {path}, the last, is exported"

@@ -48,8 +48,8 @@ def blocks(*languages: str) -> list[Any]:
 def test_python_blocks_run(code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if "AccelXLAPlugin(" in code and importlib.util.find_spec("torch_xla") is None:
         pytest.skip("needs torch_xla: make test-xla runs it")
-    module = ModuleType("page")
-    monkeypatch.setitem(sys.modules, "page", module)  # where dataclasses look up their annotations
+    module = ModuleType("__main__")  # as the script that its reader makes of it
+    monkeypatch.setitem(sys.modules, "__main__", module)  # where dataclasses look up their annotations
     exec(compile(code, "a block of the page", "exec"), vars(module))
     printed = capsys.readouterr().out
     assert printed

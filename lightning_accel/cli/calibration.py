@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_accel.cli import checkpoints
-from lightning_accel.cli.checkpoints import CheckpointError
+from lightning_accel.cli.users_code import CheckpointError, batches_of, running, said_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
@@ -37,38 +37,43 @@ def load_batches(model: LightningModule, checkpoint: Path, data: str | None, *, 
         needed: Whether nothing can be done without.
 
     Raises:
-        CheckpointError: They are needed, and there are none.
+        CheckpointError: They are needed, or named, and there are none.
     """
     from lightning_accel.deploy.quantizing import CALIBRATION_BATCHES
 
-    if data is None and not needed:
-        return None
-    loader = checkpoints.named(data, "--data")() if data is not None else _own(model, checkpoint)
-    return list(islice(loader, CALIBRATION_BATCHES))
+    if data is not None:
+        return batches_of(data, "--data", at_most=CALIBRATION_BATCHES)
+    return _own(model, checkpoint, CALIBRATION_BATCHES) if needed else None
 
 
-def _own(model: LightningModule, checkpoint: Path) -> Iterable[Any]:
-    """The loader that the model was trained with, as its Trainer has set it up.
+def _own(model: LightningModule, checkpoint: Path, at_most: int) -> list[Any]:
+    """The first batches that the model was trained with, of the loader that its Trainer had set up.
 
     Raises:
-        CheckpointError: It is not known, or cannot be had here.
+        CheckpointError: They are not known, or cannot be had here.
     """
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-    from lightning_accel.core.trial import one_line
-
     given = "INT8 with ranges of its own takes them from data, and"
     try:
-        source = _noted_module(checkpoint) or (model if is_overridden("train_dataloader", model) else None)
-        if source is not None:
-            source.prepare_data()
-            source.setup("fit")
-            loader: Iterable[Any] = source.train_dataloader()
-            return loader
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a data module does: read files that are elsewhere, ask for its Trainer
-        raise CheckpointError(f"{given} those of the run cannot be had here ({one_line(error)}): {_SAY}") from error
+        with running("of the run"):
+            source = _noted_module(checkpoint) or (model if is_overridden("train_dataloader", model) else None)
+            found = None
+            if source is not None:
+                source.prepare_data()
+                source.setup("fit")
+                loader: Iterable[Any] = source.train_dataloader()
+                found = list(islice(loader, at_most))
+    except CheckpointError as error:
+        if error.__cause__ is None:
+            raise
+        # Whatever a data module does: read files that are elsewhere, ask for its Trainer.
+        why = said_of(error.__cause__)
+        raise CheckpointError(f"{given} those of the run cannot be had here ({why}): {_SAY}") from error
+    if found:
+        return found
+    if found is not None:
+        raise CheckpointError(f"{given} {checkpoint}'s own gave no batches: {_SAY}")
     raise CheckpointError(f"{given} {checkpoint} names no data module, nor has the model a train_dataloader: {_SAY}")
 
 

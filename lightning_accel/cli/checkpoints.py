@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lightning_accel.cli.users_code import CheckpointError, named, running, said_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 """As LightningCLI saves what a run was given."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint or an example that a command cannot do with; the message says what it takes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,15 +37,75 @@ def load_model(path: Path, model: str | None) -> LightningModule:
         model: ``MODULE:CLASS``; None: as LightningCLI has noted it.
 
     Raises:
-        CheckpointError: There is no such class, or no such file; or nothing says which class it is.
+        CheckpointError: There is no such class, or no such file; or nothing says which class it is; or the file is
+            damaged, of another class, or no checkpoint.
         OSError: It cannot be read.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is no file: give a checkpoint as ModelCheckpoint writes them.")
-    if model is None:
-        return _by_noted_class(path)
-    loaded: LightningModule = named(model, "--model").load_from_checkpoint(path, map_location="cpu")
-    return loaded
+    return _by_noted_class(path) if model is None else _loaded(named(model, "--model"), f"--model {model}", path)
+
+
+def _loaded(kind: Any, option: str, path: Path) -> LightningModule:
+    """A module of a class.
+
+    Raises:
+        CheckpointError: It is no LightningModule, or cannot be made of this file.
+    """
+    from lightning.pytorch import LightningModule
+
+    if not (isinstance(kind, type) and issubclass(kind, LightningModule)):
+        raise CheckpointError(f"{option} is no class of LightningModule, but {kind!r}.")
+    try:
+        with running(option):
+            return kind.load_from_checkpoint(path, map_location="cpu")
+    except CheckpointError as error:
+        _contents(path)
+        more = "its class needs arguments that are not in it: self.save_hyperparameters() in __init__ puts them there"
+        if not isinstance(error.__cause__, TypeError):
+            more = "it has been trained as another class, or with other code"
+        raise CheckpointError(f"{path} cannot be loaded. {error} If nothing else is wrong, {more}.") from error
+
+
+def _contents(path: Path) -> Any:
+    """What is in a file of a Trainer's.
+
+    Raises:
+        CheckpointError: It cannot be read, or is another kind of file.
+    """
+    found = _read(path, "ModelCheckpoint and Trainer.save_checkpoint write such as it takes.")
+    if not isinstance(found, dict) or not {"state_dict", "pytorch-lightning_version"} <= set(found):
+        has = f"with {', '.join(map(str, list(found)[:3]))}, ..." if isinstance(found, dict) and found else "of others"
+        raise CheckpointError(
+            f"{path} is no checkpoint of Lightning's, but a file {has}: give one that ModelCheckpoint or"
+            " Trainer.save_checkpoint has written; those have the class's arguments, too."
+        )
+    return found
+
+
+def _read(path: Path, more: str) -> Any:
+    """What torch.save has put into a file, tensors and plain values; ``more`` says what it should be.
+
+    Raises:
+        CheckpointError: It is damaged, or holds something else.
+        OSError: It cannot be opened.
+    """
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # of zip, pickle and torch, whichever comes first on what it does not know
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        if kind is None:
+            raise CheckpointError(
+                f"{path} is no file of torch.save, or is not whole ({type(error).__name__} while reading it). {more}"
+            ) from error
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values ({kind[1]}), which could run any code when it is read."
+            f" {more} A file of your own is read whole with TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -80,7 +137,10 @@ def noted(path: Path, section: str) -> Noted | None:
 
     for folder in (path.parent, *path.resolve().parents[1:2]):  # checkpoints/ lies in the folder that has it
         config = folder / CONFIG
-        given = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None
+        try:
+            given = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None
+        except (yaml.YAMLError, UnicodeError) as error:
+            raise CheckpointError(f"{config} is no YAML: {' '.join(str(error).split())}") from error
         found = given.get(section) if isinstance(given, dict) else None
         if isinstance(found, dict) and found.get("class_path"):
             return Noted(config, str(found["class_path"]), found)
@@ -95,38 +155,21 @@ def _by_noted_class(path: Path) -> LightningModule:
     """
     from lightning.pytorch import LightningModule
 
-    from lightning_accel.core.trial import one_line
-
     if found := noted(path, "model"):
-        of_config: LightningModule = found.load("model").load_from_checkpoint(path, map_location="cpu")
-        return of_config
+        return _loaded(found.load("model"), f"{found.config}, model.class_path: {found.class_path}", path)
     why = ""
     try:  # of the class that is noted in it, else the empty LightningModule, into which no weights go
-        loaded = LightningModule.load_from_checkpoint(path, map_location="cpu")
+        with running(str(path)):
+            loaded = LightningModule.load_from_checkpoint(path, map_location="cpu")
         if type(loaded) is not LightningModule:
             return loaded
-    except Exception as error:
-        why = "" if "state_dict for LightningModule:" in str(error) else f" ({one_line(error)})"
+    except CheckpointError as error:
+        _contents(path)
+        why = "" if "state_dict for LightningModule:" in str(error) else f" ({said_of(error.__cause__ or error)})"
     raise CheckpointError(
         f"{path}: neither it nor a {CONFIG} beside it names its class, as LightningCLI notes one that was chosen by"
         f" class_path: --model package.module:Class.{why}"
     )
-
-
-def named(name: str, option: str) -> Any:
-    """What ``MODULE:NAME`` names, in a module that is installed or lies in the working folder.
-
-    Raises:
-        CheckpointError: There is no such thing.
-    """
-    module, _, attribute = name.partition(":")
-    sys.path.insert(0, "")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{option} {name}: {error}. Write package.module:Name.") from error
-    finally:
-        sys.path.remove("")
 
 
 def load_example(model: LightningModule, path: Path | None, batches: list[Any] | None = None) -> Any:
@@ -138,15 +181,13 @@ def load_example(model: LightningModule, path: Path | None, batches: list[Any] |
         batches: Of which the first has it where there is neither.
 
     Raises:
-        CheckpointError: There is none of the three.
+        CheckpointError: There is none of the three, or the file holds something else.
         OSError: The file cannot be read.
     """
-    import torch
-
     from lightning_accel.deploy.inputs import example_in
 
     if path is not None:
-        return example_in(model, torch.load(path, map_location="cpu", weights_only=True))
+        return example_in(model, _read(path, "--example takes what torch.save(batch, 'batch.pt') writes."))
     if model.example_input_array is not None:
         return model.example_input_array
     if batches:

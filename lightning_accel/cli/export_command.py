@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.cli import calibration, checkpoints
+from lightning_accel.cli import calibration, checkpoints, ending
+from lightning_accel.cli.users_code import CheckpointError
 from lightning_accel.deploy.combinations import HOLDS, NUMBERS, check_held
 
-WRITTEN, NOT_WRITTEN = 0, 2
-"""Exit statuses."""
+WRITTEN = 0
+"""Exit status; others are of :mod:`lightning_accel.cli.ending`."""
 
 
 def add_parser(subcommands: Any) -> None:
@@ -20,7 +20,7 @@ def add_parser(subcommands: Any) -> None:
         "export",
         help="a checkpoint as a file that is served: ONNX, a compiled package, TensorRT",
         description="Exports the model of a checkpoint, and checks that the file computes the same at several sizes."
-        " The status is 0, or 2 where nothing was written.",
+        " The status is 0; 2 where nothing was written; 130 where Ctrl-C and 143 where SIGTERM has stopped it.",
         epilog="precisions of each form: " + "; ".join(f"{form}: {', '.join(held)}" for form, held in HOLDS.items()),
     )
     checkpoints.add_arguments(parser)
@@ -32,7 +32,12 @@ def add_parser(subcommands: Any) -> None:
         help="what the model takes, or a batch, by torch.save (default: its example_input_array, or the first of the"
         " data)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to (default: beside the checkpoint)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to (default: beside the checkpoint, as best.onnx, best.aoti.pt2, best.fp16.onnx)",
+    )
     parser.add_argument(
         "--precision", default="32", help=f"{', '.join(NUMBERS)}, where the form is written with it (default: 32)"
     )
@@ -46,23 +51,35 @@ def add_parser(subcommands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the file; returns the exit status."""
+    return ending.ended("export", lambda: _write(arguments))
+
+
+def _write(arguments: argparse.Namespace) -> int:
     # late: --help answers without torch
-    from lightning_accel.deploy import ExportError, MissingPackageError, QuantizeError, export, quantize
-    from lightning_accel.deploy.forms import FORMS
+    from lightning_accel.deploy import export, quantize
+    from lightning_accel.deploy.naming import default_path
 
     form, precision, path = arguments.form, arguments.precision, arguments.checkpoint
-    try:
-        check_held(form, precision)
-        model = checkpoints.load_model(path, arguments.model)
-        batches = calibration.load_batches(model, path, arguments.data, needed=precision == "int8-static")
-        example = checkpoints.load_example(model, arguments.example, batches)
-        made = model if precision == "32" else quantize(model, precision, calibration=batches)
-        target = arguments.out or path.with_suffix(FORMS[form].ending)
-        exported = export(made, example, form, path=target, dynamic=arguments.dynamic)
-    except (ValueError, OSError, ExportError, QuantizeError, MissingPackageError) as error:
-        print(f"lightning-accel export: {error}", file=sys.stderr)
-        return NOT_WRITTEN
+    check_held(form, precision)
+    target = (arguments.out or default_path(path, form, precision)).expanduser()
+    _check_apart(target, arguments)
+    model = checkpoints.load_model(path, arguments.model)
+    batches = calibration.load_batches(model, path, arguments.data, needed=precision == "int8-static")
+    example = checkpoints.load_example(model, arguments.example, batches)
+    made = model if precision == "32" else quantize(model, precision, calibration=batches)
+    exported = export(made, example, form, path=target, dynamic=arguments.dynamic)
     if made is not model:
         print(made)
     print(exported)
     return WRITTEN
+
+
+def _check_apart(target: Path, arguments: argparse.Namespace) -> None:
+    """Raises a CheckpointError where what would be written replaces what is read, by whatever name or link."""
+    names = [name.partition(":")[0].replace(".", "/") for name in (arguments.model, arguments.data) if name]
+    read = [arguments.checkpoint, arguments.example, *(Path(f"{name}.py") for name in names)]
+    written = [target, target.with_suffix(".bin")] if arguments.form == "openvino" else [target]
+    for one in written:
+        for other in read:
+            if other is not None and one.exists() and other.exists() and one.samefile(other):
+                raise CheckpointError(f"{one} would replace {other}, which is read: give --out another file.")

@@ -15,6 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import ExportBest
+from lightning_accel.deploy import MissingPackageError
+from lightning_accel.deploy.combinations import HOLDS
+from lightning_accel.deploy.forms import FORMS
+from lightning_accel.deploy.naming import default_path
 from support.lightning_models import Supervised, mlp
 
 pytestmark = pytest.mark.numbers
@@ -78,6 +82,76 @@ def test_without_a_best_checkpoint_it_is_said_what_it_takes(make_trainer: Callab
     assert any("ModelCheckpoint(monitor=...)" in note for note in plugin.report.notes)
 
 
-def test_a_form_that_does_not_exist_is_an_error_before_the_fit() -> None:
-    with pytest.raises(ValueError, match=r"form='onyx'; did you mean 'onnx'"):
-        ExportBest("onyx")
+@pytest.mark.parametrize(
+    ("keepers", "expected", "said"),
+    [
+        ([("a", None), ("b", "loss")], "b", ""),
+        ([("a", "loss"), ("b", "epoch")], "a", "is exported, the best by loss, and not"),
+        ([("a", None)], "a", "no ModelCheckpoint monitors anything"),
+    ],
+)
+def test_of_several_checkpoints_the_first_that_is_best_by_something_is_exported(
+    keepers: list[tuple[str, str | None]], expected: str, said: str, make_trainer: Callable[..., Trainer]
+) -> None:
+    kept = [
+        ModelCheckpoint(dirpath=folder, monitor=monitor, filename="best", save_last=monitor is None)
+        for folder, monitor in keepers
+    ]
+    best, plugin = ExportBest(), AccelPlugin(tune="off")
+
+    class Logging(Supervised):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self(batch[0]).sum())
+
+    make_trainer(callbacks=[*kept, best], plugins=[plugin], enable_checkpointing=True).fit(
+        Logging(mlp()), data(), data()
+    )
+    assert best.exported.path.parent.name == expected
+    notes = [note for note in plugin.report.notes if "ExportBest" in note]
+    assert (notes == []) if not said else (said in notes[0])
+
+
+def test_a_batch_that_does_not_say_what_forward_takes_asks_for_an_example(make_trainer: Callable[..., Trainer]) -> None:
+    class Keyed(Supervised):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self(batch["pixels"]).sum()
+
+    loader = DataLoader([{"pixels": torch.randn(8), "row": 1} for _ in range(4)], batch_size=2)
+    best, plugin = ExportBest(), AccelPlugin(tune="off")
+    keep = ModelCheckpoint(dirpath="kept")
+    make_trainer(callbacks=[keep, best], plugins=[plugin], enable_checkpointing=True).fit(Keyed(mlp()), loader)
+    assert best.exported is None
+    assert any("give ExportBest(example=...)" in note for note in plugin.report.notes)
+
+
+def test_two_forms_with_one_ending_and_two_precisions_have_names_of_their_own() -> None:
+    names = [default_path(Path("best.ckpt"), form, numbers) for form, held in HOLDS.items() for numbers in held]
+    assert len(set(names)) == len(names)
+    assert {"best.pt2", "best.aoti.pt2", "best.aoti.bf16.pt2", "best.int8-dynamic.onnx"} <= {
+        str(name) for name in names
+    }
+    assert all(
+        str(name).endswith(FORMS[form].ending)
+        for name, form in zip(names, [form for form, held in HOLDS.items() for _ in held], strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"form": "onyx"}, ValueError, r"form='onyx'; did you mean 'onnx'"),
+        ({"form": "onnx", "precision": "int8-static"}, ValueError, "precision='int8-static'.*lightning-accel export"),
+        ({"form": "pt2", "dynamic": "x"}, ValueError, "dynamic='x'"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_an_error_before_the_fit(
+    settings: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        ExportBest(**settings)
+
+
+def test_a_package_that_is_missing_is_an_error_before_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(FORMS["pt2"]), "packages", ("no_such_package",))
+    with pytest.raises(MissingPackageError, match="needs no_such_package"):
+        ExportBest("pt2")

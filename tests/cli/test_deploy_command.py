@@ -76,11 +76,11 @@ def test_a_checkpoint_in_the_folder_of_its_run_is_compared_in_the_report_of_that
 
 def test_a_comparison_goes_to_the_run_that_is_named(command: list[str], tmp_path: Path) -> None:
     make_run(tmp_path / "logs").fit(Nested(), vectors(8))
-    assert main([*command, "--forms", "", "--run", str(tmp_path / "logs")]) == 0
+    assert main([*command, "--forms", "eager", "--run", str(tmp_path / "logs")]) == 0
     served = read_record(tmp_path / "logs").served
     assert served is not None
     assert (served.checkpoint, served.recommended) == ("best.ckpt", "eager")
-    assert main([*command, "--forms", "", "--run", "nowhere"]) == 2
+    assert main([*command, "--forms", "eager", "--run", "nowhere"]) == 2
 
 
 def test_what_is_missing_is_said_and_the_status_is_2(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,3 +88,28 @@ def test_what_is_missing_is_said_and_the_status_is_2(command: list[str], capsys:
     assert f"--data {PROGRAM}:nothing" in capsys.readouterr().err
     assert main([*command, "--forms", "onyx"]) == 2
     assert "did you mean 'onnx'" in capsys.readouterr().err
+    assert main([*command, "--metrics", f"{PROGRAM}:batches"]) == 2
+    assert "a metric of torchmetrics, or a dictionary" in capsys.readouterr().err
+    for option, value in (("--seconds", "-3"), ("--forms", ""), ("--seconds", "inf")):
+        with pytest.raises(SystemExit, match="2"):
+            main([*command, option, value])
+        assert option in capsys.readouterr().err
+
+
+def test_a_broken_file_is_not_taken_for_lost_accuracy(command: list[str]) -> None:
+    """Which is what a status of 1 says."""
+    Path("best.ckpt").write_text("cut short")
+    assert main(command) == 2
+
+
+def test_the_table_shows_whole_names_and_intervals_of_metrics(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = {f"{index}_of_a_rather_long_name": MeanSquaredError() for index in range(8)}
+    monkeypatch.setattr(served_program, "metrics", lambda: several)
+    exact = [(x, torch.zeros(8, 4)) for x, _ in served_program.batches()]
+    monkeypatch.setattr(served_program, "batches", lambda: exact)
+    assert main([*command, "--forms", "eager"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in several)
+    assert len([line for line in shown.splitlines() if line.startswith(" eager ")]) == 2

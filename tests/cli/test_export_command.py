@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,12 +87,12 @@ def test_a_file_has_smaller_numbers_and_computes_nearly_the_same(
     assert main([*command, "--precision", precision]) == 0
     said = capsys.readouterr().out
     assert f"{precision}: 2 layers" in said
-    assert f"large.onnx: onnx+{precision}" in said
-    size, full = Path("large.onnx").stat().st_size, Path("float.onnx").stat().st_size
+    assert f"large.{precision}.onnx: onnx+{precision}" in said
+    size, full = Path(f"large.{precision}.onnx").stat().st_size, Path("float.onnx").stat().st_size
     assert size < (0.6 if precision == "fp16" else 0.4) * full
     x = torch.randn(5, 6)
     found, expected = (
-        FORMS["onnx"].load(Path(name), torch.device("cpu"))(x)[0] for name in ("large.onnx", "float.onnx")
+        FORMS["onnx"].load(Path(name), torch.device("cpu"))(x)[0] for name in (f"large.{precision}.onnx", "float.onnx")
     )
     assert (found - expected).norm() < 0.05 * expected.norm()
 
@@ -113,14 +114,16 @@ def test_ranges_are_of_the_data_module_that_the_run_has_noted(
     Path("config.yaml").write_text(f"data:\n  class_path: {PROGRAM}.Data\n  init_args: {{width: 6, folder: /gone}}\n")
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert "those of the run cannot be had here (FileNotFoundError: no /gone here): --data MODULE:FUNCTION" in said
+    assert "those of the run cannot be had here (FileNotFoundError: no /gone here at " in said
+    assert "served_program.py:" in said
+    assert "--data MODULE:FUNCTION" in said
 
 
 def test_ranges_are_of_the_models_own_training_data(make_trainer: Callable[..., Trainer]) -> None:
     save(make_trainer(), WithData())
     command = ["export", "best.ckpt", "--model", f"{PROGRAM}:WithData"]
     assert main([*command, "--form", "torchscript", "--precision", "int8-static"]) == 0
-    assert Path("best.ts").exists()
+    assert Path("best.int8-static.ts").exists()
 
 
 def test_a_form_that_does_not_hold_a_precision_says_which_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,3 +159,74 @@ def test_what_is_missing_is_said_and_the_status_is_2(checkpoint: str, capsys: py
     ):
         assert main(["export", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_what_is_read_is_not_written_over(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its name or through a link, before anything is done."""
+    torch.save(torch.randn(3, 6), "example.pt")
+    Path("in_this_folder.py").write_text("")
+    Path("link.ckpt").symlink_to(checkpoint)
+    before = Path(checkpoint).read_bytes()
+    for out in (checkpoint, "link.ckpt", "example.pt", "in_this_folder.py"):
+        names = ["--model", "in_this_folder:Served", "--example", "example.pt", "--out", out]
+        assert main(["export", checkpoint, *names]) == 2
+        assert f"{out} would replace" in capsys.readouterr().err
+    assert Path(checkpoint).read_bytes() == before
+
+
+def test_a_file_that_cannot_be_read_is_named_and_the_status_is_2(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = Path(checkpoint).read_bytes()
+    for name, content in (("cut", whole[:2000]), ("text", b"hello"), ("empty", b"")):
+        Path(name).write_bytes(content)
+        for given in ([name, "--model", MODEL], [name], [checkpoint, "--model", MODEL, "--example", name]):
+            assert main(["export", *given]) == 2
+            assert f"export: {name} is no file of torch.save, or is not whole" in capsys.readouterr().err
+    torch.save(Served().state_dict(), "weights.pt")
+    torch.save(Served(), "module.pt")
+    for arguments, message in (
+        (["weights.pt", "--model", MODEL], "weights.pt is no checkpoint of Lightning's, but a file with layer.weight"),
+        ([checkpoint, "--model", MODEL, "--example", "module.pt"], f"more than tensors and plain values ({PROGRAM}.Se"),
+        ([checkpoint, "--model", f"{PROGRAM}:Large"], "trained as another class"),
+        ([checkpoint, "--model", f"{PROGRAM}:WIDTH"], "is no class of LightningModule, but 6"),
+    ):
+        assert main(["export", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_users_own_code_is_named_with_its_line(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine_raises.py").write_text("def data():\n    raise RuntimeError('server is down')\n")
+    Path("mine_exits.py").write_text("import sys\nsys.exit('trained')\n")
+    for option, name, message in (
+        ("--data", "mine_raises:data", "RuntimeError: server is down at "),
+        ("--data", f"{PROGRAM}:WIDTH", "'int' object is not callable"),
+        ("--data", f"{PROGRAM}:metrics", "is not iterable"),
+        ("--data", "builtins:list", "gave no batches"),
+        ("--model", "mine_exits:Digits", "if __name__ == '__main__':"),
+        ("--model", "mine", "write package.module:Name"),
+        ("--model", "../mine:Digits", "write package.module:Name"),
+        ("--model", "nowhere:Digits", f"the working folder, {Path.cwd()}"),
+    ):
+        assert main(["export", checkpoint, "--model", MODEL, option, name]) == 2
+        said = capsys.readouterr().err
+        assert f"{option} {name}" in said
+        assert message in said
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_with_a_line_and_leaves_nothing_behind(
+    number: signal.Signals, status: int, checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the model is captured, for which a folder beside the file is there."""
+    torch.save(torch.randn(3, 6), "example.pt")
+    module = f"mine_stops_{number.name.lower()}"
+    Path(f"{module}.py").write_text(
+        f"import os, time\nfrom {PROGRAM} import Served\n\nclass Stops(Served):\n    def forward(self, x):\n"
+        f"        os.kill(os.getpid(), {int(number)})\n        time.sleep(1)\n"
+    )
+    before = set(Path().iterdir()), signal.getsignal(signal.SIGTERM)
+    assert main(["export", checkpoint, "--model", f"{module}:Stops", "--example", "example.pt"]) == status
+    assert capsys.readouterr().err == "lightning-accel export: stopped; nothing was left behind.\n"
+    left = {path for path in Path().iterdir() if path.name != "__pycache__"}
+    assert (left, signal.getsignal(signal.SIGTERM)) == before

@@ -8,8 +8,7 @@ import logging
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +28,7 @@ from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.int8 import MissingPackageError
 from lightning_accel.deploy.int8_onnx import in_onnx
 from lightning_accel.deploy.shapes import Dimension, as_torch_wants
+from lightning_accel.deploy.tracing import traced
 
 Call = Callable[..., Any]
 
@@ -76,6 +76,7 @@ class Form(ABC):
         install: The command that does.
         has_graph: Whether it is made of :attr:`Captured.program`.
         fuses_attention: Whether it has a kernel for attention as a whole.
+        needs_ending: Whether its library writes files with this ending only.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Form(ABC):
     install = ""
     has_graph = True
     fuses_attention = True
+    needs_ending = False
 
     def check(self, device: torch.device) -> None:
         """Raises a MissingPackageError, with the mend, where this machine cannot make the form."""
@@ -109,7 +111,7 @@ class Form(ABC):
 class Pt2(Form):
     """Torch's own: a graph in a file, which any torch of this version or later runs, compiles or lowers."""
 
-    name, ending = "pt2", ".pt2"
+    name, ending, needs_ending = "pt2", ".pt2", True
 
     @override
     def write(self, captured: Captured, path: Path) -> None:
@@ -123,7 +125,7 @@ class Pt2(Form):
 class Aoti(Form):
     """Compiled ahead of time by TorchInductor for this kind of processor or GPU; runs without Python, from C++ too."""
 
-    name, ending = "aoti", ".pt2"
+    name, ending, needs_ending = "aoti", ".pt2", True
 
     @override
     def check(self, device: torch.device) -> None:
@@ -146,13 +148,7 @@ class TorchScript(Form):
 
     @override
     def write(self, captured: Captured, path: Path) -> None:
-        args, kwargs = captured.arguments
-        given: dict[str, Any] = {"example_kwarg_inputs": kwargs} if kwargs else {"example_inputs": args}
-        with warnings.catch_warnings(), _unused_properties_hidden(captured.model):
-            warnings.simplefilter("ignore")  # what tracing bakes in is found by calling it with other shapes
-            jit: Any = torch.jit
-            traced = jit.trace(captured.model, check_trace=False, strict=False, **given)
-            jit.save(jit.freeze(traced), path)
+        torch.jit.save(traced(captured.model, captured.arguments), path)
 
     @override
     def load(self, path: Path, device: torch.device) -> Call:
@@ -196,7 +192,7 @@ class Onnx(Form):
 class OpenVino(Form):
     """For OpenVINO, on Intel's processors and GPUs: an ``.xml`` and, beside it, a ``.bin``."""
 
-    name, ending = "openvino", ".xml"
+    name, ending, needs_ending = "openvino", ".xml", True
     packages, install = ("openvino",), "pip install openvino"
 
     @override
@@ -246,24 +242,6 @@ class TensorRT(Form):
 
 
 FORMS: dict[str, Form] = {form.name: form for form in (Pt2(), Aoti(), Onnx(), TensorRT(), TorchScript(), OpenVino())}
-
-
-@contextmanager
-def _unused_properties_hidden(model: nn.Module) -> Iterator[None]:
-    """Keeps torch.jit off what modules tell it to leave alone: it reads all that ``dir`` names before it asks.
-
-    A LightningModule's ``trainer`` is among these, and raises where it has none.
-    """
-    kinds = {module: type(module) for module in model.modules()}
-    for module, kind in kinds.items():
-        if unused := set(getattr(kind, "__jit_unused_properties__", ())):
-            names = [name for name in dir(module) if name not in unused]
-            module.__class__ = type(kind.__name__, (kind,), {"__dir__": lambda _, names=names: names})
-    try:
-        yield
-    finally:
-        for module, kind in kinds.items():
-            module.__class__ = kind
 
 
 def _set_ci(value: str | None) -> None:

@@ -84,15 +84,22 @@ def widened(arguments: Arguments, dimensions: list[Dimension]) -> Arguments:
     return resized(arguments, dimensions, {name: _LEAST for name, size in sizes.items() if size < _LEAST})
 
 
-def others(arguments: Arguments, dimensions: list[Dimension]) -> list[Arguments]:
-    """The example with other sizes, each dimension by itself: batches of 1 and one more, sequences of half and more."""
-    sizes = sizes_of(arguments, dimensions)
-    found = []
-    for name, size in sizes.items():
-        for other in dict.fromkeys((1 if name == "batch" else max(1, size // 2), size + 1)):
-            if other != size:
-                found.append(resized(arguments, dimensions, {name: other}))
-    return found
+def other_sizes(arguments: Arguments, dimensions: list[Dimension], name: Name) -> dict[int, Arguments]:
+    """The example with other sizes of one dimension: batches of 1 and one more, sequences of half and one more."""
+    size = sizes_of(arguments, dimensions)[name]
+    tried = {1 if name == "batch" else max(1, size // 2), size + 1} - {size}
+    return {other: resized(arguments, dimensions, {name: other}) for other in sorted(tried)}
+
+
+def other_numbers(arguments: Arguments) -> Arguments:
+    """The example turned round, and half as large where it is no whole numbers: those may be indices into a table."""
+
+    def change(tensor: Tensor) -> Tensor:
+        turned = tensor.flip(tuple(range(tensor.dim())))
+        return turned / 2 if tensor.is_floating_point() or tensor.is_complex() else turned
+
+    changed: Arguments = map_tensors(change, arguments)
+    return changed
 
 
 def as_torch_wants(model: Any, arguments: Arguments, dimensions: list[Dimension]) -> Any:

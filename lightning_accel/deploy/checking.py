@@ -15,7 +15,7 @@ from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.agreement import Judge, differs
 from lightning_accel.deploy.beginnings import first_off
 from lightning_accel.deploy.errors import DynamicDimensionError, ExportError, in_words, users_line_of
-from lightning_accel.deploy.forms import Captured, Form
+from lightning_accel.deploy.forms import Captured, Form, inputs_of
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, shapes_in
 from lightning_accel.deploy.shapes import (
@@ -185,23 +185,16 @@ class Check:
 
 def label(one: Dimension, captured: Captured) -> str:
     """A dimension in words: ``tokens: 1 (sequence)``."""
-    nodes = _placeholders(captured) if "program" in vars(captured) else []
+    nodes = inputs_of(captured.program) if "program" in vars(captured) else []
     name = nodes[one.index].name if nodes else f"input {one.index}"
     return f"{name}: {one.axis} ({one.name})"
 
 
 def _fixed(captured: Captured) -> dict[Dimension, int]:
     """Of the dimensions that were to be open, those that the model has made one size."""
-    shapes = [node.meta["val"].shape for node in _placeholders(captured)]
+    shapes = [node.meta["val"].shape for node in inputs_of(captured.program)]
     sizes = {one: str(shapes[one.index][one.axis]) for one in captured.dimensions}  # an open one is a symbol
     return {one: int(size) for one, size in sizes.items() if size.isdigit()}
-
-
-def _placeholders(captured: Captured) -> list[Any]:
-    """The inputs that are tensors, in their order."""
-    inputs = set(captured.program.graph_signature.user_inputs)
-    nodes = [node for node in captured.program.graph.nodes if node.op == "placeholder" and node.name in inputs]
-    return [node for node in nodes if isinstance(node.meta.get("val"), Tensor)]
 
 
 def _outputs(call: Callable[..., Any], arguments: Arguments) -> list[Tensor] | None:

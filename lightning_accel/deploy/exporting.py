@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,6 +27,7 @@ from lightning_accel.deploy.inputs import arguments_of, shapes_in
 from lightning_accel.deploy.int8 import without_deprecations
 from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.quantizing import Quantized
+from lightning_accel.deploy.sessions import WithConstants, constants_of, parameters_of
 from lightning_accel.deploy.shapes import Dynamic, dimensions_of, sizes_of, widened
 
 _IN_INT8 = " Export what quantize() has returned, not its .model alone, as {}."
@@ -49,6 +50,8 @@ class Exported:
         error: The largest relative error found there.
         num_bytes: Of the file, and what lies beside it.
         device_type: Of the device that it was written for.
+        parameters: The names of the arguments, in their order.
+        constants: Of these, those that are no tensors, with the values that the file has for every call.
     """
 
     path: Path
@@ -60,17 +63,26 @@ class Exported:
     error: float
     num_bytes: int
     device_type: str
+    parameters: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> Callable[..., Any]:
-        """The model, to be called as the original is; ONNX and OpenVINO return a list of tensors."""
-        return FORMS[self.form].load(self.path, torch.device(self.device_type))
+        """The model, to be called as the original is; ONNX and OpenVINO return a list of tensors.
+
+        Called with another constant than the file has it raises a ValueError.
+        """
+        call = FORMS[self.form].load(self.path, torch.device(self.device_type))
+        return WithConstants(call, self.parameters, self.constants) if self.constants else call
 
     def __str__(self) -> str:
         off = f"error {self.error:.1e} on {len(self.checked)} shape{'s' if len(self.checked) > 1 else ''}"
         form = self.form if self.precision == "32" else f"{self.form}+{self.precision}"
         lines = [f"{self.path}: {form}, {format_bytes(self.num_bytes)}, {off}"]
         lines += [f"  any size: {name}" for name in self.dynamic]
-        return "\n".join([*lines, *(f"  fixed by the model: {name} is {size}" for name, size in self.fixed.items())])
+        lines += [f"  fixed by the model: {name} is {size}" for name, size in self.fixed.items()]
+        return "\n".join(
+            [*lines, *(f"  constant in the file: {name} is {one!r}" for name, one in self.constants.items())]
+        )
 
 
 def export(
@@ -163,6 +175,8 @@ def export(
         error=checked.error,
         num_bytes=num_bytes,
         device_type=device.type,
+        parameters=parameters_of(original),
+        constants=constants_of(original, arguments),
     )
 
 

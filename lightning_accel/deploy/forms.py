@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from typing_extensions import override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.torch_private.compilation import compile_to_package, load_package
-from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.fused_attention import fuse_attention
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.int8 import MissingPackageError
 from lightning_accel.deploy.int8_onnx import in_onnx
+from lightning_accel.deploy.sessions import Session
 from lightning_accel.deploy.shapes import Dimension, as_torch_wants
 from lightning_accel.deploy.tracing import traced
 
@@ -134,6 +135,7 @@ class Aoti(Form):
 
     @override
     def write(self, captured: Captured, path: Path) -> None:
+        rank_zero_info("lightning-accel: form='aoti' is being compiled, which takes from half a minute to several")
         compile_to_package(captured.program, path)
 
     @override
@@ -186,7 +188,8 @@ class Onnx(Form):
         options.log_severity_level = 3  # errors: its warnings are of its own graph
         options.intra_op_num_threads = torch.get_num_threads()
         providers = [*(one for one in wanted if one in has), "CPUExecutionProvider"]
-        return Session(runtime.InferenceSession(str(path), options, providers=providers))
+        session = runtime.InferenceSession(str(path), options, providers=providers)
+        return Session([entry.name for entry in session.get_inputs()], lambda feeds: session.run(None, feeds))
 
 
 class OpenVino(Form):
@@ -201,6 +204,11 @@ class OpenVino(Form):
         with temporarily(lambda: os.environ.get("CI"), _set_ci, "true"):
             openvino = importlib.import_module("openvino")
             converted = openvino.convert_model(captured.program)
+        for entry, node in zip(converted.inputs, user_inputs_of(captured.program), strict=True):
+            if isinstance(node.meta.get("val"), Tensor):
+                entry.tensor.set_names({node.name})  # it has numbers for the names of some
+            else:
+                converted.remove_parameter(entry.node)
         openvino.save_model(converted, path, compress_to_fp16=False)
 
     @override
@@ -209,11 +217,11 @@ class OpenVino(Form):
         settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
         compiled = importlib.import_module("openvino").compile_model(path, "CPU", settings)
 
-        def run(*args: Any, **kwargs: Any) -> list[Tensor]:
-            found = compiled([t.detach().cpu().numpy() for t in tensors_in((args, kwargs))])
-            return [torch.from_numpy(found[output].copy()) for output in compiled.outputs]
+        def run(feeds: dict[str, Any]) -> list[Any]:
+            found = compiled(feeds)
+            return [found[output].copy() for output in compiled.outputs]
 
-        return run
+        return Session([entry.any_name for entry in compiled.inputs], run)
 
 
 class TensorRT(Form):
@@ -244,27 +252,20 @@ class TensorRT(Form):
 FORMS: dict[str, Form] = {form.name: form for form in (Pt2(), Aoti(), Onnx(), TensorRT(), TorchScript(), OpenVino())}
 
 
+def user_inputs_of(program: ExportedProgram) -> list[fx.Node]:
+    """What the graph is called with, in its order, with what is no tensor."""
+    kinds = [spec.kind.name for spec in program.graph_signature.input_specs]
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    return [node for node, kind in zip(nodes, kinds, strict=True) if kind == "USER_INPUT"]
+
+
+def inputs_of(program: ExportedProgram) -> list[fx.Node]:
+    """The inputs that are tensors, in their order."""
+    return [node for node in user_inputs_of(program) if isinstance(node.meta.get("val"), Tensor)]
+
+
 def _set_ci(value: str | None) -> None:
     if value is None:
         os.environ.pop("CI", None)
     else:
         os.environ["CI"] = value
-
-
-class Session:
-    """A session of ONNX Runtime that takes and returns tensors.
-
-    Args:
-        session: Of ``onnxruntime``.
-    """
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-        self._names = [entry.name for entry in session.get_inputs()]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        tensors = tensors_in((args, [kwargs[name] for name in self._names if name in kwargs]))
-        if len(tensors) != len(self._names):  # keyword arguments that are no tensors, but hold some
-            tensors = tensors_in((args, kwargs))
-        feeds = {name: t.detach().cpu().numpy() for name, t in zip(self._names, tensors, strict=True)}
-        return [torch.from_numpy(found) for found in self._session.run(None, feeds)]

@@ -92,11 +92,18 @@ def other_sizes(arguments: Arguments, dimensions: list[Dimension], name: Name) -
 
 
 def other_numbers(arguments: Arguments) -> Arguments:
-    """The example turned round, and half as large where it is no whole numbers: those may be indices into a table."""
+    """The example with numbers that are as good: rows in another order; tokens, too, and features half as large.
+
+    Whole numbers may be indices into a table: there are none but the example's. Masks keep their rows as they are, as
+    what comes of one that masks everything is nobody's to say.
+    """
 
     def change(tensor: Tensor) -> Tensor:
-        turned = tensor.flip(tuple(range(tensor.dim())))
-        return turned / 2 if tensor.is_floating_point() or tensor.is_complex() else turned
+        is_mask = bool(((tensor == 0) | (tensor == 1)).all())
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+        axes = tuple(range(tensor.dim()))
+        turned = tensor.flip(axes if is_whole and not is_mask else axes[:1])
+        return turned if is_whole or is_mask else turned / 2
 
     changed: Arguments = map_tensors(change, arguments)
     return changed

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.deploy import DynamicDimensionError, ExportError, export
+from lightning_accel.deploy.shapes import other_numbers
 
 pytestmark = pytest.mark.numbers
 
@@ -119,6 +120,15 @@ def test_a_file_that_holds_a_number_of_the_example_is_found_by_other_numbers() -
     with pytest.raises(ExportError, match="with other numbers than the example's"):
         export(ThroughBytes(), torch.rand(2, 8), "torchscript", dynamic="off")
     assert list(Path().iterdir()) == []
+
+
+def test_other_numbers_are_such_as_the_model_may_be_given() -> None:
+    tokens, mask = torch.tensor([[3, 5, 7], [2, 4, 6]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    features = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    (), found = other_numbers(((), {"tokens": tokens, "mask": mask, "features": features}))
+    assert found["tokens"].tolist() == [[6, 4, 2], [7, 5, 3]]
+    assert found["mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert found["features"].tolist() == [[1.5, 2.0], [0.5, 1.0]]
 
 
 def test_torchscript_says_which_dimensions_the_model_fixes() -> None:

@@ -121,7 +121,9 @@ class Check:
             failure, more = self.judge(self.original, call, others)
             failure, error = failure and f"{failure} with other numbers than the example's", max(error, more)
         if failure:
-            raise ExportError(f"{self._said(failure)}.{self._why(calls, path.parent)}{advice} Nothing was written.")
+            raise ExportError(
+                f"{self._said(failure)}.{self._why(call, calls, path.parent)}{advice} Nothing was written."
+            )
         return Checked(fixed, at_most, calls, error)
 
     def _loaded(self, path: Path) -> Callable[..., Any]:
@@ -155,13 +157,20 @@ class Check:
     def _said(self, failure: str) -> str:
         return f"form={self.form.name!r} {'computes ' if failure.startswith('other numbers') else ''}{failure}"
 
-    def _why(self, calls: list[Arguments], folder: Path) -> str:
+    def _why(self, call: Callable[..., Any], calls: list[Arguments], folder: Path) -> str:
         """Where, or why, a form's numbers are off."""
         first, second = (_outputs(self.original, self.arguments) or [] for _ in range(2))
         if not all(
             torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(first, second, strict=False)
         ):
-            return " The model draws random numbers: two calls of its own differ, and no form draws the same."
+            return " The model draws random numbers: two calls of its own differ, and the file draws others."
+        for index, (one, other) in enumerate(zip(first, _outputs(call, self.arguments) or [], strict=False)):
+            if one.dtype != other.dtype:
+                return f" Output {index} is {other.dtype} in the file and {one.dtype} in the model."
+        if any(one.dtype == torch.float64 for one in first) and self.form.name != "pt2":
+            return (
+                " The model returns float64, and the form may compute in float32 on the way: return that, or take 'pt2'."
+            )
         # Compiling part after part would take too long.
         where = self._where(calls, folder) if self.form.name != "aoti" else ""
         return f" It begins in {where}." if where else ""

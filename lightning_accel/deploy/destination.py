@@ -11,7 +11,7 @@ from lightning_accel.deploy.forms import Form
 
 
 def target_of(path: str | Path | None, form: Form) -> Path:
-    """The file to be written; its folder is made.
+    """The file to be written.
 
     Raises:
         OSError: It is a folder, or a device.
@@ -27,12 +27,12 @@ def target_of(path: str | Path | None, form: Form) -> Path:
             f"path={str(path)!r}: form={form.name!r} is written to files that end in {form.ending!r}, "
             f"{target.with_suffix(form.ending).name!r} say."
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
     return target
 
 
 def beside(target: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder on the same disk, gone afterwards, whatever happens."""
+    """A folder on the same disk, gone afterwards, whatever happens; the target's own is made."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True)
 
 

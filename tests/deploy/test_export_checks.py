@@ -212,3 +212,26 @@ def test_a_model_in_torchscript_is_an_error_that_asks_for_the_module() -> None:
         scripted = torch.jit.script(nn.Linear(8, 4))
     with pytest.raises(TypeError, match=r"ScriptModule, .*give the nn\.Module that it was made of"):
         export(scripted, torch.randn(2, 8), "torchscript")
+
+
+def test_numbers_that_a_form_does_not_have_are_said() -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+
+    class Wide(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(x.double()).cumsum(0) * 1.0000001
+
+    with pytest.raises(ExportError, match=r"other numbers .* The model returns float64"):
+        export(Wide(), torch.randn(3, 8), "onnx")
+
+
+def test_an_operator_that_openvino_lacks_is_named() -> None:
+    pytest.importorskip("openvino", reason="pip install openvino")
+
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randn_like(x)
+
+    with pytest.raises(ExportError, match=r"No conversion rule found for operations: aten.randn_like.default\.$"):
+        export(Noisy(), torch.randn(3, 8), "openvino")

@@ -168,9 +168,7 @@ class Check:
             if one.dtype != other.dtype:
                 return f" Output {index} is {other.dtype} in the file and {one.dtype} in the model."
         if any(one.dtype == torch.float64 for one in first) and self.form.name != "pt2":
-            return (
-                " The model returns float64, and the form may compute in float32 on the way: return that, or take 'pt2'."
-            )
+            return " The model returns float64, and the form may compute in float32 inside: return that, or take 'pt2'."
         # Compiling part after part would take too long.
         where = self._where(calls, folder) if self.form.name != "aoti" else ""
         return f" It begins in {where}." if where else ""

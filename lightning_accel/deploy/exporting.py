@@ -114,10 +114,13 @@ def export(
 
     Raises:
         ValueError: An unknown form, precision or kind of dynamic dimensions; a form that does not hold this precision
-            (:mod:`lightning_accel.deploy.combinations`); an example without tensors.
+            (:mod:`lightning_accel.deploy.combinations`); an example without tensors, or with empty ones; a path with an
+            ending that the form's library does not write.
+        TypeError: The model is a ScriptModule.
         MissingPackageError: The form needs what is not here; the message says how to install it.
         ExportError: The model cannot be written in this form (with the line of its code, where that is known), or
-            computes other numbers in it (with the module where that begins).
+            computes other numbers in it (with the module where that begins); the model itself fails on the example, or
+            returns nothing there by which a form could be checked.
         OSError: The file cannot be written.
     """
     numbers = _numbers_of(model, precision)

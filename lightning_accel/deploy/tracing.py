@@ -93,8 +93,8 @@ class _NumbersInPython(TorchFunctionMode):
             )
         found = function(*args, **(kwargs or {}))
         if depends and name not in _OF_SHAPES:
-            changed = args[:1] if name.endswith("_") else ()
-            self._note((found, changed))
+            is_in_place = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
+            self._note((found, args[:1] if is_in_place else ()))
         return found
 
     def _note(self, data: Any) -> None:

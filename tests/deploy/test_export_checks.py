@@ -52,6 +52,9 @@ class Sized(nn.Module):
         if x.shape[1] > 100 or len(x) == 0:
             raise ValueError("too long")
         steps = torch.arange(x.shape[1])
+        _ = x[:, :, 0] * steps
+        if steps.sum() < 0:
+            return x
         return self.layer(x) * (steps + 1)[None, :, None]
 
 

@@ -60,13 +60,18 @@ def failing_node(error: BaseException) -> str:
 
 def in_words(error: BaseException) -> str:
     """What is wrong, from the innermost cause, in one line."""
+    if isinstance(error, ExportError):
+        return str(error)
     text = str([*chain_of(error)][-1] if failing_node(error) else error).strip()
     lines = [line.strip(" -") for line in text.splitlines() if line.strip(" -")]
-    # Of constraints that are violated the second line says which.
-    said = lines[1] if len(lines) > 1 and lines[0].startswith("Constraints violated") else "".join(lines[:1])
+    said = "".join(lines[:1])
+    if len(lines) > 1 and said.startswith("Constraints violated"):  # the second line says which
+        said = lines[1]
+    if len(lines) > 1 and said.startswith("Check '"):  # OpenVINO begins with a line of its own source
+        said = " ".join(lines[1:])
     if "data-dependent" in said:
         said = f"its control flow depends on data ({said}): torch.where, torch.cond, or a mask instead"
-    return f"{type(error).__name__}: {said[:400]}"
+    return f"{type(error).__name__}: {said[:400]}".rstrip(".:")
 
 
 def _innermost(lines: list[tuple[str, int, str]]) -> str:

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.device import device_of
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.core.tree import map_tensors
-from lightning_accel.core.whole_file import is_special
 from lightning_accel.deploy.agreement import Judge, by_what_int8_loses, differs
-from lightning_accel.deploy.beginnings import first_off
+from lightning_accel.deploy.checking import Check, label
 from lightning_accel.deploy.combinations import FormName, Mode, Numbers, Precision, check_held, forms_with
-from lightning_accel.deploy.errors import (
-    DynamicDimensionError,
-    ExportError,
-    failing_node,
-    in_words,
-    users_line_in,
-    users_line_of,
-)
+from lightning_accel.deploy.destination import beside, put, target_of
+from lightning_accel.deploy.errors import ExportError, failing_node, in_words, users_line_in, users_line_of
 from lightning_accel.deploy.forms import FORMS, Captured, Form
 from lightning_accel.deploy.half import HalfPrecision
-from lightning_accel.deploy.inputs import Arguments, arguments_of, shapes_in
+from lightning_accel.deploy.inputs import arguments_of, shapes_in
 from lightning_accel.deploy.int8 import without_deprecations
 from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.quantizing import Quantized
-from lightning_accel.deploy.shapes import Dimension, Dynamic, dimensions_of, others, widened
+from lightning_accel.deploy.sessions import WithConstants, constants_of, parameters_of
+from lightning_accel.deploy.shapes import Dynamic, dimensions_of, sizes_of, widened
 
 _IN_INT8 = " Export what quantize() has returned, not its .model alone, as {}."
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -50,12 +42,16 @@ class Exported:
         path: The file.
         form: Its form.
         precision: What its weights are stored in.
-        dynamic: The dimensions of the inputs that may be of any size, as ``"x: 0 (batch)"``.
+        dynamic: The dimensions of the inputs that may be of any size, as ``"x: 0 (batch)"``; or of any up to the
+            example's, where the original takes no more: ``"x: 1 (sequence), 6 at most"``.
         fixed: Those that were to be, and are of one size as the model fixes it, likewise, → that size.
-        checked: The shapes of inputs on which it computes what the original does, each in words.
+        checked: The shapes of inputs on which it computes what the original does, each in words; other numbers than
+            the example's were tried in its own.
         error: The largest relative error found there.
         num_bytes: Of the file, and what lies beside it.
         device_type: Of the device that it was written for.
+        parameters: The names of the arguments, in their order.
+        constants: Of these, those that are no tensors, with the values that the file has for every call.
     """
 
     path: Path
@@ -67,17 +63,26 @@ class Exported:
     error: float
     num_bytes: int
     device_type: str
+    parameters: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> Callable[..., Any]:
-        """The model, to be called as the original is; ONNX and OpenVINO return a list of tensors."""
-        return FORMS[self.form].load(self.path, torch.device(self.device_type))
+        """The model, to be called as the original is; ONNX and OpenVINO return a list of tensors.
+
+        Called with another constant than the file has it raises a ValueError.
+        """
+        call = FORMS[self.form].load(self.path, torch.device(self.device_type))
+        return WithConstants(call, self.parameters, self.constants) if self.constants else call
 
     def __str__(self) -> str:
-        off = f"error {self.error:.1e} on {len(self.checked)} shapes"
+        off = f"error {self.error:.1e} on {len(self.checked)} shape{'s' if len(self.checked) > 1 else ''}"
         form = self.form if self.precision == "32" else f"{self.form}+{self.precision}"
         lines = [f"{self.path}: {form}, {format_bytes(self.num_bytes)}, {off}"]
         lines += [f"  any size: {name}" for name in self.dynamic]
-        return "\n".join([*lines, *(f"  fixed by the model: {name} is {size}" for name, size in self.fixed.items())])
+        lines += [f"  fixed by the model: {name} is {size}" for name, size in self.fixed.items()]
+        return "\n".join(
+            [*lines, *(f"  constant in the file: {name} is {one!r}" for name, one in self.constants.items())]
+        )
 
 
 def export(
@@ -109,70 +114,72 @@ def export(
 
     Raises:
         ValueError: An unknown form, precision or kind of dynamic dimensions; a form that does not hold this precision
-            (:mod:`lightning_accel.deploy.combinations`); an example without tensors.
+            (:mod:`lightning_accel.deploy.combinations`); an example without tensors, or with empty ones; a path with an
+            ending that the form's library does not write.
+        TypeError: The model is a ScriptModule.
         MissingPackageError: The form needs what is not here; the message says how to install it.
         ExportError: The model cannot be written in this form (with the line of its code, where that is known), or
-            computes other numbers in it (with the module where that begins).
+            computes other numbers in it (with the module where that begins); the model itself fails on the example, or
+            returns nothing there by which a form could be checked.
         OSError: The file cannot be written.
     """
     numbers = _numbers_of(model, precision)
     check_held(form, numbers)
     check_choice("dynamic", dynamic, get_args(Dynamic))
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "model is a ScriptModule, which is TorchScript already: give the nn.Module that it was made of."
+        )
+    kind = FORMS[form]
+    target = target_of(path, kind)
     original = plain_copy(model.model if isinstance(model, Quantized) else model).requires_grad_(False)
     if precision in _DTYPES:
         original = HalfPrecision(original, _DTYPES[precision]).eval()
     device = device_of(original)
-    kind = FORMS[form]
     kind.check(device)
-    target = Path(path or f"model{kind.ending}").expanduser().resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    arguments = arguments_of(original.model if isinstance(original, HalfPrecision) else original, example)
+    arguments = arguments_of(original, example)
     arguments = map_tensors(lambda t: t.detach().to(device).contiguous(), arguments)  # strides are guarded
     dimensions = dimensions_of(arguments, dynamic)
+    if 0 in sizes_of(arguments, dimensions).values():
+        raise ValueError(f"an example with tensors of {shapes_in(arguments)}, which are empty: give one row at least.")
     prepared = kind.prepared(original) if isinstance(model, Quantized) else original
     judge: Judge = differs
     if isinstance(model, Quantized) and prepared is not original:
         judge = by_what_int8_loses(original, model.original)
     captured = Captured(prepared, widened(arguments, dimensions), dimensions, kind.fuses_attention)
+    check = Check(original, arguments, dynamic, kind, judge)
     remark = ""
-    with torch.no_grad(), without_deprecations(), _beside(target) as folder:
+    with torch.no_grad(), without_deprecations(), beside(target) as folder:
         temporary = Path(folder, target.name)
-
-        def written(captured: Captured) -> tuple[dict[Dimension, int], list[Arguments], float]:
-            """What the model fixes, the calls on which the file computes what the original does, and how far off."""
-            _write(kind, captured, temporary)
-            fixed = _fixed(captured) if kind.has_graph else {}
-            if fixed and dynamic != "auto":
-                raise DynamicDimensionError(_in_one_size(form, fixed, captured))
-            open_ones = [one for one in dimensions if one not in fixed]
-            calls = [arguments, *_possible(original, others(arguments, open_ones))]
-            failure, error = judge(original, _loaded(kind, temporary, device), calls)
-            if failure:
-                where = _where(original, calls, kind, judge, Path(folder)) if form != "aoti" else ""
-                begins = f" It begins in {where}." if where else ""
-                raise ExportError(f"form={form!r} computes {failure}.{begins} Nothing was written.")
-            return fixed, calls, error
-
+        check.example()
         try:
-            fixed, calls, error = written(captured)
+            _write(kind, captured, temporary)
+            checked = check.of(temporary, captured)
         except ExportError as failed:
             if not captured.has_fused:
                 raise
             captured, remark = replace(captured, fuses_attention=False), str(failed)
-            fixed, calls, error = written(captured)  # what is wrong without it, too, is the model's
-        num_bytes = _put(Path(folder), target)
+            _write(kind, captured, temporary)
+            checked = check.of(temporary, captured)  # what is wrong without it, too, is the model's
+        num_bytes = put(Path(folder), target)
     if remark:
         warnings.warn(f"attention is in the file as the model spells it out: {remark}", AccelWarning, stacklevel=2)
     return Exported(
         path=target,
         form=form,
         precision=numbers,
-        dynamic=tuple(_label(one, captured) for one in dimensions if one not in fixed),
-        fixed={_label(one, captured): size for one, size in fixed.items()},
-        checked=tuple(shapes_in(call) for call in calls),
-        error=error,
+        dynamic=tuple(
+            label(one, captured) + (f", {checked.at_most[one]} at most" if one in checked.at_most else "")
+            for one in dimensions
+            if one not in checked.fixed
+        ),
+        fixed={label(one, captured): size for one, size in checked.fixed.items()},
+        checked=tuple(shapes_in(call) for call in checked.calls),
+        error=checked.error,
         num_bytes=num_bytes,
         device_type=device.type,
+        parameters=parameters_of(original),
+        constants=constants_of(original, arguments),
     )
 
 
@@ -191,13 +198,6 @@ def _numbers_of(model: nn.Module | Quantized, precision: Precision) -> Numbers:
     return model.mode
 
 
-def _loaded(kind: Form, path: Path, device: torch.device) -> Callable[..., Any]:
-    try:
-        return kind.load(path, device)
-    except Exception as error:  # it has no kernel for an operator in these numbers, say
-        raise ExportError(f"form={kind.name!r} cannot load what it has written: {in_words(error)}.") from error
-
-
 def _write(kind: Form, captured: Captured, path: Path) -> None:
     try:
         kind.write(captured, path)
@@ -214,78 +214,3 @@ def _write(kind: Form, captured: Captured, path: Path) -> None:
         quantized = "LinearPackedParams" in str(error) or "Conv2dPackedParams" in str(error)
         more = _IN_INT8.format(" or ".join(map(repr, forms_with("int8-dynamic")))) if quantized else ""
         raise ExportError(f"form={kind.name!r} cannot hold this model{at}: {in_words(error)}.{more}") from error
-
-
-def _fixed(captured: Captured) -> dict[Dimension, int]:
-    """Of the dimensions that were to be open, those that the model has made one size."""
-    shapes = [node.meta["val"].shape for node in _placeholders(captured)]
-    sizes = {one: str(shapes[one.index][one.axis]) for one in captured.dimensions}  # an open one is a symbol
-    return {one: int(size) for one, size in sizes.items() if size.isdigit()}
-
-
-def _placeholders(captured: Captured) -> list[Any]:
-    """The inputs that are tensors, in their order."""
-    inputs = set(captured.program.graph_signature.user_inputs)
-    nodes = [node for node in captured.program.graph.nodes if node.op == "placeholder" and node.name in inputs]
-    return [node for node in nodes if isinstance(node.meta.get("val"), Tensor)]
-
-
-def _label(one: Dimension, captured: Captured) -> str:
-    nodes = _placeholders(captured) if "program" in vars(captured) else []
-    name = nodes[one.index].name if nodes else f"input {one.index}"
-    return f"{name}: {one.axis} ({one.name})"
-
-
-def _in_one_size(form: str, fixed: Mapping[Dimension, int], captured: Captured) -> str:
-    named = ", ".join(f"{_label(one, captured)} is {size}" for one, size in fixed.items())
-    return (
-        f"form={form!r}: the model fixes {named}: a table of positions, a reshape or a comparison with that number."
-        " dynamic='auto' leaves such dimensions fixed."
-    )
-
-
-def _where(original: nn.Module, calls: list[Arguments], kind: Form, judge: Judge, folder: Path) -> str:
-    """The module in which a form begins to differ: of those that are off when written alone the innermost first."""
-
-    def is_off(module: nn.Module, calls: list[Arguments]) -> bool:
-        dimensions = dimensions_of(calls[0], "auto")
-        prepared = module if judge is differs else kind.prepared(module)
-        part = Captured(prepared, widened(calls[0], dimensions), dimensions, kind.fuses_attention)
-        path = folder / f"part{kind.ending}"
-        try:
-            kind.write(part, path)
-            return bool(judge(module, kind.load(path, device_of(original)), calls)[0])
-        except Exception:  # it takes or returns what a form cannot
-            return False
-
-    return first_off(original, calls, is_off)
-
-
-def _possible(original: nn.Module, calls: list[Arguments]) -> list[Arguments]:
-    """Those that the original takes: a sequence may not be longer than its table of positions."""
-    found = []
-    for args, kwargs in calls:
-        try:
-            original(*args, **kwargs)
-        except Exception:
-            continue
-        found.append((args, kwargs))
-    return found
-
-
-def _beside(target: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder on the same disk, gone afterwards, whatever happens."""
-    if target.is_dir():
-        raise IsADirectoryError(f"{target} is a folder: give the path of a file.")
-    if is_special(target):
-        raise OSError(f"{target} is no file, and must not be replaced by one: give the path of a file.")
-    return tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True)
-
-
-def _put(folder: Path, target: Path) -> int:
-    """Moves what was written to where it belongs, the file itself last; returns the bytes of all."""
-    written = [one for one in folder.iterdir() if one.is_file()]
-    num_bytes = sum(one.stat().st_size for one in written)
-    for one in sorted(written, key=lambda file: file.name == target.name):
-        os.replace(one, target.with_name(one.name))
-    return num_bytes

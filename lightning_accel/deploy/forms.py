@@ -8,27 +8,28 @@ import logging
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from typing_extensions import override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.torch_private.compilation import compile_to_package, load_package
-from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.fused_attention import fuse_attention
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.int8 import MissingPackageError
 from lightning_accel.deploy.int8_onnx import in_onnx
+from lightning_accel.deploy.sessions import Session
 from lightning_accel.deploy.shapes import Dimension, as_torch_wants
+from lightning_accel.deploy.tracing import traced
 
 Call = Callable[..., Any]
 
@@ -76,6 +77,7 @@ class Form(ABC):
         install: The command that does.
         has_graph: Whether it is made of :attr:`Captured.program`.
         fuses_attention: Whether it has a kernel for attention as a whole.
+        needs_ending: Whether its library writes files with this ending only.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Form(ABC):
     install = ""
     has_graph = True
     fuses_attention = True
+    needs_ending = False
 
     def check(self, device: torch.device) -> None:
         """Raises a MissingPackageError, with the mend, where this machine cannot make the form."""
@@ -109,7 +112,7 @@ class Form(ABC):
 class Pt2(Form):
     """Torch's own: a graph in a file, which any torch of this version or later runs, compiles or lowers."""
 
-    name, ending = "pt2", ".pt2"
+    name, ending, needs_ending = "pt2", ".pt2", True
 
     @override
     def write(self, captured: Captured, path: Path) -> None:
@@ -123,7 +126,7 @@ class Pt2(Form):
 class Aoti(Form):
     """Compiled ahead of time by TorchInductor for this kind of processor or GPU; runs without Python, from C++ too."""
 
-    name, ending = "aoti", ".pt2"
+    name, ending, needs_ending = "aoti", ".pt2", True
 
     @override
     def check(self, device: torch.device) -> None:
@@ -132,6 +135,7 @@ class Aoti(Form):
 
     @override
     def write(self, captured: Captured, path: Path) -> None:
+        rank_zero_info("lightning-accel: form='aoti' is being compiled, which takes from half a minute to several")
         compile_to_package(captured.program, path)
 
     @override
@@ -146,13 +150,7 @@ class TorchScript(Form):
 
     @override
     def write(self, captured: Captured, path: Path) -> None:
-        args, kwargs = captured.arguments
-        given: dict[str, Any] = {"example_kwarg_inputs": kwargs} if kwargs else {"example_inputs": args}
-        with warnings.catch_warnings(), _unused_properties_hidden(captured.model):
-            warnings.simplefilter("ignore")  # what tracing bakes in is found by calling it with other shapes
-            jit: Any = torch.jit
-            traced = jit.trace(captured.model, check_trace=False, strict=False, **given)
-            jit.save(jit.freeze(traced), path)
+        torch.jit.save(traced(captured.model, captured.arguments), path)
 
     @override
     def load(self, path: Path, device: torch.device) -> Call:
@@ -190,13 +188,14 @@ class Onnx(Form):
         options.log_severity_level = 3  # errors: its warnings are of its own graph
         options.intra_op_num_threads = torch.get_num_threads()
         providers = [*(one for one in wanted if one in has), "CPUExecutionProvider"]
-        return Session(runtime.InferenceSession(str(path), options, providers=providers))
+        session = runtime.InferenceSession(str(path), options, providers=providers)
+        return Session([entry.name for entry in session.get_inputs()], lambda feeds: session.run(None, feeds))
 
 
 class OpenVino(Form):
     """For OpenVINO, on Intel's processors and GPUs: an ``.xml`` and, beside it, a ``.bin``."""
 
-    name, ending = "openvino", ".xml"
+    name, ending, needs_ending = "openvino", ".xml", True
     packages, install = ("openvino",), "pip install openvino"
 
     @override
@@ -205,6 +204,11 @@ class OpenVino(Form):
         with temporarily(lambda: os.environ.get("CI"), _set_ci, "true"):
             openvino = importlib.import_module("openvino")
             converted = openvino.convert_model(captured.program)
+        for entry, node in zip(converted.inputs, user_inputs_of(captured.program), strict=True):
+            if isinstance(node.meta.get("val"), Tensor):
+                entry.tensor.set_names({node.name})  # it has numbers for the names of some
+            else:
+                converted.remove_parameter(entry.node)
         openvino.save_model(converted, path, compress_to_fp16=False)
 
     @override
@@ -213,11 +217,11 @@ class OpenVino(Form):
         settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
         compiled = importlib.import_module("openvino").compile_model(path, "CPU", settings)
 
-        def run(*args: Any, **kwargs: Any) -> list[Tensor]:
-            found = compiled([t.detach().cpu().numpy() for t in tensors_in((args, kwargs))])
-            return [torch.from_numpy(found[output].copy()) for output in compiled.outputs]
+        def run(feeds: dict[str, Any]) -> list[Any]:
+            found = compiled(feeds)
+            return [found[output].copy() for output in compiled.outputs]
 
-        return run
+        return Session([entry.any_name for entry in compiled.inputs], run)
 
 
 class TensorRT(Form):
@@ -248,22 +252,16 @@ class TensorRT(Form):
 FORMS: dict[str, Form] = {form.name: form for form in (Pt2(), Aoti(), Onnx(), TensorRT(), TorchScript(), OpenVino())}
 
 
-@contextmanager
-def _unused_properties_hidden(model: nn.Module) -> Iterator[None]:
-    """Keeps torch.jit off what modules tell it to leave alone: it reads all that ``dir`` names before it asks.
+def user_inputs_of(program: ExportedProgram) -> list[fx.Node]:
+    """What the graph is called with, in its order, with what is no tensor."""
+    kinds = [spec.kind.name for spec in program.graph_signature.input_specs]
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    return [node for node, kind in zip(nodes, kinds, strict=True) if kind == "USER_INPUT"]
 
-    A LightningModule's ``trainer`` is among these, and raises where it has none.
-    """
-    kinds = {module: type(module) for module in model.modules()}
-    for module, kind in kinds.items():
-        if unused := set(getattr(kind, "__jit_unused_properties__", ())):
-            names = [name for name in dir(module) if name not in unused]
-            module.__class__ = type(kind.__name__, (kind,), {"__dir__": lambda _, names=names: names})
-    try:
-        yield
-    finally:
-        for module, kind in kinds.items():
-            module.__class__ = kind
+
+def inputs_of(program: ExportedProgram) -> list[fx.Node]:
+    """The inputs that are tensors, in their order."""
+    return [node for node in user_inputs_of(program) if isinstance(node.meta.get("val"), Tensor)]
 
 
 def _set_ci(value: str | None) -> None:
@@ -271,22 +269,3 @@ def _set_ci(value: str | None) -> None:
         os.environ.pop("CI", None)
     else:
         os.environ["CI"] = value
-
-
-class Session:
-    """A session of ONNX Runtime that takes and returns tensors.
-
-    Args:
-        session: Of ``onnxruntime``.
-    """
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-        self._names = [entry.name for entry in session.get_inputs()]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        tensors = tensors_in((args, [kwargs[name] for name in self._names if name in kwargs]))
-        if len(tensors) != len(self._names):  # keyword arguments that are no tensors, but hold some
-            tensors = tensors_in((args, kwargs))
-        feeds = {name: t.detach().cpu().numpy() for name, t in zip(self._names, tensors, strict=True)}
-        return [torch.from_numpy(found) for found in self._session.run(None, feeds)]

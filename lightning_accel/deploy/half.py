@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ class HalfPrecision(nn.Module):
         super().__init__()
         self.model = model.to(dtype)
         self.dtype = dtype
+        set_parameters(self, inspect.signature(model.forward).parameters.values())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = map_tensors(self._narrow, (args, kwargs))
@@ -32,3 +36,12 @@ class HalfPrecision(nn.Module):
 
     def _wide(self, tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype == self.dtype else tensor
+
+
+def set_parameters(wrapper: nn.Module, parameters: Iterable[inspect.Parameter]) -> None:
+    """Has a ``forward`` that takes anything say what it takes: exporters name the inputs of a file by that."""
+    written: Any = type(wrapper).forward
+    forward: Any = FunctionType(written.__code__, written.__globals__, "forward")
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = inspect.Signature([this, *parameters])
+    vars(wrapper)["forward"] = MethodType(forward, wrapper)

@@ -29,6 +29,8 @@ def plain_copy(model: nn.Module, without: Mapping[int, Any] | None = None) -> nn
     Raises:
         TypeError: The model holds something that cannot be copied.
     """
+    while type(model).__name__ == "OptimizedModule":  # what torch.compile() has made, whose forward has no names
+        (model,) = model.children()
     with torch.no_grad():
         copied = copy.deepcopy(model, dict(without or {}))
     for module in copied.modules():

@@ -84,15 +84,29 @@ def widened(arguments: Arguments, dimensions: list[Dimension]) -> Arguments:
     return resized(arguments, dimensions, {name: _LEAST for name, size in sizes.items() if size < _LEAST})
 
 
-def others(arguments: Arguments, dimensions: list[Dimension]) -> list[Arguments]:
-    """The example with other sizes, each dimension by itself: batches of 1 and one more, sequences of half and more."""
-    sizes = sizes_of(arguments, dimensions)
-    found = []
-    for name, size in sizes.items():
-        for other in dict.fromkeys((1 if name == "batch" else max(1, size // 2), size + 1)):
-            if other != size:
-                found.append(resized(arguments, dimensions, {name: other}))
-    return found
+def other_sizes(arguments: Arguments, dimensions: list[Dimension], name: Name) -> dict[int, Arguments]:
+    """The example with other sizes of one dimension: batches of 1 and one more, sequences of half and one more."""
+    size = sizes_of(arguments, dimensions)[name]
+    tried = {1 if name == "batch" else max(1, size // 2), size + 1} - {size}
+    return {other: resized(arguments, dimensions, {name: other}) for other in sorted(tried)}
+
+
+def other_numbers(arguments: Arguments) -> Arguments:
+    """The example with numbers that are as good: rows in another order; tokens, too, and features half as large.
+
+    Whole numbers may be indices into a table: there are none but the example's. Masks keep their rows as they are, as
+    what comes of one that masks everything is nobody's to say.
+    """
+
+    def change(tensor: Tensor) -> Tensor:
+        is_mask = bool(((tensor == 0) | (tensor == 1)).all())
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+        axes = tuple(range(tensor.dim()))
+        turned = tensor.flip(axes if is_whole and not is_mask else axes[:1])
+        return turned if is_whole or is_mask else turned / 2
+
+    changed: Arguments = map_tensors(change, arguments)
+    return changed
 
 
 def as_torch_wants(model: Any, arguments: Arguments, dimensions: list[Dimension]) -> Any:

@@ -152,7 +152,7 @@ def test_what_is_missing_is_said_and_the_status_is_2(checkpoint: str, capsys: py
         ([path, "--model", "nowhere:Served"], "No module named 'nowhere'"),
         ([path, "--model", model, "--example", "none.pt"], "none.pt"),
         ([path, "--model", model, "--example", "other.pt", "--form", "onyx"], "did you mean 'onnx'"),
-        ([path, "--model", model, "--example", "other.pt"], "cannot hold this model"),
+        ([path, "--model", model, "--example", "other.pt"], "the model itself fails on the example, (3, 7), at"),
         ([path, "--model", model, "--precision", "int8"], "precision='int8'; did you mean 'int8-"),
         ([path, "--model", model, "--form", "onnx", "--precision", "int8-static"], "names no data module, nor has"),
         ([path, "--model", model, "--data", "nowhere:batches"], "--data nowhere:batches"),

@@ -1,0 +1,223 @@
+"""A form that was written is called as the original is: on its example, on other numbers, and on other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.core.device import device_of
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.deploy.agreement import Judge, differs
+from lightning_accel.deploy.beginnings import first_off
+from lightning_accel.deploy.errors import DynamicDimensionError, ExportError, in_words, users_line_of
+from lightning_accel.deploy.forms import Captured, Form, inputs_of
+from lightning_accel.deploy.half import HalfPrecision
+from lightning_accel.deploy.inputs import Arguments, shapes_in
+from lightning_accel.deploy.shapes import (
+    Dimension,
+    Dynamic,
+    Name,
+    dimensions_of,
+    other_numbers,
+    other_sizes,
+    sizes_of,
+    widened,
+)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found.
+
+    Attributes:
+        fixed: The dimensions that were to be open, and are of one size.
+        at_most: Of open dimensions, those for which the original takes no more.
+        calls: On which the file computes what the original does, but for those on other numbers.
+        error: The largest relative error there.
+    """
+
+    fixed: dict[Dimension, int]
+    at_most: dict[Dimension, int]
+    calls: list[Arguments]
+    error: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a file is held against.
+
+    Attributes:
+        original: The model.
+        arguments: The example.
+        dynamic: As asked for.
+        form: What was written.
+        judge: Says how a form is off.
+    """
+
+    original: nn.Module
+    arguments: Arguments
+    dynamic: Dynamic
+    form: Form
+    judge: Judge
+
+    def example(self) -> None:
+        """Raises where the original does not take the example, or returns nothing by which a form could be checked."""
+        args, kwargs = self.arguments
+        try:
+            outputs = self.original(*args, **kwargs)
+        except Exception as error:
+            line = users_line_of(error)
+            at = f" at {line}" if line else ""
+            raise ExportError(
+                f"the model itself fails on the example, {shapes_in(self.arguments)},{at}: {in_words(error)}."
+                f"{_in_half(self.original)} Nothing was written."
+            ) from error
+        numbers = [t for t in tensors_in(outputs) if t.is_floating_point() or t.is_complex()]
+        for index, one in enumerate(numbers):
+            if not torch.isfinite(one).any():
+                has = "only NaN and infinities" if one.numel() else "no numbers"
+                raise ExportError(
+                    f"the model's own output {index}, {tuple(one.shape)}, has {has} on the example, so that no form can"
+                    " be checked against it: look at the weights, or give another example. Nothing was written."
+                )
+
+    def of(self, path: Path, captured: Captured) -> Checked:
+        """The file at ``path``, loaded and called.
+
+        Raises:
+            DynamicDimensionError: A dimension that was asked to be open is not.
+            ExportError: It cannot be loaded, or computes something else.
+        """
+        call = self._loaded(path)
+        dimensions = captured.dimensions
+        fixed = _fixed(captured) if self.form.has_graph else {}
+        open_ones = [one for one in dimensions if one not in fixed]
+        sizes = sizes_of(self.arguments, open_ones)
+        taken: list[tuple[Name, Arguments]] = []
+        at_most: dict[Dimension, int] = {}
+        for name, size in sizes.items():
+            alike = [one for one in open_ones if one.name == name]
+            tried = other_sizes(self.arguments, open_ones, name)
+            possible = {other: one for other, one in tried.items() if _outputs(self.original, one) is not None}
+            if not self.form.has_graph and (
+                not possible or any(_outputs(call, one) is None for one in possible.values())
+            ):
+                fixed |= dict.fromkeys(alike, size)
+                continue
+            if possible and max(possible) < size:
+                at_most |= dict.fromkeys(alike, size)
+            taken += [(name, one) for one in possible.values()]
+        if fixed and self.dynamic != "auto":
+            raise DynamicDimensionError(self._in_one_size(fixed, captured))
+        calls = [self.arguments, *(one for _, one in taken)]
+        failure, error = self.judge(self.original, call, calls)
+        advice = self._about_sizes(call, taken) if failure and not self.form.has_graph else ""
+        if not failure and (others := [one for one in [other_numbers(self.arguments)] if self._is_finite(one)]):
+            failure, more = self.judge(self.original, call, others)
+            failure, error = failure and f"{failure} with other numbers than the example's", max(error, more)
+        if failure:
+            raise ExportError(
+                f"{self._said(failure)}.{self._why(call, calls, path.parent)}{advice} Nothing was written."
+            )
+        return Checked(fixed, at_most, calls, error)
+
+    def _loaded(self, path: Path) -> Callable[..., Any]:
+        try:
+            return self.form.load(path, device_of(self.original))
+        except Exception as error:  # it has no kernel for an operator in these numbers, say
+            raise ExportError(f"form={self.form.name!r} cannot load what it has written: {in_words(error)}.") from error
+
+    def _in_one_size(self, fixed: Mapping[Dimension, int], captured: Captured) -> str:
+        named = ", ".join(f"{label(one, captured)} is {size}" for one, size in fixed.items())
+        return (
+            f"form={self.form.name!r}: the model fixes {named}: a table of positions, a reshape or a comparison with"
+            " that number. dynamic='auto' leaves such dimensions fixed."
+        )
+
+    def _about_sizes(self, call: Callable[..., Any], taken: list[tuple[Name, Arguments]]) -> str:
+        """What to do where it is a size of the example's that the file holds."""
+        for dynamic, names in (("batch", ["batch"]), ("off", [])):
+            calls = [self.arguments, *(one for name, one in taken if name in names)]
+            if len(calls) <= len(taken) and not self.judge(self.original, call, calls)[0]:
+                return (
+                    f" The file holds a size of the example's: dynamic={dynamic!r} writes it for calls of that size"
+                    " only, 'pt2' and 'onnx' take any."
+                )
+        return ""
+
+    def _is_finite(self, arguments: Arguments) -> bool:
+        outputs = _outputs(self.original, arguments)
+        return outputs is not None and all(bool(torch.isfinite(t).all()) for t in outputs)
+
+    def _said(self, failure: str) -> str:
+        return f"form={self.form.name!r} {'computes ' if failure.startswith('other numbers') else ''}{failure}"
+
+    def _why(self, call: Callable[..., Any], calls: list[Arguments], folder: Path) -> str:
+        """Where, or why, a form's numbers are off."""
+        first, second = (_outputs(self.original, self.arguments) or [] for _ in range(2))
+        if not all(
+            torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(first, second, strict=False)
+        ):
+            return " The model draws random numbers: two calls of its own differ, and the file draws others."
+        for index, (one, other) in enumerate(zip(first, _outputs(call, self.arguments) or [], strict=False)):
+            if one.dtype != other.dtype:
+                return f" Output {index} is {other.dtype} in the file and {one.dtype} in the model."
+        if any(one.dtype == torch.float64 for one in first) and self.form.name != "pt2":
+            return " The model returns float64, and the form may compute in float32 inside: return that, or take 'pt2'."
+        # Compiling part after part would take too long.
+        where = self._where(calls, folder) if self.form.name != "aoti" else ""
+        return f" It begins in {where}." if where else ""
+
+    def _where(self, calls: list[Arguments], folder: Path) -> str:
+        """The module in which a form begins to differ: of those that are off when written alone the innermost first."""
+
+        def is_off(module: nn.Module, calls: list[Arguments]) -> bool:
+            dimensions = dimensions_of(calls[0], "auto")
+            prepared = module if self.judge is differs else self.form.prepared(module)
+            part = Captured(prepared, widened(calls[0], dimensions), dimensions, self.form.fuses_attention)
+            path = folder / f"part{self.form.ending}"
+            try:
+                self.form.write(part, path)
+                return bool(self.judge(module, self.form.load(path, device_of(self.original)), calls)[0])
+            except Exception:  # it takes or returns what a form cannot
+                return False
+
+        return first_off(self.original, calls, is_off)
+
+
+def label(one: Dimension, captured: Captured) -> str:
+    """A dimension in words: ``tokens: 1 (sequence)``."""
+    nodes = inputs_of(captured.program) if "program" in vars(captured) else []
+    name = nodes[one.index].name if nodes else f"input {one.index}"
+    return f"{name}: {one.axis} ({one.name})"
+
+
+def _fixed(captured: Captured) -> dict[Dimension, int]:
+    """Of the dimensions that were to be open, those that the model has made one size."""
+    shapes = [node.meta["val"].shape for node in inputs_of(captured.program)]
+    sizes = {one: str(shapes[one.index][one.axis]) for one in captured.dimensions}  # an open one is a symbol
+    return {one: int(size) for one, size in sizes.items() if size.isdigit()}
+
+
+def _outputs(call: Callable[..., Any], arguments: Arguments) -> list[Tensor] | None:
+    """The tensors that a call returns; None: it fails, as for a sequence longer than its table of positions."""
+    args, kwargs = arguments
+    try:
+        return tensors_in(call(*args, **kwargs))
+    except Exception:
+        return None
+
+
+def _in_half(model: nn.Module) -> str:
+    if not isinstance(model, HalfPrecision):
+        return ""
+    name = str(model.dtype).removeprefix("torch.")
+    return (
+        f" It may make float32 inside forward(), which does not go with weights in {name}: make tensors with"
+        " dtype=x.dtype there, or leave precision out."
+    )

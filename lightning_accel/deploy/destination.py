@@ -1,0 +1,45 @@
+"""Where an export goes: to one place, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from lightning_accel.core.whole_file import is_special
+from lightning_accel.deploy.forms import Form
+
+
+def target_of(path: str | Path | None, form: Form) -> Path:
+    """The file to be written.
+
+    Raises:
+        OSError: It is a folder, or a device.
+        ValueError: It has an ending that the form's library does not write.
+    """
+    target = Path(path or f"model{form.ending}").expanduser().resolve()
+    if target.is_dir() or str(path or "").endswith(("/", os.sep)):
+        raise IsADirectoryError(f"{target} is a folder: give the path of a file.")
+    if is_special(target):
+        raise OSError(f"{target} is no file, and must not be replaced by one: give the path of a file.")
+    if form.needs_ending and target.suffix != form.ending:
+        raise ValueError(
+            f"path={str(path)!r}: form={form.name!r} is written to files that end in {form.ending!r}, "
+            f"{target.with_suffix(form.ending).name!r} say."
+        )
+    return target
+
+
+def beside(target: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder on the same disk, gone afterwards, whatever happens; the target's own is made."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True)
+
+
+def put(folder: Path, target: Path) -> int:
+    """Moves what was written to where it belongs, the file itself last; returns the bytes of all."""
+    written = [one for one in folder.iterdir() if one.is_file()]
+    num_bytes = sum(one.stat().st_size for one in written)
+    for one in sorted(written, key=lambda file: file.name == target.name):
+        os.replace(one, target.with_name(one.name))
+    return num_bytes

@@ -7,17 +7,19 @@ import tempfile
 from pathlib import Path
 
 from lightning_accel.core.whole_file import is_special
+from lightning_accel.deploy.combinations import Numbers
 from lightning_accel.deploy.forms import Form
+from lightning_accel.deploy.naming import default_path
 
 
-def target_of(path: str | Path | None, form: Form) -> Path:
-    """The file to be written.
+def target_of(path: str | Path | None, form: Form, numbers: Numbers) -> Path:
+    """The file to be written; by default ``model``, in the working folder, with what tells it from other forms.
 
     Raises:
         OSError: It is a folder, or a device.
         ValueError: It has an ending that the form's library does not write.
     """
-    target = Path(path or f"model{form.ending}").expanduser().resolve()
+    target = Path(path or default_path(Path("model"), form.name, numbers)).expanduser().resolve()
     if target.is_dir() or str(path or "").endswith(("/", os.sep)):
         raise IsADirectoryError(f"{target} is a folder: give the path of a file.")
     if is_special(target):

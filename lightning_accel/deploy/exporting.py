@@ -99,14 +99,15 @@ def export(
     The model, accelerated or not, is exported as its author wrote it; it stays as it is. The file is loaded again and
     called on inputs of several sizes: outputs have to be within the spread of the original's own (docs/numbers.md).
     Attention that the model spells out is torch's one operation in the file, but for ONNX and TorchScript.
-    INT8 in ONNX, whose kernels round otherwise, may be off from the model in float by twice what ``quantize``'s is.
+    INT8 in ONNX, whose kernels round otherwise, may be off from the model in float by three times what
+    ``quantize``'s is, with dynamic ranges four times.
 
     Args:
         model: A module, or what ``quantize`` has made of one.
         example: What ``forward`` takes: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         form: ``"pt2"``, torch's own graph; ``"aoti"``, compiled for this kind of machine; ``"onnx"``; ``"tensorrt"``,
             for a model on an NVIDIA GPU; ``"torchscript"``, which torch has deprecated; ``"openvino"``.
-        path: Where to; by default ``model`` and the form's ending, in the working folder.
+        path: Where to; by default ``model.onnx``, ``model.fp16.onnx``, ``model.aoti.pt2``, in the working folder.
         dynamic: Which dimensions may be of any size: ``"auto"``, batch and sequence, but for what the model fixes;
             ``"batch"`` and ``"batch+sequence"``, these or an error; ``"off"``, none.
         precision: ``"fp16"`` and ``"bf16"`` store and compute in it, between inputs and outputs in float32. For INT8
@@ -131,7 +132,7 @@ def export(
             "model is a ScriptModule, which is TorchScript already: give the nn.Module that it was made of."
         )
     kind = FORMS[form]
-    target = target_of(path, kind)
+    target = target_of(path, kind, numbers)
     original = plain_copy(model.model if isinstance(model, Quantized) else model).requires_grad_(False)
     if precision in _DTYPES:
         original = HalfPrecision(original, _DTYPES[precision]).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ _OF_SHAPES = frozenset(
     ]
 )
 """What does not depend on a tensor's numbers: that it holds for other shapes is seen by calling it with those."""
+
+_IN_PLACE = re.compile(r"^_{2}(i|set)|[^_]_$")  # x += y, x[0] = y, x.add_(y)
 
 
 def traced(model: nn.Module, arguments: Arguments) -> Any:
@@ -93,8 +96,7 @@ class _NumbersInPython(TorchFunctionMode):
             )
         found = function(*args, **(kwargs or {}))
         if depends and name not in _OF_SHAPES:
-            is_in_place = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
-            self._note((found, args[:1] if is_in_place else ()))
+            self._note((found, args[:1] if _IN_PLACE.search(name) else ()))
         return found
 
     def _note(self, data: Any) -> None:

@@ -207,7 +207,7 @@ def test_layers_in_int8_are_written_by_the_forms_that_hold_them() -> None:
     quantized = quantize(model, "int8-dynamic")
     exported = export(quantized, torch.randn(4, 64), "torchscript")
     assert exported.precision == "int8-dynamic"
-    assert "model.ts: torchscript+int8-dynamic, " in str(exported)
+    assert "model.int8-dynamic.ts: torchscript+int8-dynamic, " in str(exported)
     with pytest.raises(ExportError, match=r"Export what quantize\(\) has returned, .* as 'onnx' or 'torchscript'"):
         export(quantized.model, torch.randn(4, 64), "pt2")
 

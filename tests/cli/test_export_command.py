@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -76,7 +76,14 @@ def test_the_class_is_the_one_in_config_yaml_in_the_folder_of_the_run(checkpoint
     assert Path("run/checkpoints/best.pt2").exists()
 
 
-@pytest.mark.parametrize("precision", [numbers for numbers in HOLDS["onnx"] if numbers != "32"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(numbers, marks=[pytest.mark.slow] * (numbers in ("int8-static", "int8-weight")))
+        for numbers in HOLDS["onnx"]
+        if numbers != "32"
+    ],
+)
 def test_a_file_has_smaller_numbers_and_computes_nearly_the_same(
     precision: str, large: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +221,15 @@ def test_the_users_own_code_is_named_with_its_line(checkpoint: str, capsys: pyte
         assert message in said
 
 
+@pytest.fixture
+def _sigint_is_heard() -> Iterator[None]:
+    """Also in a process that a shell has started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_sigint_is_heard")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_with_a_line_and_leaves_nothing_behind(
     number: signal.Signals, status: int, checkpoint: str, capsys: pytest.CaptureFixture[str]

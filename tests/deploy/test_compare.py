@@ -35,14 +35,14 @@ def batches(of: nn.Module, count: int = 4) -> list[tuple[Tensor, Tensor]]:
 def found() -> Comparison:
     torch.manual_seed(0)
     served = model()
-    forms = ["torchscript", "int8-dynamic", "torchscript+int8-dynamic", "tensorrt", "pt2+bf16"]
+    forms = ["bf16", "int8-dynamic", "torchscript+int8-dynamic", "tensorrt"]
     return compare(
         served, forms, batches(served), MulticlassAccuracy(4, average="micro"), batch_sizes=(1, 4), seconds=0.05
     )
 
 
 def test_every_form_is_measured_beside_the_original(found: Comparison) -> None:
-    assert list(found.forms) == ["eager", "torchscript", "int8-dynamic", "torchscript+int8-dynamic", "pt2+bf16"]
+    assert list(found.forms) == ["eager", "bf16", "int8-dynamic", "torchscript+int8-dynamic"]
     for form in found.forms.values():
         assert 0 < form.latency.p50 <= form.latency.p95 <= form.latency.p99
         assert form.latency.calls >= 10
@@ -62,7 +62,7 @@ def test_accuracy_has_an_interval_and_its_drop_one_over_the_same_samples(found: 
 def test_numerical_errors_are_those_of_the_numbers_that_a_form_computes_in(found: Comparison) -> None:
     errors = {name: form.error for name, form in found.forms.items()}
     assert errors["eager"] == 0
-    assert errors["torchscript"] < 1e-5 < errors["pt2+bf16"] < 0.02
+    assert 1e-5 < errors["bf16"] < 0.02
     assert errors["int8-dynamic"] == pytest.approx(errors["torchscript+int8-dynamic"], rel=0.1)
 
 

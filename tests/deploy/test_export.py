@@ -304,6 +304,7 @@ def test_a_bit_less_of_the_weights_is_not_taken_for_a_fault(scale: float, is_rig
     assert max(ratios) > 2
 
 
+@pytest.mark.slow
 def test_int8_that_is_off_in_onnx_is_kept_out_and_the_layer_named_where_that_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

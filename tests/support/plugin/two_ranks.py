@@ -125,8 +125,9 @@ RUNS: dict[str, dict[str, Any]] = {
 SLOW = (
     *("views, no rebuilt buckets", "refused by rank 0", "accel_ddp, views"),
     *("checkpointing", "selective", "accel_ddp, half"),
+    *("offloading", "packing", "attention, checkpointed"),
 )
-"""Left to `make test-slow`: the others show what they show, by another rank, strategy or model."""
+"""Left to `make test-slow`: others show what they show, by another rank, strategy or model, or all techniques do."""
 
 EPOCHS = {"budget": 4}  # until a plan is made, measured and timed
 STRATEGIES = dict.fromkeys(["unused", "views, no rebuilt buckets"], "ddp_find_unused_parameters_true")

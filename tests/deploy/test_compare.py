@@ -114,8 +114,15 @@ def test_a_form_that_is_off_on_any_batch_is_left_out() -> None:
     first, second = torch.randn(4, 8), torch.randn(4, 8)
     original, other = (Judged({}, [[first], [scale * second]]) for scale in (1.0, 1.1))
     assert _off("torchscript", original, original) == ""
-    assert "by 0.1 of their norm, allowed is 0.01" in _off("torchscript", other, original)
+    assert "by 0.1 of the outputs' norm, allowed is 0.01" in _off("torchscript", other, original)
     assert "infinite, or no numbers" in _off("int8-dynamic", Judged({}, [[first], [second * math.nan]]), original)
+
+
+def test_of_whole_numbers_a_form_may_have_one_otherwise() -> None:
+    """Of two classes that are level, rounding decides."""
+    original, one, two = (Judged({}, [[torch.tensor(classes)]]) for classes in ([1, 2, 3], [1, 2, 0], [1, 0, 0]))
+    assert _off("onnx", one, original) == ""
+    assert "by 0.67 of the outputs, in whole numbers" in _off("onnx", two, original)
 
 
 def test_a_form_that_cannot_hold_the_model_is_left_out_with_the_reason() -> None:

@@ -131,12 +131,6 @@ class Engine:
             loader = technique.loader(loader, terms)
         return loader
 
-    def predictions(self, outputs: Any) -> Any:
-        """What a predict step returned, as the original would have."""
-        for technique in self._at_work:
-            outputs = technique.predictions(outputs)
-        return outputs
-
     def meet(self, optimizers: Iterable[Optimizer]) -> None:
         """Shows optimizers that train the model to the techniques. Those that they know already are passed over."""
         told = list(optimizers)
@@ -246,6 +240,17 @@ class Engine:
             if technique.notes.is_new:
                 self._hear(technique)
 
+    def has(self, name: str) -> bool:
+        """Whether a technique of this name is in force, or on trial."""
+        return self.report.of(name).is_on and any(t.name == name for t in self._techniques if name not in self._resting)
+
+    def spoilt(self) -> list[tuple[str, str]]:
+        """Which techniques have had the step that is just over go otherwise than the user's would, and how."""
+        found = [(technique.name, technique.notes.spoilt) for technique in self._techniques if technique.notes.spoilt]
+        for technique in self._techniques:
+            technique.notes.spoilt = ""
+        return found
+
     def withdraw(self, name: str, reason: str) -> None:
         """Takes a technique back that was put on in mid-run."""
         for technique in [one for one in self._techniques if one.name == name]:
@@ -260,9 +265,15 @@ class Engine:
             techniques.remove(technique)
         self._find_at_work()
 
-    def stand_aside(self, reason: str) -> None:
-        """Takes every edit back for the rest of the run, and remembers it for a resumed one."""
-        for technique in reversed(self._techniques):
+    def stand_aside(self, reason: str, name: str | None = None) -> None:
+        """Takes edits back for the rest of the run, and remembers it for a resumed one.
+
+        Args:
+            reason: Why.
+            name: Of the technique whose edits; None: of all.
+        """
+        leaving = [technique for technique in self._techniques if name in (None, technique.name)]
+        for technique in reversed(leaving):
             for patch in [*self._edits.on_model[technique.name], *self._edits.on_optimizers[technique.name]]:
                 self._edits.refuse(technique, patch.site, reason)
                 if technique.remembers:
@@ -273,9 +284,10 @@ class Engine:
             record = self.report.of(technique.name)
             record.is_on, record.status = False, f"taken back: {reason}"
         # Not closed before the run ends: layouts that DistributedDataParallel counts on are held until then.
-        self._techniques, self._at_work = [], []
-        self._has_edits = False
-        self._trial_step = None
+        self._techniques = [technique for technique in self._techniques if technique not in leaving]
+        if not self._techniques:
+            self._trial_step = None
+        self._find_at_work()
 
     def join_after_failure(self) -> None:
         """Gives the other ranks the word they wait for, where a trial step of this rank was repeated without edits."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -19,20 +21,11 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 FORMAT_NAMES = {4: "channels_last", 5: "channels_last_3d"}
 
 
-def to_channels_last(tensor: Tensor, dims: Sequence[int] = (4, 5)) -> Tensor:
-    """A 4-D or 5-D strided tensor in channels_last(_3d); other tensors dense, in the order they have.
-
-    Args:
-        tensor: Any tensor.
-        dims: The numbers of dimensions that mean an image: 4 for (B, C, H, W), 5 for (B, C, D, H, W).
-    """
-    if tensor.layout != torch.strided:
-        return tensor
-    if tensor.dim() in dims and (tensor.is_floating_point() or tensor.dtype == torch.uint8):
-        return in_format(tensor, FORMATS[tensor.dim()])
-    orders = (torch.contiguous_format, FORMATS.get(tensor.dim(), torch.contiguous_format))
-    is_dense = any(tensor.is_contiguous(memory_format=order) for order in orders)
-    return tensor if is_dense else tensor.contiguous()
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether a tensor is an image in channels_last, or in channels_last_3d, and not in the ordinary layout as well."""
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.dim() not in FORMATS or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=FORMATS[tensor.dim()])
 
 
 def in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
@@ -57,6 +50,9 @@ def with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 class WeightLayout(Patch):
     """Holds a convolution's weights in channels_last. Values, shapes and the parameters themselves stay.
 
+    Its input follows where it is called: batches are left as they are, since callbacks and the user's own random draws
+    see them too.
+
     Attributes:
         convolution: The module.
         strides: For every parameter changed, the strides it had.
@@ -68,7 +64,10 @@ class WeightLayout(Patch):
         self._parameters = [p for p in convolution.parameters() if p.dim() == dim]
         self._format = FORMATS[dim]
         self.strides: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._takes_input = hasattr(convolution, convolution_method())  # transposed convolutions do not
         self._held = MethodPatch(site, "contiguous weight", convolution, convolution_method(), _on_contiguous_weight)
+        laid_out = functools.partial(_on_input_in, self._format)
+        self._input = MethodPatch(site, "input in its format", convolution, convolution_method(), laid_out)
 
     def hold(self) -> None:
         """Computes as after :meth:`undo`, on a contiguous copy of the weight, but leaves the weight's layout alone.
@@ -79,6 +78,7 @@ class WeightLayout(Patch):
         """
         if not self._held.is_applied:
             self._apply()
+            self._input.undo()
             self._held.apply()
 
     def release(self) -> None:
@@ -100,10 +100,13 @@ class WeightLayout(Patch):
             self.strides[parameter] = parameter.stride()
             parameter.data = converted
             _match_gradient(parameter)
+        if self._takes_input:
+            self._input.apply()
 
     @override
     @torch.inference_mode(False)
     def _undo(self) -> None:
+        self._input.undo()
         for parameter, stride in self.strides.items():
             parameter.data = with_strides(parameter.data, stride)
             _match_gradient(parameter)
@@ -113,6 +116,17 @@ class WeightLayout(Patch):
 def _on_contiguous_weight(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def convolve(self: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return original(self, x, weight.contiguous(), bias)
+
+    return convolve
+
+
+def _on_input_in(memory_format: torch.memory_format, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Lays the input out once: left to itself, a convolution does so again in its backward pass."""
+
+    def convolve(self: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dim() == weight.dim() and x.layout == torch.strided:  # no single image without a batch
+            x = x.contiguous(memory_format=memory_format)
+        return original(self, x, weight, bias)
 
     return convolve
 

@@ -20,6 +20,7 @@ from lightning_accel.core.torch_private.modules import buffer_slots
 from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.core.tree import leaves, tensors_in
 from lightning_accel.lightning.private import logged_results
+from lightning_accel.lightning.trained import trained_before, versions
 
 Step = Callable[..., Any]
 Restore = Callable[[], Any]
@@ -30,8 +31,8 @@ _MAX_BUFFER_BYTES = 1 << 20  # of one buffer that is copied at every step: runni
 class Attempt:
     """A step under way, with its arguments, and what it may change.
 
-    In a trial step, where ``state`` is None, all of that is kept. Later, when every step pays for it, it is random
-    streams, what was logged and a :class:`SmallState`; a list that a step appends to stays as it is.
+    In a trial step, where ``state`` is None, all of that is kept, and what it may train. Later, when every step pays
+    for it, it is random streams, what was logged and a :class:`SmallState`.
     """
 
     def __init__(self, step: Step, given: Any, module: LightningModule, state: SmallState | None) -> None:
@@ -40,7 +41,8 @@ class Attempt:
         self._module = module
         self._num_optimizer_steps = module.trainer.global_step
         # What Lightning does not see: optimizers that are stepped, and losses that go backward, by the module itself.
-        self._trained = [] if module.automatic_optimization else _training_versions(module)
+        self._trained = self._versions()
+        self._whole = trained_before(module) if state is None else None
         self._is_kept = True
         self._state = state
         self._given_versions: list[tuple[Tensor, int]] = []
@@ -67,14 +69,19 @@ class Attempt:
     def can_be_repeated(self) -> bool:
         reads_its_loader = any(hasattr(leaf, "__next__") for leaf in leaves(self.given))
         has_stepped = self._module.trainer.global_step != self._num_optimizer_steps
-        has_trained = bool(self._trained) and self._trained != _training_versions(self._module)
+        has_trained = self._whole is None and (has_stepped or self._trained != self._versions())
         versions = [*self._given_versions, *self._large_versions]
         has_written = any(version_of(tensor) != version for tensor, version in versions)
         has_written |= self._state is not None and self._state.is_written_unseen
-        return self._is_kept and not (reads_its_loader or has_stepped or has_trained or has_written)
+        return self._is_kept and not (reads_its_loader or has_trained or has_written)
+
+    def _versions(self) -> list[tuple[int, ...]]:
+        return versions(self._module.parameters(), gradients=not self._module.automatic_optimization)
 
     def take_back(self) -> None:
         with torch.no_grad():
+            if self._whole is not None:
+                self._whole.restore()
             for restore in self._restores:
                 restore()
 
@@ -111,6 +118,7 @@ class SmallState:
             if (id(slots), name) not in known
         ]
         self._streams = [(own, name) for own, name in attributes if own_stream(own[name])]
+        self._appended = [(own, name) for own, name in attributes if type(own[name]) is list]
         self._sums: list[tuple[Tensor, int, int]] = []
         self._looks_left = 2 if self._large else 0
         self.is_written_unseen = False
@@ -124,6 +132,7 @@ class SmallState:
         lists = [(own, name, copy.copy(own[name])) for own, name in self._lists]
         tensors = [slots[name] for slots, name in self._tensors] + self._scripted
         put_back = _kept(tensors)
+        lengths = [(found, len(found)) for own, name in self._appended if type(found := own.get(name)) is list]
         streams = [stream for own, name in self._streams if (stream := own_stream(own.get(name)))]
         states = [(write, read()) for read, write in streams]
 
@@ -135,6 +144,8 @@ class SmallState:
             for own, name, contents in lists:
                 own[name] = copy.copy(contents)  # there may be another repetition
             put_back()
+            for appended, length in lengths:
+                del appended[length:]
             for write, state in states:
                 write(state)
 
@@ -178,15 +189,6 @@ def _sum_of(tensor: Tensor) -> int:
 
 def _is_small(value: Any) -> bool:
     return can_be_put_back(value) and value.nbytes <= _MAX_BUFFER_BYTES
-
-
-def _training_versions(module: nn.Module) -> list[tuple[int, ...]]:
-    """What differs once a parameter was written to, or got another gradient."""
-    return [
-        (version_of(p), id(p.grad), -1 if p.grad is None else version_of(p.grad))
-        for p in module.parameters()
-        if not p.is_inference()
-    ]
 
 
 def _contents(given: Any) -> Iterator[Restore]:

@@ -8,7 +8,6 @@ Lightning's helpers (:class:`~lightning.pytorch.callbacks.ThroughputMonitor`) re
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +23,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accel.core.report import Report
-from lightning_accel.core.trial import one_line
 from lightning_accel.lightning.private import after_closure
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.mixed_precision import (
@@ -35,8 +33,6 @@ from lightning_accel.techniques.mixed_precision import (
 )
 
 ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
-
-_NAMES_DTYPE = re.compile(r"dtype|scalar type|[Hh]alf|[Bb]?[Ff]loat(16|32)")
 
 
 class AutocastingPrecision(Precision):
@@ -91,26 +87,26 @@ class AutocastingPrecision(Precision):
     def _have(self, choice: str) -> None:
         self._runs_in_float32 = choice == OFF
 
-    @contextmanager
-    def in_float32(self, report: Report, error: Exception) -> Iterator[None]:
-        """Repeats a step in float32, if another precision was not the user's, and stays there if that was the cause.
+    @property
+    def chosen_dtype(self) -> torch.dtype | None:
+        """What steps of the run may make of float32, where the user has not asked for it by name; None: nothing."""
+        return DTYPES.get(self.precision) if self._is_chosen else None
 
-        Args:
-            report: Told where it stays there.
-            error: What the step raised.
-        """
-        if not self._is_chosen or self.precision == "32-true":
-            yield
-            return
-        before, self._runs_in_float32 = self._runs_in_float32, True
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Runs a step in float32, if another precision was not the user's."""
+        before, self._runs_in_float32 = self._runs_in_float32, self._is_chosen or self._runs_in_float32
         try:
             yield
         finally:
             self._runs_in_float32 = before
-        if _NAMES_DTYPE.search(str(error)):
+
+    def give_up(self, report: Report, reason: str) -> None:
+        """Runs in float32 from now on, if another precision was not the user's."""
+        if self._is_chosen and self.precision != "32-true":
             self._set_precision("32-true")
             record = report.of("precision")
-            record.is_on, record.status = False, f"32-true: {one_line(error)}"
+            record.is_on, record.status = False, f"32-true: {reason}"
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What the backward pass starts from."""

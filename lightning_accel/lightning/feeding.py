@@ -39,7 +39,6 @@ class Feeding:
         engine: Whose report says what happens to the batches.
         transforms: What to do with each batch; none: only the transfer, where there is a device to transfer to.
         dtype: What images come out in.
-        channels_last: Says for each batch whether images are to be laid out so.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class Feeding:
         engine: Engine,
         transforms: Sequence[Transform],
         dtype: torch.dtype,
-        channels_last: Callable[[], bool],
     ) -> None:
         # A training step that takes its batches from the loader itself: Lightning then transfers none.
         self._takes_loader = takes_loader(trainer)
@@ -62,7 +60,6 @@ class Feeding:
                 transforms,
                 device=trainer.strategy.root_device,
                 dtype=dtype,
-                channels_last=channels_last,
                 rank=trainer.global_rank,
             )
             if self._preprocess.complaint:

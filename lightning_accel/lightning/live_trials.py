@@ -148,7 +148,7 @@ class LiveTuning:
     Args:
         trainer: In its fit.
         engine: At work on its module.
-        own_arms: Those that no technique of the engine has.
+        own_arms: Gives those that no technique of the engine has.
         resumed: What holds by the checkpoint that the run goes on from.
         settings: The plan, in words.
 
@@ -158,7 +158,12 @@ class LiveTuning:
     """
 
     def __init__(
-        self, trainer: Trainer, engine: Engine, own_arms: Sequence[Arm], resumed: Tuning | None, settings: str = ""
+        self,
+        trainer: Trainer,
+        engine: Engine,
+        own_arms: Callable[[], Sequence[Arm]],
+        resumed: Tuning | None,
+        settings: str = "",
     ) -> None:
         self._trainer, self._engine, self._settings = trainer, engine, settings
         self._own_arms, self.resumed = own_arms, resumed
@@ -197,6 +202,12 @@ class LiveTuning:
             return trials.failed("out of memory") or trials.original_failed()
         return trials.failed("raised an error")
 
+    def lose(self, name: str) -> None:
+        """Told that an arm cannot be had any more: its technique was taken back."""
+        self._arms = [arm for arm in self._arms if arm.name != name]
+        if self.turns.trials is not None:
+            self.turns.trials.lose(name)
+
     def give_up(self) -> None:
         """Ends all trials: there is nothing left to switch."""
         if self.turns.trials is not None:
@@ -223,7 +234,7 @@ class LiveTuning:
         if self._key is None:
             # A deterministic run decides nothing by the clock.
             is_none = torch.are_deterministic_algorithms_enabled() or self._engine.is_trying
-            self._arms = self._had_by_all([] if is_none else [*self._own_arms, *self._engine.arms()])
+            self._arms = self._had_by_all([] if is_none else [*self._own_arms(), *self._engine.arms()])
             self._key = Key.of(trainer.lightning_module, batch, self._engine.host.described, self._arms)
             self._known = self.resumed or (self._recalled(self._key) if self._arms else None)
             possible = {(arm.name, choice) for arm in self._arms for choice in arm.choices}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,6 @@ from lightning_accel.core.ranks import check_devices
 from lightning_accel.core.report import Report
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
 from lightning_accel.lightning.kept import Kept
-from lightning_accel.lightning.out_of_memory import OPTIMIZER
 from lightning_accel.lightning.planned import Planned
 from lightning_accel.lightning.run import Run
 from lightning_accel.memory.schedule import MemorySchedule
@@ -170,12 +170,8 @@ class AccelPlugin(Planned, AutocastingPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Any, **kwargs: Any
     ) -> Any:
-        try:
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        except Exception as error:
-            if self._run is not None:
-                self._run.memory.end(error, OPTIMIZER)
-            raise
+        run = functools.partial(super().optimizer_step, optimizer, model=model, closure=closure, **kwargs)
+        return run() if self._run is None else self._run.optimizer_step(run)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

@@ -20,11 +20,12 @@ from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.ranks import gather
 from lightning_accel.engine import Decisions, Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision
+from lightning_accel.lightning.edges import Edges
 from lightning_accel.lightning.feeding import Feeding, followed_by
 from lightning_accel.lightning.kept import Kept
 from lightning_accel.lightning.live_trials import LiveTuning, have
 from lightning_accel.lightning.loaders import Loaders
-from lightning_accel.lightning.out_of_memory import MemoryAnswers
+from lightning_accel.lightning.out_of_memory import OPTIMIZER, MemoryAnswers
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.memory.page import StepMemoryError
@@ -129,20 +130,23 @@ class Run:
         if self._split is not None:
             self._hook(self._split.patches(strategy))
         precision = self._precision
-        is_wanted = self._is_in_force() or (is_answering and self.is_fitting)
-        # XLA, whose precision is another one, runs a step when it is over.
-        if self._can_repeat and is_wanted and isinstance(precision, AutocastingPrecision):
-            without_precision = functools.partial(precision.in_float32, engine.report)
-            self.net = SafetyNet(
-                self._module,
-                engine,
-                self._is_in_force,
-                without_precision,
-                self.memory,
-                self._yields,
-                self._gives_up,
-            )
-            self._hook(self.net.patches(strategy))
+        if isinstance(precision, AutocastingPrecision):  # XLA has another one, and runs a step when it is over
+            edges = Edges(self._module, engine, precision, self._can_repeat_step, self._withdraw)
+            if self._is_in_force():
+                self._hook(edges.patches(strategy))
+            if self._can_repeat and (self._is_in_force() or (is_answering and self.is_fitting)):
+                self.net = SafetyNet(
+                    self._module,
+                    engine,
+                    self._is_in_force,
+                    precision,
+                    edges,
+                    self.memory,
+                    self._withdraw,
+                    self._yields,
+                    self._gives_up,
+                )
+                self._hook(self.net.patches(strategy))
         if self._is_in_force():
             self._hook(self._passages(strategy))
         if self.is_fitting and any(type(one).loader is not Technique.loader for one in techniques):
@@ -151,10 +155,9 @@ class Run:
         if is_answering:
             self._hook(self.memory.patches(strategy))
         if plan.preprocess or getattr(strategy, "wants_pipeline", False):
-            transforms, wants_channels_last = plan.of("preprocess").transforms, self._around.wants_channels_last
-            self._feeding = Feeding(trainer, engine, transforms, self._precision.image_dtype, wants_channels_last)
+            self._feeding = Feeding(trainer, engine, plan.of("preprocess").transforms, self._precision.image_dtype)
             self._hook(self._feeding.patches())
-        own_arms = self._precision.arms()
+        own_arms = self._precision.arms
         if self.is_fitting:
             has_something = self._is_in_force() or engine.is_at_work
             if plan.tune == "auto" and plan.verify and has_something:
@@ -163,7 +166,7 @@ class Run:
             if plan.log:
                 add_speed_memory_logger(trainer, self._module)
         elif self._kept.tuning is not None and plan.tune == "auto":
-            have(engine, [*own_arms, *engine.arms()], self._kept.tuning.choices)
+            have(engine, [*own_arms(), *engine.arms()], self._kept.tuning.choices)
 
     def close(self) -> None:
         """Leaves the module and the Trainer as they were, and writes down what the next run is to know."""
@@ -222,6 +225,16 @@ class Run:
 
         self.net.backward(lambda: run(loss), run_repeated, lambda: precision.let_go_of(loss))
 
+    def optimizer_step(self, run: Callable[[], Any]) -> Any:
+        """An optimizer's step, above the net where there is one."""
+        try:
+            if self.net is None or not self._module.automatic_optimization:
+                return run()
+            return self.net.optimizer_step(run)
+        except Exception as error:
+            self.memory.end(error, OPTIMIZER)
+            raise
+
     def restore_layouts(self, checkpoint: dict[str, Any]) -> None:
         """Brings the tensors of a checkpoint into the layouts that the user's own have."""
         memory_format = self.engine.technique(MemoryFormat)
@@ -231,6 +244,19 @@ class Run:
     def _is_in_force(self) -> bool:
         """Whether a step runs otherwise than the user wrote it: edited, or in a precision that we chose."""
         return self.engine.has_edits or self._precision.is_ours
+
+    def _can_repeat_step(self) -> bool:
+        return self.net is not None and self.net.can_repeat
+
+    def _withdraw(self, name: str, reason: str) -> None:
+        """Takes a technique back for the rest of the run."""
+        if self.live is not None:
+            self.live.lose(name)
+        if name == "precision":
+            assert isinstance(self._precision, AutocastingPrecision), "others watch over nothing"
+            self._precision.give_up(self.engine.report, reason)
+        else:
+            self.engine.stand_aside(reason, name)
 
     def _yields(self, error: Exception) -> bool:
         return self.live is not None and self.live.yields(error)
@@ -245,10 +271,9 @@ class Run:
         self._hooks.apply()
 
     def _passages(self, strategy: Strategy) -> Iterator[Patch]:
-        """The edits that have a strategy's batches, predictions and weights go through the engine."""
+        """The edits that have a strategy's batches and weights go through the engine."""
         for name, change in (
             ("batch_to_device", functools.partial(self._passing, strategy.root_device)),
-            ("predict_step", functools.partial(followed_by, self.engine.predictions)),
             # Not left to `on_save_checkpoint`, which is not called for a checkpoint of weights only.
             ("lightning_module_state_dict", functools.partial(followed_by, self._with_own_layouts)),
         ):

@@ -1,8 +1,8 @@
 """The net below a run: a step that raises with edits of ours in force is run once more as the user wrote it.
 
-No technique is worth a run. Whatever is raised in a step, everything is taken back, random streams, buffers and what
-else the step had changed, and the step is repeated without us; the report says what happened. Only if that raises as
-well is it the user's own error, which they then get alone.
+No technique is worth a run. Whatever is raised in a step, what it has changed is taken back, random streams, buffers
+and all else, and it is repeated: without the technique that the error speaks of, without an arm on trial, at last
+without us; the report says what happened. Only if that raises as well is it the user's own error, which they get alone.
 
 A step that has run out of memory would need more without us. It is repeated with what needs less
 (:mod:`~lightning_accel.lightning.out_of_memory`), as often as there is something left to put on.
@@ -11,8 +11,7 @@ A step that has run out of memory would need more without us. It is repeated wit
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -26,7 +25,10 @@ from lightning_accel.core.report import AccelError, EditError
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.attempt import Attempt, SmallState, Step, begins_gradients
+from lightning_accel.lightning.autocasting import AutocastingPrecision
+from lightning_accel.lightning.edges import Edges
 from lightning_accel.lightning.out_of_memory import STEPS, MemoryAnswers
+from lightning_accel.lightning.suspects import suspects
 
 # The end of a loader that the step itself reads, and what we tell the user on purpose.
 _NOT_OURS = (StopIteration, SettingError, AccelError)
@@ -42,8 +44,10 @@ class SafetyNet:
         module: The run's module.
         engine: At work on it.
         is_ours: Whether anything of ours is in force in the next step.
-        without_precision: Takes the choice of a precision back around a repeated step; given what that first raised.
+        precision: The run's.
+        edges: What watches over what outlives a step.
         memory: What there is against a lack of memory.
+        withdraw: Takes a technique back for the rest of the run, given its name and why.
         yields: Told what a step raised: takes back an arm that was on trial in it, and says whether there was one.
         gives_up: Told that all edits are about to be taken back.
     """
@@ -53,19 +57,22 @@ class SafetyNet:
         module: LightningModule,
         engine: Engine,
         is_ours: Callable[[], bool],
-        without_precision: Callable[[Exception], AbstractContextManager[Any]],
+        precision: AutocastingPrecision,
+        edges: Edges,
         memory: MemoryAnswers,
+        withdraw: Callable[[str, str], None],
         yields: Callable[[Exception], bool] = lambda error: False,
         gives_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._module = module
         self._engine = engine
         self._is_ours = is_ours
-        self._without_precision = without_precision
-        self._memory = memory
+        self._precision, self._edges = precision, edges
+        self._memory, self._withdraw = memory, withdraw
         self._yields, self._gives_up = yields, gives_up
-        self._has_yielded = False  # in the latest repetition
         self._attempt: Attempt | None = None
+        self._is_stepping = False
+        self._gone_backward: Attempt | None = None  # whose gradients an optimizer is about to apply
         self._state: SmallState | None = None
 
     def patches(self, strategy: Strategy) -> Iterator[Patch]:
@@ -95,9 +102,17 @@ class SafetyNet:
         return step
 
     @property
+    def can_repeat(self) -> bool:
+        """Whether the step under way can be run again, by whoever raises an :class:`EditError` in it."""
+        return self._attempt is not None and not self._is_one_of_several() and self._attempt.can_be_repeated()
+
+    @property
     def is_spread(self) -> bool:
-        """Whether the latest step can be repeated: not where nothing of ours is in force."""
-        return self._attempt is not None
+        """Whether the latest step can be repeated from its backward pass: not where nothing of ours is in force.
+
+        With manual optimization, that is a part of the step.
+        """
+        return self._attempt is not None and self._module.automatic_optimization
 
     def backward(
         self, run: Callable[[], None], run_repeated: Callable[[Any], None], let_go: Callable[[], None]
@@ -111,11 +126,13 @@ class SafetyNet:
         assert attempt is not None, "no net is spread"
         try:
             run()
+            self._gone_backward = attempt if self._is_stepping else None
             return
         except Exception as error:
             if not (self._gradients_are_new(error) and self._may_repeat(attempt, error)):
                 raise
             lacks_memory = self._lacks_memory(error)
+            suspected = suspects(error)
             failure = without_frames(error)
         let_go()
 
@@ -125,9 +142,27 @@ class SafetyNet:
 
         if lacks_memory:
             self._answer(attempt, failure, again, trains=True)
-            return
-        again(lambda: self._repeat(attempt, failure))
-        self._tell(failure)
+        else:
+            self._repeat(attempt, failure, suspected, again)
+
+    def optimizer_step(self, run: Callable[[], Any]) -> Any:
+        """An optimizer's step, with all that Lightning has it call: the step of the module, and the backward pass.
+
+        Where it raises after these, and has written to no parameter, it is repeated with them.
+        """
+        self._is_stepping = True
+        try:
+            return run()
+        except Exception as error:
+            attempt = self._gone_backward
+            may_repeat = attempt is not None and not is_out_of_memory(error) and self._gradients_are_new(error)
+            if attempt is None or not may_repeat or not self._may_repeat(attempt, error):
+                raise
+            suspected = suspects(error)
+            failure = without_frames(error)
+        finally:
+            self._is_stepping, self._gone_backward = False, None
+        return self._repeat(attempt, failure, suspected, lambda repeat: run())
 
     def _run(self, trains: bool, step: Step, args: Any, kwargs: Any) -> Any:
         self._attempt = None
@@ -144,22 +179,24 @@ class SafetyNet:
         try:
             return step(*args, **kwargs)
         except Exception as error:
-            has_gone_backward, self._attempt = self._attempt is not attempt, None
+            has_gone_backward, self._attempt = self._attempt is not attempt, None  # by itself, as it is automatic
             if has_gone_backward or not self._may_repeat(attempt, error):
                 raise
             lacks_memory = self._lacks_memory(error)
+            suspected = suspects(error)
             failure = without_frames(error)
         # Outside of the handler, so that an error of the user's does not drag ours along.
         if lacks_memory:
             outputs = self._answer(attempt, failure, lambda repeat: repeat(), trains=trains)
-            self._attempt = attempt  # memory may run out in the backward pass yet
-            return outputs
-        outputs = self._repeat(attempt, failure)
-        self._tell(failure)
+        else:
+            outputs = self._repeat(attempt, failure, suspected, lambda repeat: repeat())
+        self._attempt = attempt  # the backward pass may raise yet
         return outputs
 
     def _may_repeat(self, attempt: Attempt, error: Exception) -> bool:
-        if isinstance(error, _NOT_OURS) or not (is_out_of_memory(error) or self._is_ours()):
+        if isinstance(error, _NOT_OURS):
+            return False
+        if not (isinstance(error, EditError) or is_out_of_memory(error) or self._is_ours()):
             return False
         # Of several ranks, the others wait for what a trial of this one has found, and else for nothing.
         is_alone = not self._is_one_of_several() or self._engine.is_trying
@@ -203,10 +240,7 @@ class SafetyNet:
         while True:
             self._engine.listen()
             free_what_failed(self._module.device)
-            try:
-                attempt.take_back()
-            except Exception:  # a repetition would not start from where the step did
-                raise error from None
+            self._take_back(attempt, error)
             if self._yields(error):
                 self._engine.report.note(f"a step with an arm on trial raised {one_line(error)}, and ran without it")
             elif trains and self._memory.put_on_next():
@@ -232,35 +266,67 @@ class SafetyNet:
             self._memory.ran()
             return outputs
 
-    def _repeat(self, attempt: Attempt, error: Exception) -> Any:
-        try:
-            attempt.take_back()
-        except Exception:  # a repetition would not start from where the step did
-            raise error from None
-        args, kwargs = self._engine.predictions(attempt.given)  # the batch, too, as the user's loader gave it
-        self._has_yielded = self._yields(error)
+    def _repeat(
+        self, attempt: Attempt, error: Exception, suspected: Sequence[str], run: Callable[[Callable[[], Any]], Any]
+    ) -> Any:
+        """Repeats a step with less and less of ours, until it runs: the likeliest edit goes first, all of them last.
+
+        Args:
+            attempt: The step.
+            error: What it raised.
+            suspected: The techniques that ``error`` speaks of.
+            run: Repeats it by what it is given, and goes further if need be.
+        """
         remark = f"a step raised {one_line(error)}"
-        if not self._has_yielded and isinstance(error, EditError):
-            self._engine.withdraw(error.technique, remark)
-        if self._has_yielded or isinstance(error, EditError):
-            return attempt.step(*args, **kwargs)
+        args, kwargs = attempt.given
+        step = functools.partial(attempt.step, *args, **kwargs)
+        certain = self._edges.mend()  # what is left of another turn may be what this one could not take
+        certain += suspected if isinstance(error, EditError) else []
+        for name in dict.fromkeys([*certain, *suspected]):
+            if name not in certain and not self._is_in_force(name):
+                continue
+            self._take_back(attempt, error)
+            self._withdraw(name, remark)
+            try:
+                outputs = run(step)
+            except Exception as again:
+                self._may_go_on(attempt, again)
+                continue
+            self._engine.report.note(f"{remark}, and ran without {name}")
+            return outputs
+        self._take_back(attempt, error)
+        if self._yields(error):
+            try:
+                outputs = run(step)
+            except Exception as again:
+                self._may_go_on(attempt, again)
+                self._take_back(attempt, error)
+            else:
+                self._engine.report.note(f"a step with an arm on trial raised {one_line(error)}, and ran without it")
+                return outputs
         self._gives_up()
         self._engine.stand_aside(remark)
         model = self._module.trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
             # No buffers are sent again: the other ranks are past that. DDP's forward sets this for the next one.
             model.require_forward_param_sync = False
-        with self._without_precision(error):
-            outputs = attempt.step(*args, **kwargs)
+        with self._precision.in_float32():
+            outputs = run(step)
         self._engine.join_after_failure()
+        self._engine.degrade(
+            f"{remark}, and ran when it was repeated without the edits of this plugin: all of them are taken back"
+        )
         return outputs
 
-    def _tell(self, error: Exception) -> None:
-        if self._has_yielded:
-            self._engine.report.note(f"a step with an arm on trial raised {one_line(error)}, and ran without it")
-            return
-        if isinstance(error, EditError):
-            self._engine.report.note(f"a step raised {one_line(error)}, and ran without {error.technique}")
-            return
-        remark = f"a step raised {one_line(error)}, and ran when it was repeated without the edits of this plugin"
-        self._engine.degrade(f"{remark}: all of them are taken back")
+    def _is_in_force(self, name: str) -> bool:
+        return self._precision.is_ours if name == "precision" else self._engine.has(name)
+
+    def _may_go_on(self, attempt: Attempt, error: Exception) -> None:
+        if isinstance(error, _NOT_OURS) or is_out_of_memory(error) or not attempt.can_be_repeated():
+            raise error
+
+    def _take_back(self, attempt: Attempt, error: Exception) -> None:
+        try:
+            attempt.take_back()
+        except Exception:  # a repetition would not start from where the step did
+            raise error from None

@@ -83,10 +83,6 @@ class Surroundings:
         for technique in self.techniques:
             technique.edit_captured(graph)
 
-    def wants_channels_last(self) -> bool:
-        """Whether batches of images are wanted in channels_last just then."""
-        return any(technique.wants_channels_last() for technique in self.techniques)
-
     def dtype(self) -> torch.dtype:
         """In which a step computes."""
         return next((found for technique in self.techniques if (found := technique.dtype) is not None), torch.float32)
@@ -223,10 +219,6 @@ class Technique:
         """What a Trainer iterates over in the place of a loader of its training; asked before the first epoch."""
         return loader
 
-    def predictions(self, outputs: Any) -> Any:
-        """Applied to what a predict step returns, which the user's code keeps."""
-        return outputs
-
     def decided(self, verdicts: Verdicts) -> None:
         """Called with the verdicts that hold, of a trial or an earlier run, before patches follow them."""
 
@@ -262,10 +254,6 @@ class Technique:
 
     def edit_captured(self, graph: GraphModule) -> None:
         """Edits, in place, a graph that was captured for a compiler."""
-
-    def wants_channels_last(self) -> bool:
-        """Whether batches of images are wanted in channels_last just then."""
-        return False
 
 
 @contextmanager

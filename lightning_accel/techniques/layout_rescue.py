@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_accel.core.layout import FORMAT_NAMES
+from lightning_accel.techniques.layout_draws import LayoutDraws
 
 _VIEWS = (Tensor.view, Tensor.view_as)
 _STRIDED = (Tensor.as_strided, torch.as_strided)
@@ -26,19 +27,23 @@ class LayoutRescue(TorchFunctionMode):
     that asks for strides may go another way. While this is active a step computes what it should, so that the layout
     can be taken back instead of the run breaking.
 
+    Args:
+        draws: What looks at the random numbers that the step draws.
+
     Attributes:
         place: Where the user's code did so first, and what; empty if it did not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draws: LayoutDraws) -> None:
         super().__init__()
+        self._draws = draws
         self.place = ""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in (*_VIEWS, *_STRIDED, *_QUESTIONS, *_MEMORY) or not _is_laid_out(args[0]):
-            return func(*args, **kwargs)
+            return self._draws.call(func, args, kwargs)
         if func in _VIEWS:
             try:
                 return func(*args, **kwargs)

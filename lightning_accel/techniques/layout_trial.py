@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_accel.core.layout import FORMATS, in_format
+from lightning_accel.core.layout import FORMATS, in_format, is_channels_last
 from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.notes import Verdict
 
 # A 1x1 convolution with a stride, in channels_last and bfloat16, on two threads: its backward pass leaves a kernel in
@@ -60,12 +61,14 @@ class LayoutTrial(TorchFunctionMode):
 
     Args:
         dims: The numbers of dimensions that mean an image.
+        draws: What looks at the random numbers that the step draws.
         by_clock: Whether to time, too.
     """
 
-    def __init__(self, dims: tuple[int, ...], *, by_clock: bool) -> None:
+    def __init__(self, dims: tuple[int, ...], draws: LayoutDraws, *, by_clock: bool) -> None:
         super().__init__()
         self._dims = dims
+        self._draws = draws
         self._by_clock = by_clock
         self._compared: set[Any] = set()
         self._timings: dict[Any, _Timing] = {}
@@ -78,18 +81,20 @@ class LayoutTrial(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name not in _TIMED:
-            return func(*args, **kwargs)
+            return self._draws.call(func, args, kwargs)
         # Weights that wait in channels_last must not put the step into it.
-        args, kwargs = map_tensors(_contiguous, (args, kwargs))
+        args, kwargs = map_tensors(_own_layout, (args, kwargs))
         image = next(iter(tensors_in((args, kwargs))), None)
         if image is not None and image.dim() in self._dims and not self._failure and not torch.compiler.is_compiling():
             self._try(func, image, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._draws.follow(result)
+        return result
 
     def verdict(self) -> Verdict:
         """Whether channels_last is right, and worth it."""
-        if self._failure:
-            return Verdict(keep=False, reason=self._failure, measured=together(self._numbers))
+        if failure := self._draws.place or self._failure:
+            return Verdict(keep=False, reason=failure, measured=together(self._numbers))
         if not self._compared:
             return Verdict(keep=False, reason="no convolution ran on the first step, so nothing was tried")
         before, after = self._total.original_ms, self._total.candidate_ms
@@ -142,8 +147,8 @@ class LayoutTrial(TorchFunctionMode):
         return converted
 
 
-def _contiguous(tensor: Tensor) -> Tensor:
-    return tensor.contiguous() if tensor.layout == torch.strided else tensor
+def _own_layout(tensor: Tensor) -> Tensor:
+    return tensor.contiguous() if isinstance(tensor, nn.Parameter) and tensor.layout == torch.strided else tensor
 
 
 def _kind(name: str, args: Any, kwargs: Any) -> tuple[Any, ...]:
@@ -157,6 +162,8 @@ def _kind(name: str, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 def _unsafe(image: Tensor, name: str, args: Any, kwargs: Any) -> str:
     """Why this call must not even be tried in the other layout; empty where it may."""
+    if is_channels_last(image):
+        return "images are in channels_last already: the layout is the user's"
     if _is_lone_bfloat16(image):
         return _LONE_SAMPLE
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)

@@ -21,12 +21,19 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.compiled import eager_where_compiled, is_inside_compiled
+from lightning_accel.core.device import device_of
 from lightning_accel.core.host import Host
-from lightning_accel.core.layout import FORMAT_NAMES, OptimizerLayouts, WeightLayout, reads_by_layout, to_channels_last
+from lightning_accel.core.layout import (
+    FORMAT_NAMES,
+    OptimizerLayouts,
+    WeightLayout,
+    is_channels_last,
+    reads_by_layout,
+)
 from lightning_accel.core.patch import Patch, PatchSet
-from lightning_accel.core.tree import map_tensors
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.layout_rescue import LayoutRescue
 from lightning_accel.techniques.layout_trial import BREAKS_THE_HEAP, LayoutTrial, breaks_the_heap
 from lightning_accel.techniques.notes import Verdict, Verdicts
@@ -52,6 +59,7 @@ def convert_weights(
     """
     unsafe = [site for site, module in model.named_modules() if on_cpu and _breaks_the_heap(module)]
     claims: list[WeightLayout | Refusal] = []
+    laid_out = [name for name, parameter in model.named_parameters() if is_channels_last(parameter)]
     is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
     for site, module in model.named_modules():
         dim = next((dim for dim in dims if isinstance(module, _CONVOLUTIONS[dim])), None)
@@ -59,6 +67,9 @@ def convert_weights(
             continue
         if unsafe:
             claims.append(Refusal(site, f"{unsafe[0]}: {BREAKS_THE_HEAP}"))
+            continue
+        if laid_out:
+            claims.append(Refusal(site, f"{laid_out[0]} is in channels_last already: the layout is the user's"))
             continue
         unmade = "the model has lazy parameters: run it once before, and they will be there"
         reason = unmade if is_unmade else _why_not(module)
@@ -145,6 +156,7 @@ class MemoryFormat(Technique):
         self._optimizers: OptimizerLayouts | None = None
         self._model = nn.Module()
         self._rescued_stages: set[str] = set()
+        self._silent_stages: set[str] = set()  # whose first step has drawn no random number
         self._is_decided = not verify
         self._refused_before_trial = ""
         # DistributedDataParallel lays its buckets out by what it finds: see WeightLayout.hold.
@@ -180,28 +192,36 @@ class MemoryFormat(Technique):
         return ()
 
     @override
-    def batch(self, batch: Any, stage: str) -> Any:
-        if not self._acts():
-            return batch
-        return map_tensors(lambda tensor: to_channels_last(tensor, self._dims), batch)
-
-    @override
-    def predictions(self, outputs: Any) -> Any:
-        # Out of the run's sight, where nobody expects them in another layout and .view() would raise.
-        return _contiguous(outputs) if self._acts() else outputs
-
-    @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
-        return nullcontext() if stage in self._rescued_stages or not self._is_in_force() else self._rescued(stage)
+        if not self._is_in_force():
+            return nullcontext()
+        if stage not in self._rescued_stages:
+            return self._rescued(stage)
+        return self._silent(stage) if stage in self._silent_stages else nullcontext()
 
     @contextmanager
     def _rescued(self, stage: str) -> Iterator[None]:
-        with eager_where_compiled(self._model), LayoutRescue() as rescue:
+        draws = LayoutDraws(device_of(self._model))
+        with eager_where_compiled(self._model), LayoutRescue(draws) as rescue:
             yield
         if self._is_decided:
             self._rescued_stages.add(stage)
-        if rescue.place:
-            self._object(rescue.place)
+            if not draws.has_drawn:
+                self._silent_stages.add(stage)
+        if draws.place:
+            self.notes.spoilt = draws.place
+        if draws.place or rescue.place:
+            self._object(draws.place or rescue.place)
+
+    @contextmanager
+    def _silent(self, stage: str) -> Iterator[None]:
+        """Around a step of a stage whose first one has drawn nothing: what is drawn now, nobody has looked at."""
+        draws = LayoutDraws(device_of(self._model))
+        yield
+        if draws.have_moved():
+            self._silent_stages.discard(stage)
+            self.notes.spoilt = "a step draws random numbers, perhaps in the order of memory, and none did before"
+            self._object(self.notes.spoilt)
 
     def _object(self, reason: str) -> None:
         for weight in self._weights:
@@ -238,7 +258,9 @@ class MemoryFormat(Technique):
         verdicts: Verdicts = {}
         # A deterministic run decides nothing by the clock.
         with LayoutTrial(
-            self._dims, by_clock=self._is_auto and not torch.are_deterministic_algorithms_enabled()
+            self._dims,
+            LayoutDraws(device_of(self._model), foresees=True),
+            by_clock=self._is_auto and not torch.are_deterministic_algorithms_enabled(),
         ) as trial:
             yield verdicts
         verdict = trial.verdict()
@@ -267,16 +289,12 @@ class MemoryFormat(Technique):
                 weight.hold()
                 self.watches_on = True  # checkpoints are to have the user's layout
 
-    def _is_in_force(self) -> bool:
-        return any(weight.is_applied for weight in self._weights)
-
-    def _acts(self) -> bool:
-        # The step of the trial runs in the user's layout, whatever the weights' is.
+    def acts(self) -> bool:
+        """Whether images may lie otherwise in a step than the user's would; the step of the trial runs as theirs."""
         return self._is_decided and self._is_in_force()
 
-    @override
-    def wants_channels_last(self) -> bool:
-        return 4 in self._dims and self._acts()
+    def _is_in_force(self) -> bool:
+        return any(weight.is_applied for weight in self._weights)
 
     def strides(self) -> dict[nn.Parameter, tuple[int, ...]]:
         """For every weight in another layout than the user's: the strides that the user's has."""
@@ -296,7 +314,3 @@ class MemoryFormat(Technique):
             self._optimizers.match()
             self._optimizers.close()
             self._optimizers = None
-
-
-def _contiguous(data: Any) -> Any:
-    return map_tensors(lambda t: t.contiguous() if t.layout == torch.strided else t, data)

@@ -54,7 +54,11 @@ class Notes:
         details: What the full report says below the status, several lines perhaps.
         measured: What was measured of the technique as a whole; None: nothing yet.
         is_new: Whether something was said that nobody has acted on.
+        spoilt: How the step under way has gone otherwise than the user's would; who can, runs it again without the
+            technique. Empty: it has not.
     """
+
+    spoilt: str = ""
 
     def __init__(self) -> None:
         self.is_new = False

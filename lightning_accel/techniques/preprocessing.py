@@ -73,7 +73,6 @@ class Preprocessing(Technique):
             self._transforms,
             device=self._surroundings.device,
             dtype=self._surroundings.dtype(),
-            channels_last=self._surroundings.wants_channels_last,
             rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
         )
         self.notes.status = self._preprocess.describe()

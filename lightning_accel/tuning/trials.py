@@ -134,6 +134,19 @@ class LiveTrials(Questions):
         comparison, turn = self._pending[-1]
         return comparison if comparison is self._comparison and turn.side == side else None
 
+    def lose(self, name: str) -> None:
+        """Has the rest of the run without an arm: it is off by now, and what is compared with it has lost."""
+        if self._arms.pop(name, None) is None:
+            return
+        self._setups.lost.add(name)
+        self._in_force.pop(name, None)
+        self._hold(self.tuning.choices)
+        comparison = self._comparison
+        if comparison is not None and name in {**comparison.original, **comparison.candidate}:
+            self._choose(self.tuning.choices)
+            self._pending = deque((None if asking is comparison else asking, turn) for asking, turn in self._pending)
+            self._comparison, self._course = None, self._all_questions(is_trusted=False)
+
     def give_up(self) -> None:
         """Has the rest of the run be the user's own, on all ranks: there is nothing left to switch on this one."""
         self._has_given_up = not self.is_over  # by then, nobody asks

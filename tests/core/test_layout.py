@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from lightning_accel.core.layout import OptimizerLayouts, WeightLayout, restore_layouts, to_channels_last, with_strides
+from lightning_accel.core.layout import (
+    OptimizerLayouts,
+    WeightLayout,
+    in_format,
+    is_channels_last,
+    restore_layouts,
+    with_strides,
+)
 
 pytestmark = pytest.mark.numbers
 
@@ -22,39 +29,6 @@ CHANNELS_LAST = torch.channels_last
 
 def conv() -> nn.Conv2d:
     return nn.Conv2d(3, 4, 3, padding=1)
-
-
-def is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=CHANNELS_LAST) and not tensor.is_contiguous()
-
-
-@pytest.mark.parametrize(
-    ("tensor", "dims", "strides"),
-    [
-        (torch.zeros(2, 3, 4, 5), (4, 5), (60, 1, 15, 3)),
-        (torch.zeros(2, 3, 4, 5, 6), (4, 5), (360, 1, 90, 18, 3)),
-        (torch.zeros(2, 3, 4, 5, 6), (4,), (360, 120, 30, 6, 1)),
-        (torch.zeros(2, 3, 4, 5, dtype=torch.uint8), (4, 5), (60, 1, 15, 3)),
-        (torch.zeros(2, 3, 4, 5, dtype=torch.int64), (4, 5), (60, 20, 5, 1)),
-        (torch.zeros(5, 4).t(), (4, 5), (5, 1)),
-        (torch.zeros(8, 3, 4, 5)[::2], (4, 5), (60, 1, 15, 3)),
-        (torch.zeros(8, 3, 4, 5, dtype=torch.int64)[::2], (4, 5), (60, 20, 5, 1)),
-        (torch.zeros(1, 3, 4, 5).expand(2, -1, -1, -1), (4, 5), (60, 1, 15, 3)),
-        (torch.zeros(()), (4, 5), ()),
-    ],
-)
-def test_images_go_channels_last_and_the_rest_gets_dense(tensor: Tensor, dims: Any, strides: tuple[int, ...]) -> None:
-    assert to_channels_last(tensor, dims).stride() == strides
-
-
-@pytest.mark.parametrize("tensor", [torch.zeros(3, 4), torch.zeros(2, 3, 4, 5).to(memory_format=CHANNELS_LAST)])
-def test_a_tensor_that_fits_is_not_copied(tensor: Tensor) -> None:
-    assert to_channels_last(tensor) is tensor
-
-
-def test_sparse_tensors_are_left_alone() -> None:
-    sparse = torch.eye(3).to_sparse()
-    assert to_channels_last(sparse) is sparse
 
 
 def test_strides_are_given_without_changing_values() -> None:
@@ -257,7 +231,7 @@ def test_a_checkpoint_without_some_of_its_parts_is_no_error() -> None:
 def test_one_channel_or_one_pixel_gets_the_strides_that_operators_recognise(shape: tuple[int, ...]) -> None:
     """`.contiguous()` leaves these as they are, and every activation after such a weight would be contiguous."""
     tensor = torch.randn(shape)
-    converted = to_channels_last(tensor)
+    converted = in_format(tensor, CHANNELS_LAST)
     assert converted.stride() == torch.empty(shape, memory_format=torch.channels_last).stride()
     assert torch.equal(converted, tensor)
     assert converted.data_ptr() == tensor.data_ptr()

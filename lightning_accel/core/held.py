@@ -1,0 +1,98 @@
+"""What a program holds from one training step to the next, as far as its module and its callbacks lead to it."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+MOST = 20_000
+"""Values that are looked at: to go through more takes longer than a step."""
+
+# Objects of these lead on to all that a run consists of, and hold nothing of the user's that is a tensor.
+_HANDLES = frozenset(("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_accel", "logging"))
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_SLOTS_OF_MODULES = ("_modules", "_parameters", "_buffers")
+
+
+def held_tensors(*roots: tuple[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that can be reached from ``roots``, each once, with the way to it: ``self.pool.images[3]``.
+
+    The way leads through attributes, containers, hooks, closures, and the global variables of the classes' own code.
+
+    Args:
+        roots: Names and objects.
+    """
+    waiting: deque[tuple[str, Any]] = deque(roots)
+    seen: dict[int, Any] = {}  # with the object, so that no other gets its id
+    while waiting and len(seen) < MOST:
+        name, value = waiting.popleft()
+        if id(value) in seen or isinstance(value, str | bytes | int | float | None | type | types.ModuleType):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, Tensor):
+            yield name, value
+        else:
+            waiting.extend(_parts(name, value))
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items()))
+    elif isinstance(value, _CONTAINERS):
+        yield from ((f"{name}[{at}]", part) for at, part in enumerate(list(value)))
+    elif isinstance(value, types.FunctionType):
+        yield from _closure(name, value)
+    elif isinstance(value, types.MethodType):
+        yield from ((name, value.__self__), (name, value.__func__))
+    elif isinstance(value, functools.partial):
+        yield from ((name, part) for part in (value.func, value.args, value.keywords))
+    elif isinstance(value, nn.Module) or _is_users(type(value)):
+        for attribute, part in list(getattr(value, "__dict__", {}).items()):
+            if isinstance(value, nn.Module) and attribute in _SLOTS_OF_MODULES:
+                yield from ((f"{name}.{slot}", each) for slot, each in part.items())
+            elif not isinstance(part, dict) or part:  # of a module's many kinds of hooks most are empty
+                yield f"{name}.{attribute}", part
+        for kind in type(value).__mro__ if _is_users(type(value)) else ():
+            yield from ((f"{name}.{slot}", getattr(value, slot, None)) for slot in slots_of(kind))
+            yield from _code(kind)
+
+
+def _code(kind: type) -> Iterator[tuple[str, Any]]:
+    """What the methods of a class of the user's lead to: variables around them, and global ones."""
+    if not _is_users(kind):
+        return
+    for attribute, part in list(vars(kind).items()):
+        if isinstance(part, types.FunctionType):
+            yield from _closure(f"{kind.__name__}.{attribute}", part)
+        elif not attribute.startswith("__"):
+            yield f"{kind.__name__}.{attribute}", part
+
+
+def _closure(name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    if function.__module__.partition(".")[0] in _HANDLES:
+        return
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"{variable} of {name}", cell.cell_contents
+        except ValueError:  # a name that is bound later
+            continue
+    for variable in function.__code__.co_names:
+        if variable in function.__globals__:
+            yield variable, function.__globals__[variable]
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The attributes that instances of a class have without a ``__dict__``, as far as this very class says so."""
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _is_users(kind: type) -> bool:
+    module = kind.__module__.partition(".")[0]
+    return module not in _HANDLES and module != "builtins"

@@ -1,0 +1,172 @@
+"""What outlives a step is as it would be plain, whatever the step computed in: in dtype and in layout.
+
+A step in bfloat16 or in channels_last may hand on what the next one, in float32 and in the user's layout, cannot take,
+and what hooks, callbacks and loggers do not expect. What a step returns is therefore brought to the plain form. What it
+leaves behind, in attributes, lists, closures, is looked for in the first steps and then ever more rarely.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+
+from lightning_accel.core.held import held_tensors
+from lightning_accel.core.layout import is_channels_last
+from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.report import EditError
+from lightning_accel.core.tree import map_tensors, tensors_in
+from lightning_accel.core.trial import one_line
+from lightning_accel.engine import Engine
+from lightning_accel.lightning.autocasting import AutocastingPrecision
+from lightning_accel.lightning.out_of_memory import STEPS
+from lightning_accel.techniques.memory_format import MemoryFormat
+
+
+@dataclass(frozen=True)
+class _Form:
+    """In which a step has tensors that would be in float32, and contiguous.
+
+    Attributes:
+        dtype: In the place of float32; None: float32.
+        is_laid_out: Whether images are in channels_last.
+    """
+
+    dtype: torch.dtype | None
+    is_laid_out: bool
+
+    def technique(self, tensor: Tensor) -> str | None:
+        """The technique that has brought a tensor into this form; None: it is not in it."""
+        if tensor.dtype == self.dtype:
+            return "precision"
+        return "memory_format" if self.is_laid_out and is_channels_last(tensor) else None
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """A tensor as it would be; autocast makes 16 bits of nothing but float32."""
+        tensor = tensor.float() if tensor.dtype == self.dtype else tensor
+        return tensor.contiguous() if self.is_laid_out and is_channels_last(tensor) else tensor
+
+
+class Edges:
+    """Watches over what leaves the steps of one run.
+
+    What a training step leaves in another form ends the technique that made it so: a number format, or a layout, is
+    switched between two steps only where none can be told from the other. What evaluation leaves is brought to the
+    plain form after every step.
+
+    Args:
+        module: The run's module.
+        engine: At work on it.
+        precision: The run's.
+        can_repeat: Says whether the step under way can be run again: it is, by an :class:`EditError`.
+        withdraw: Takes a technique back for the rest of the run, given its name and why.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        engine: Engine,
+        precision: AutocastingPrecision,
+        can_repeat: Callable[[], bool],
+        withdraw: Callable[[str, str], None],
+    ) -> None:
+        self._module, self._engine, self._precision = module, engine, precision
+        self._can_repeat, self._withdraw = can_repeat, withdraw
+        self._memory_format = engine.technique(MemoryFormat)
+        self._steps: Counter[str] = Counter()  # of each kind that were in another form
+        self._mended: set[str] = set()  # kinds of steps of evaluation after each of which is looked
+        self._leaving: dict[str, str] = {}  # what is to go before the next step, and why
+        self._own: dict[int, Tensor] | None = None  # what the user has in such a form; kept, so that no id comes again
+
+    def patches(self, strategy: Strategy) -> Iterator[Patch]:
+        """The edits that have every step of ``strategy`` pass here; nearer to the user's own than all others."""
+        for name in STEPS:
+            as_plain = functools.partial(self._as_plain, name)
+            yield MethodPatch(f"{name}, as plain", "hands on what it would plain", strategy, name, as_plain)
+
+    def mend(self) -> list[str]:
+        """Brings to the plain form what former steps have left: a step has raised that may have met it.
+
+        Returns:
+            The techniques that had it in another form.
+        """
+        return list(self._brought_to_plain(_Form(self._precision.chosen_dtype, self._memory_format is not None)))
+
+    def _as_plain(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+            while self._leaving:
+                self._withdraw(*self._leaving.popitem())
+            form = self._form()
+            if form == _Form(None, False):
+                return original(strategy, *args, **kwargs)
+            self._steps[name] += 1
+            is_look = name in self._mended or self._steps[name].bit_count() == 1  # the 1st, 2nd, 4th, 8th ...
+            parameters: list[tuple[nn.Parameter, Tensor]] = []
+            if is_look:
+                self._own = self._own or {id(tensor): tensor for _, tensor in self._left_behind(form)}
+                parameters = [(p, p.data) for p in self._module.parameters()]
+            outputs = original(strategy, *args, **kwargs)
+            if any(map(form.technique, tensors_in(outputs))):
+                outputs = map_tensors(form.plain, outputs)
+            if is_look:
+                self._look(name, form, parameters)
+            for technique, reason in self._engine.spoilt():
+                if self._can_repeat():
+                    raise EditError(technique, reason)
+            return outputs
+
+        return step
+
+    def _form(self) -> _Form:
+        dtype = self._precision.chosen_dtype if self._precision.is_ours else None
+        return _Form(dtype, self._memory_format is not None and self._memory_format.acts())
+
+    def _look(self, name: str, form: _Form, parameters: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Looks for what a step has left in another form, and brings it to the plain one."""
+        moved = [(p, before) for p, before in parameters if p.dtype != before.dtype]
+        reasons = self._brought_to_plain(form)
+        for parameter, before in moved:
+            parameter.data = before  # as it was before it was rounded
+        if not reasons:
+            return
+        if name != "training_step":
+            self._mended.add(name)
+            return
+        if moved and self._can_repeat():  # of a parameter in another dtype the gradient would be, too
+            raise EditError("precision", reasons["precision"])
+        self._leaving = reasons
+
+    def _brought_to_plain(self, form: _Form) -> dict[str, str]:
+        """Brings what is held in a form to the plain one, whoever holds it; why, by technique."""
+        reasons: dict[str, str] = {}
+        for way, tensor in self._left_behind(form):
+            technique = form.technique(tensor)
+            assert technique is not None, "it was found by that"
+            written = str(tensor.dtype).removeprefix("torch.") if technique == "precision" else "channels_last"
+            reasons.setdefault(technique, f"{way} would outlive a step in {written}")
+            with torch.no_grad():
+                tensor.data = form.plain(tensor.detach())
+        return reasons
+
+    def _left_behind(self, form: _Form) -> list[tuple[str, Tensor]]:
+        """What the user's objects hold in a form, and the way to it; not what they had in it before the first step."""
+        callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        roots = [("self", self._module), *((type(callback).__name__, callback) for callback in callbacks)]
+        own = self._own or {}
+        found = []
+        try:
+            for way, tensor in held_tensors(*roots):
+                technique = form.technique(tensor)
+                is_ours = technique == "memory_format" and isinstance(tensor, nn.Parameter)  # which it restores itself
+                if technique is not None and not is_ours and id(tensor) not in own:
+                    found.append((way, tensor))
+        except Exception as error:  # an object of the user's that does not like to be looked at
+            self._engine.report.note(f"not all that outlives a step could be looked at: {one_line(error)}")
+        return found

@@ -1,0 +1,77 @@
+"""Random numbers that are drawn in the order of a tensor's memory, which another layout would hand out otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_accel.core.snapshot import random_streams
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.core.users_lines import users_line
+
+# These draw a number for each channel, or into memory of their own, whatever their input's strides are.
+_WITHOUT_ORDER = frozenset(
+    (F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.feature_dropout, F.gumbel_softmax)
+)
+
+
+class LayoutDraws:
+    """Watches torch's random streams while functions are called.
+
+    ``nn.Dropout`` and ``torch.randn_like`` fill memory from its beginning to its end: of an image in channels_last
+    every element gets another number, and on a CPU ``randn_like`` takes another amount of them, by which the batches
+    of the next epoch change. The user's streams are not ours to move.
+
+    Args:
+        device: Where the model computes.
+        foresees: Whether the step runs in the ordinary layout, and what would lie otherwise has to be told from where
+            it comes: from convolutions. Else it is what is not contiguous.
+
+    Attributes:
+        has_drawn: Whether anything was drawn.
+        place: What drew numbers in the order of memory, and where; empty if nothing did.
+    """
+
+    def __init__(self, device: torch.device, *, foresees: bool = False) -> None:
+        self.has_drawn = False
+        self.place = ""
+        self._follows = WeakTensorKeyDictionary() if foresees else None
+        self._read = [read for name, (read, _) in random_streams(device).items() if name.startswith("torch")]
+        self._states = self._now()
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function of torch's, and looks at what it has drawn."""
+        result = func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        if self.have_moved() or isinstance(kwargs.get("generator"), torch.Generator):
+            self.has_drawn = True
+            if not self.place and func not in _WITHOUT_ORDER and any(map(self._has_another_order, tensors)):
+                name = getattr(func, "__name__", str(func))
+                self.place = f"{users_line()} draws by {name}() in the order in which a tensor lies in memory"
+        if self._follows is not None and any(tensor in self._follows for tensor in tensors):
+            self.follow(result)
+        return result
+
+    def follow(self, result: Any) -> None:
+        """Notes what a convolution has made."""
+        assert self._follows is not None, "it is to foresee something"
+        for tensor in tensors_in(result):
+            self._follows[tensor] = True
+
+    def have_moved(self) -> bool:
+        """Whether a stream has moved since the last call."""
+        before, self._states = self._states, self._now()
+        return any(not torch.equal(old, new) for old, new in zip(before, self._states, strict=True))
+
+    def _now(self) -> list[Tensor]:
+        return [read() for read in self._read]
+
+    def _has_another_order(self, tensor: Tensor) -> bool:
+        dims = sum(size > 1 for size in tensor.shape)  # with fewer than three, it lies the same way in both layouts
+        if self._follows is not None:
+            return dims > 2 and tensor in self._follows
+        return dims > 1 and tensor.layout == torch.strided and not tensor.is_contiguous()

@@ -1,0 +1,283 @@
+"""What outlives a step is as it would be plain, whatever the step computed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_accel import AccelPlugin
+from lightning_accel.core.host import Host
+from support.techniques.memory_format_cases import clock
+
+pytestmark = pytest.mark.numbers
+IMAGE = (3, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def _computes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has: the precision that is chosen is bfloat16, and channels_last is the faster layout."""
+    host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
+    monkeypatch.setattr(Host, "detect", lambda device=None: host)
+    clock(monkeypatch, 2.0)
+
+
+class Net(LightningModule):
+    """A small network on images; what it hands on is for subclasses to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.activation = nn.ReLU()
+        self.head = nn.Linear(8, 4)
+        self.losses: list[float] = []
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.activation(self.conv(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self.head(self.features(x).mean((2, 3))), y)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.head(self.features(batch[0]).mean((2, 3))), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(
+    model: LightningModule, plugin: AccelPlugin | None, steps: int = 8, callbacks: list[Callback] | None = None
+) -> Trainer:
+    data = TensorDataset(torch.randn(steps * 4, *IMAGE), torch.randint(4, (steps * 4,)))
+    trainer = Trainer(
+        plugins=[plugin] if plugin else [],
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True), *([DataLoader(data, batch_size=8)]))
+    return trainer
+
+
+def run(make: Callable[[], LightningModule], plugin: AccelPlugin | None, **settings: Any) -> Any:
+    seed_everything(0)
+    model = make()
+    fit(model, plugin, **settings)
+    return model
+
+
+class Remembers(Net):
+    """Feeds a layer with what the last step left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+        self.dtypes: list[torch.dtype] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = self.features(batch[0]).mean((2, 3))
+        outputs = self.head(features)
+        if self.last is not None:
+            self.dtypes.append(self.last.dtype)
+            outputs = outputs + nn.functional.linear(self.last, self.head.weight)
+        self.last = features.detach()
+        return F.cross_entropy(outputs, batch[1])
+
+
+def test_a_tensor_that_is_carried_into_the_next_step_is_in_float32() -> None:
+    plugin = AccelPlugin(log=False)
+    model = run(Remembers, plugin)
+    assert set(model.dtypes) == {torch.float32}
+    assert plugin.report.of("precision").status == "32-true: self.last would outlive a step in bfloat16"
+
+
+def test_what_a_list_outside_of_the_module_keeps_is_found() -> None:
+    kept: list[Tensor] = []
+
+    class Keeps(Net):
+        def features(self, x: Tensor) -> Tensor:
+            features = super().features(x)
+            kept.append(features.mean((2, 3)).detach())
+            return features
+
+    plugin = AccelPlugin(log=False)
+    run(Keeps, plugin)
+    assert {tensor.dtype for tensor in kept} == {torch.float32}
+    assert plugin.report.of("precision").status.startswith("32-true: kept of Keeps.features[")
+
+
+class Returns(Net):
+    """Returns more than a loss, in every kind of step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = self.features(batch[0])
+        outputs = self.head(features.mean((2, 3)))
+        return {"loss": F.cross_entropy(outputs, batch[1]), "features": features, "outputs": outputs}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.training_step(batch, batch_idx)
+
+
+class Reads(Callback):
+    """Reads what steps return, as callbacks do that draw pictures."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.read += 1
+        outputs["outputs"].detach().numpy()  # NumPy has no bfloat16
+        outputs["features"].view(len(batch[0]), -1)
+        batch[0].view(len(batch[0]), -1)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+def test_what_steps_return_can_be_read_as_in_a_plain_run() -> None:
+    plugin, reads = AccelPlugin(log=False), Reads()
+    run(Returns, plugin, callbacks=[reads])
+    assert reads.read > 16
+    assert plugin.report.of("precision").is_on
+    assert plugin.report.of("memory_format").is_on
+
+
+class MovesItsWeight(Net):
+    """Brings a weight to the dtype of what it is multiplied with, as losses of metric learning do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proxies = nn.Parameter(torch.randn(4, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = self.conv(batch[0]).relu().amax((2, 3))
+        self.proxies.data = self.proxies.data.to(features.dtype)
+        return F.cross_entropy(features.matmul(self.proxies.t()), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def test_a_parameter_that_the_step_brings_to_another_dtype_trains_as_it_was() -> None:
+    plugin = AccelPlugin(log=False, memory_format="off")
+    plain, model = run(MovesItsWeight, None), run(MovesItsWeight, plugin)
+    assert model.proxies.dtype == torch.float32
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    assert any("ran without precision" in note for note in plugin.report.notes)
+
+
+class Scatters(Net):
+    """Adds what layers made into a float32 table: a message names a dtype."""
+
+    def features(self, x: Tensor) -> Tensor:
+        features = super().features(x).flatten(1)
+        table = torch.zeros(len(x), features.shape[1])
+        table.index_add_(0, torch.arange(len(x)), features)
+        return table.view(len(x), 8, *x.shape[2:])
+
+
+def test_of_an_error_that_names_a_dtype_only_the_precision_is_taken_back() -> None:
+    plugin = AccelPlugin(log=False, inplace_activations=True)
+    run(Scatters, plugin)
+    assert plugin.report.of("precision").status.startswith("32-true: a step raised RuntimeError")
+    assert any("ran without precision" in note for note in plugin.report.notes)
+    assert plugin.report.of("memory_format").is_on
+    assert plugin.report.of("inplace_activations").is_on
+
+
+class StepsByHand(MovesItsWeight):
+    """The same with manual optimization, where the optimizer raises within the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_an_optimizer_that_raises_in_the_first_step_is_repeated_with_manual_optimization_too() -> None:
+    plugin = AccelPlugin(log=False, memory_format="off")
+    plain, model = run(StepsByHand, None), run(StepsByHand, plugin)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    assert model.trainer.global_step == plain.trainer.global_step
+
+
+class Validates(Net):
+    """Keeps predictions until the end of the validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictions: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.predictions.append(self.head(self.features(batch[0]).mean((2, 3))))
+
+    def on_validation_epoch_end(self) -> None:
+        torch.cat(self.predictions).numpy()
+        self.predictions.clear()
+
+
+def test_what_validation_keeps_is_in_float32_and_training_goes_on_in_bfloat16() -> None:
+    plugin = AccelPlugin(log=False)
+    run(Validates, plugin)
+    assert plugin.report.of("precision").status.startswith("bf16-mixed")
+
+
+class DrawsForImages(Net):
+    """Noise for activations: filled in the order of their memory."""
+
+    def features(self, x: Tensor) -> Tensor:
+        features = super().features(x)
+        return features + 0.1 * torch.randn_like(features)
+
+
+class DrawsForTheBatch(Net):
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x + 0.1 * torch.randn_like(x))
+
+
+class DropsPixels(Net):
+    def features(self, x: Tensor) -> Tensor:
+        return F.dropout(super().features(x), 0.2, self.training)
+
+
+class DropsLate(Net):
+    """Draws nothing until its sixth step."""
+
+    def features(self, x: Tensor) -> Tensor:
+        features = super().features(x)
+        return F.dropout(features, 0.2, self.training) if len(self.losses) >= 5 else features
+
+
+@pytest.mark.parametrize("kind", [DrawsForImages, DrawsForTheBatch, DropsPixels, DropsLate])
+def test_random_streams_are_those_of_a_plain_run(kind: type[Net]) -> None:
+    settings: dict[str, Any] = {"precision": "32-true", "log": False}
+    plain = run(kind, None)
+    state = torch.get_rng_state()
+    plugin = AccelPlugin(**settings)
+    model = run(kind, plugin)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(model.losses, plain.losses, rtol=1e-4, atol=1e-5)
+    is_left_alone = kind is not DrawsForTheBatch
+    assert plugin.report.of("memory_format").is_on is not is_left_alone

@@ -64,6 +64,7 @@ class WeightLayout(Patch):
         self._parameters = [p for p in convolution.parameters() if p.dim() == dim]
         self._format = FORMATS[dim]
         self.strides: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._is_shown = False
         self._takes_input = hasattr(convolution, convolution_method())  # transposed convolutions do not
         self._held = MethodPatch(site, "contiguous weight", convolution, convolution_method(), _on_contiguous_weight)
         laid_out = functools.partial(_on_input_in, self._format)
@@ -86,6 +87,19 @@ class WeightLayout(Patch):
         if self._held.is_applied:
             self._held.undo()
             self._undo()
+
+    def show(self) -> None:
+        """Gives the weights the user's own layout until :meth:`resume`: somebody looks at them between two steps."""
+        if self.is_applied and not self._is_shown:
+            self._undo()
+            self._is_shown = True
+
+    def resume(self) -> None:
+        """Ends :meth:`show`."""
+        if self._is_shown:
+            self._is_shown = False
+            if self.is_applied:
+                self._apply()
 
     # Outside inference mode, where a trial may find itself: what it allocates could never be trained again.
 
@@ -133,7 +147,7 @@ def _on_input_in(memory_format: torch.memory_format, original: Callable[..., Ten
 
 def _match_gradient(parameter: nn.Parameter) -> None:
     if parameter.grad is not None and parameter.grad.layout == torch.strided:
-        parameter.grad = with_strides(parameter.grad, parameter.stride())
+        parameter.grad.data = with_strides(parameter.grad.data, parameter.stride())
 
 
 class OptimizerLayouts:
@@ -174,9 +188,9 @@ class OptimizerLayouts:
     def _match_one(self, optimizer: Optimizer) -> None:
         for parameter, state in optimizer.state.items():
             if parameter in self._parameters:
-                for name, value in state.items():
+                for value in state.values():
                     if _belongs_to(value, parameter):
-                        state[name] = with_strides(value, parameter.stride())
+                        value.data = with_strides(value.data, parameter.stride())
 
 
 def reads_by_layout(optimizer: Optimizer) -> str | None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision
 from lightning_accel.lightning.out_of_memory import STEPS
+from lightning_accel.lightning.private import ActionPatch, hook_action
 from lightning_accel.techniques.memory_format import MemoryFormat
 
 
@@ -82,6 +84,7 @@ class Edges:
         self._memory_format = engine.technique(MemoryFormat)
         self._steps: Counter[str] = Counter()  # of each kind that were in another form
         self._mended: set[str] = set()  # kinds of steps of evaluation after each of which is looked
+        self._shown: list[AbstractContextManager[Any]] = []  # of the user's hooks under way
         self._leaving: dict[str, str] = {}  # what is to go before the next step, and why
         self._own: dict[int, Tensor] | None = None  # what the user has in such a form; kept, so that no id comes again
 
@@ -90,6 +93,17 @@ class Edges:
         for name in STEPS:
             as_plain = functools.partial(self._as_plain, name)
             yield MethodPatch(f"{name}, as plain", "hands on what it would plain", strategy, name, as_plain)
+        if self._memory_format is not None:
+            trainer = self._module.trainer
+            yield ActionPatch(trainer, users_hooks(trainer, self._module), self._hook_begins, self._hook_ends)
+
+    def _hook_begins(self) -> None:
+        assert self._memory_format is not None, "without it nobody is told"
+        self._shown.append(self._memory_format.shown())
+        self._shown[-1].__enter__()
+
+    def _hook_ends(self) -> None:
+        self._shown.pop().__exit__(None, None, None)
 
     def mend(self) -> list[str]:
         """Brings to the plain form what former steps have left: a step has raised that may have met it.
@@ -170,3 +184,23 @@ class Edges:
         except Exception as error:  # an object of the user's that does not like to be looked at
             self._engine.report.note(f"not all that outlives a step could be looked at: {one_line(error)}")
         return found
+
+
+# Where the user's own code runs beside steps. Not where it calls a step, as `optimizer_step` does.
+_HOOKS = (
+    *(name for name in dir(LightningModule) if name.startswith("on_")),
+    *("configure_gradient_clipping", "lr_scheduler_step"),
+)
+
+
+def users_hooks(trainer: Trainer, module: LightningModule) -> set[str]:
+    """The hooks of a module and of callbacks that are not Lightning's own, by the names of their actions."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    owners: list[tuple[Any, type]] = [(module, LightningModule), *((callback, Callback) for callback in callbacks)]
+    return {
+        hook_action(owner, name)
+        for owner, base in owners
+        if not type(owner).__module__.startswith(("lightning.", "lightning_accel."))
+        for name in (_HOOKS if base is LightningModule else dir(Callback))
+        if getattr(type(owner), name, None) is not getattr(base, name, None) or name in vars(owner)
+    }

@@ -6,11 +6,11 @@ Where no version is named, every Lightning 2 has the name.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, cast
 
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -101,49 +101,58 @@ def cluster_environment(trainer: Trainer) -> ClusterEnvironment | None:
     return getattr(connector, "cluster_environment", None)
 
 
-# -- fetches -------------------------------------------------------------------------------------------------------
+# -- actions -------------------------------------------------------------------------------------------------------
 
 
-class FetchPatch(Patch):
-    """Has ``began`` and ``ended`` called around every fetch from the train dataloader.
+def hook_action(owner: LightningModule | Callback, hook: str) -> str:
+    """The name by which Lightning tells its profiler of a hook."""
+    if isinstance(owner, Callback):
+        return f"[Callback]{owner.state_key}.{hook}"
+    return f"[LightningModule]{type(owner).__name__}.{hook}"
 
-    Lightning has no hook there, and tells its profiler, by the name of an action: ``train_dataloader_next``.
-    Without the name: nothing is told. The wait then counts as part of the gaps between the steps, and no trial is made
-    of whole steps. All who ask are told by one edit: a profiler is called some forty times in a step.
+
+class ActionPatch(Patch):
+    """Has ``began`` and ``ended`` called around every one of these actions of Lightning's.
+
+    Lightning has no hook there, and tells its profiler, by the names of actions.
+    Without the names: nothing is told. The wait for a batch then counts as part of the gaps between the steps, no trial
+    is made of whole steps, and hooks see weights in channels_last. All who ask are told by one edit: a profiler is
+    called some forty times in a step.
     """
 
-    def __init__(self, trainer: Trainer, began: Callable[[], Any], ended: Callable[[], Any]) -> None:
-        super().__init__("fetches", "told of fetches")
+    def __init__(
+        self, trainer: Trainer, actions: Collection[str], began: Callable[[], Any], ended: Callable[[], Any]
+    ) -> None:
+        super().__init__(f"told of {min(actions, default='nothing')}", "told of actions")
         self._profiler = cast(Any, trainer).profiler  # which Lightning sets where mypy does not look
-        self._fetch = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
-        self._told = began, ended
+        self._told = frozenset(actions), began, ended
 
     @override
     def _apply(self) -> None:
-        told = _TOLD_OF_FETCHES.get(self._profiler)
+        told = _TOLD_OF_ACTIONS.get(self._profiler)
         if told is None:
-            told = _TOLD_OF_FETCHES[self._profiler] = PatchSet(self._telling()), []
+            told = _TOLD_OF_ACTIONS[self._profiler] = PatchSet(self._telling()), []
             told[0].apply()
         told[1].append(self._told)
 
     @override
     def _undo(self) -> None:
-        patches, told = _TOLD_OF_FETCHES.get(self._profiler, (PatchSet(), []))
+        patches, told = _TOLD_OF_ACTIONS.get(self._profiler, (PatchSet(), []))
         if self._told in told:
             told.remove(self._told)
         if not told:
             patches.undo()
-            _TOLD_OF_FETCHES.pop(self._profiler, None)
+            _TOLD_OF_ACTIONS.pop(self._profiler, None)
 
     def _telling(self) -> Iterator[Patch]:
-        fetch, told_of = self._fetch, _TOLD_OF_FETCHES
+        all_told = _TOLD_OF_ACTIONS
 
         def told_before(original: Callable[..., Any]) -> Callable[..., Any]:
             profiles = original is not PassThroughProfiler.start  # which does nothing: that much need not be called
 
             def start(profiler: Any, action_name: str) -> None:
-                if action_name == fetch:
-                    for began, _ in told_of[profiler][1]:
+                for actions, began, _ in all_told[profiler][1]:
+                    if action_name in actions:
                         began()
                 if profiles:
                     original(profiler, action_name)
@@ -156,17 +165,25 @@ class FetchPatch(Patch):
             def stop(profiler: Any, action_name: str) -> None:
                 if profiles:
                     original(profiler, action_name)
-                if action_name == fetch:
-                    for _, ended in told_of[profiler][1]:
+                for actions, _, ended in all_told[profiler][1]:
+                    if action_name in actions:
                         ended()
 
             return stop
 
         for name, wrap in {"start": told_before, "stop": told_after}.items():
-            yield MethodPatch(name, "told of fetches", self._profiler, name, wrap)
+            yield MethodPatch(name, "told of actions", self._profiler, name, wrap)
 
 
-_TOLD_OF_FETCHES: weakref.WeakKeyDictionary[Any, tuple[PatchSet, list[Any]]] = weakref.WeakKeyDictionary()
+class FetchPatch(ActionPatch):
+    """The same around every fetch from the train dataloader."""
+
+    def __init__(self, trainer: Trainer, began: Callable[[], Any], ended: Callable[[], Any]) -> None:
+        fetch = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
+        super().__init__(trainer, [fetch], began, ended)
+
+
+_TOLD_OF_ACTIONS: weakref.WeakKeyDictionary[Any, tuple[PatchSet, list[Any]]] = weakref.WeakKeyDictionary()
 
 
 # -- command line --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -73,5 +73,5 @@ class LayoutDraws:
     def _has_another_order(self, tensor: Tensor) -> bool:
         dims = sum(size > 1 for size in tensor.shape)  # with fewer than three, it lies the same way in both layouts
         if self._follows is not None:
-            return dims > 2 and tensor in self._follows
+            return dims > 2 and (tensor in self._follows or isinstance(tensor, nn.Parameter))
         return dims > 1 and tensor.layout == torch.strided and not tensor.is_contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -11,13 +12,41 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_accel.core.layout import FORMAT_NAMES
+from lightning_accel.core.layout import FORMAT_NAMES, is_channels_last
+from lightning_accel.core.tree import tensors_in
 from lightning_accel.techniques.layout_draws import LayoutDraws
 
 _VIEWS = (Tensor.view, Tensor.view_as)
 _STRIDED = (Tensor.as_strided, torch.as_strided)
 _QUESTIONS = (Tensor.is_contiguous, Tensor.stride)
 _MEMORY = (Tensor.data_ptr, Tensor.untyped_storage)
+
+
+# What code may ask of a weight whose layout it does not care for.
+_HARMLESS = frozenset(
+    attribute.__get__
+    for attribute in (Tensor.requires_grad, Tensor.grad, Tensor.shape, Tensor.dtype, Tensor.device, Tensor.is_leaf)
+)
+
+
+class LayoutShown(TorchFunctionMode):
+    """Has the user's own layout restored as soon as code does anything with a tensor in channels_last.
+
+    Args:
+        show: Restores it, in the very tensors; called once.
+    """
+
+    def __init__(self, show: Callable[[], None]) -> None:
+        super().__init__()
+        self._show: Callable[[], None] | None = show
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._show is not None and func not in _HARMLESS and any(map(is_channels_last, tensors_in((args, kwargs)))):
+            show, self._show = self._show, None
+            show()
+        return func(*args, **kwargs)
 
 
 class LayoutRescue(TorchFunctionMode):

@@ -34,7 +34,7 @@ from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.layout_draws import LayoutDraws
-from lightning_accel.techniques.layout_rescue import LayoutRescue
+from lightning_accel.techniques.layout_rescue import LayoutRescue, LayoutShown
 from lightning_accel.techniques.layout_trial import BREAKS_THE_HEAP, LayoutTrial, breaks_the_heap
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
@@ -155,6 +155,7 @@ class MemoryFormat(Technique):
         self._weights: list[WeightLayout] = []
         self._optimizers: OptimizerLayouts | None = None
         self._model = nn.Module()
+        self._is_shown = False  # to code of the user's, in its own layout
         self._rescued_stages: set[str] = set()
         self._silent_stages: set[str] = set()  # whose first step has drawn no random number
         self._is_decided = not verify
@@ -195,6 +196,7 @@ class MemoryFormat(Technique):
     def step(self, stage: str) -> AbstractContextManager[Any]:
         if not self._is_in_force():
             return nullcontext()
+        self._have_shown(False)
         if stage not in self._rescued_stages:
             return self._rescued(stage)
         return self._silent(stage) if stage in self._silent_stages else nullcontext()
@@ -222,6 +224,20 @@ class MemoryFormat(Technique):
             self._silent_stages.discard(stage)
             self.notes.spoilt = "a step draws random numbers, perhaps in the order of memory, and none did before"
             self._object(self.notes.spoilt)
+
+    def shown(self) -> AbstractContextManager[Any]:
+        """Around code of the user's between two steps, which sees weights, gradients and states as they are plain."""
+        is_needed = self._is_in_force() and not self._is_shown and not _has_buckets()
+        return LayoutShown(functools.partial(self._have_shown, True)) if is_needed else nullcontext()
+
+    def _have_shown(self, is_shown: bool) -> None:
+        if is_shown == self._is_shown:
+            return
+        self._is_shown = is_shown
+        for weight in self._weights:
+            (weight.show if is_shown else weight.resume)()
+        if self._optimizers is not None:
+            self._optimizers.match()
 
     def _object(self, reason: str) -> None:
         for weight in self._weights:
@@ -278,7 +294,9 @@ class MemoryFormat(Technique):
             yield Arm(self.name, ("on",), functools.partial(self._have, weights), settle=1)
 
     def _have(self, weights: Sequence[WeightLayout], choice: str) -> None:
+        self._is_shown = False
         for weight in weights if choice != OFF else reversed(weights):
+            weight.resume()
             (weight.undo if choice == OFF else weight.apply)()
         if self._optimizers is not None:
             self._optimizers.match()

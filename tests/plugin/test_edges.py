@@ -281,3 +281,51 @@ def test_random_streams_are_those_of_a_plain_run(kind: type[Net]) -> None:
     torch.testing.assert_close(model.losses, plain.losses, rtol=1e-4, atol=1e-5)
     is_left_alone = kind is not DrawsForTheBatch
     assert plugin.report.of("memory_format").is_on is not is_left_alone
+
+
+class Looks(Callback):
+    """Looks at weights, gradients and the optimizer's state, as they are between two steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        gradient = pl_module.conv.weight.grad
+        self.seen.append(float(gradient.view(-1)[:9].sum()))
+        gradient.add_(0.01 * torch.randn_like(gradient))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        (state,) = [trainer.optimizers[0].state[pl_module.conv.weight]]
+        self.seen += [pl_module.conv.weight.stride(), *(value.stride() for value in state.values())]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        nn.utils.parameters_to_vector(pl_module.parameters())
+
+
+class WithMomentum(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_hooks_see_weights_gradients_and_states_in_the_users_own_layout() -> None:
+    looks = [Looks(), Looks()]
+    plain = run(WithMomentum, None, callbacks=[looks[0]])
+    plugin = AccelPlugin(precision="32-true", log=False)
+    model = run(WithMomentum, plugin, callbacks=[looks[1]])
+    assert plugin.report.of("memory_format").is_on
+    torch.testing.assert_close(looks[1].seen, looks[0].seen, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_in_channels_last_in_every_step_though_hooks_look_at_them() -> None:
+    class Notes(Net):
+        def features(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                notes.append(self.conv.weight.stride()[1])
+            return super().features(x)
+
+    notes: list[int] = []
+    run(Notes, AccelPlugin(precision="32-true", log=False), callbacks=[Looks()])
+    assert set(notes[4:]) == {1}

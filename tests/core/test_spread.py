@@ -92,7 +92,7 @@ def test_dropout_of_another_rate_is_caught(rate: float) -> None:
     def dropping(rate: float) -> Callable[..., Tensor]:
         return lambda *args: attention(*args, dropout=rate)
 
-    assert compare(dropping(rate), dropping(0.2)).failure.startswith("its dropout differs")
+    assert "random numbers" in compare(dropping(rate), dropping(0.2)).failure
     assert compare(lambda *args: dropping(0.2)(*(x.clone() for x in args)), dropping(0.2)).failure == ""
 
 

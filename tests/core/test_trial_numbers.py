@@ -65,8 +65,39 @@ def test_outputs_whose_shape_hangs_on_rounding_are_compared_without_an_oracle() 
 
 def test_dropout_does_not_stand_in_the_way_of_a_comparison() -> None:
     module = block().train()
-    assert compare(module, lambda x: module.forward(x.flip(0)).flip(0), X).failure == ""
+    assert compare(module, lambda x: module.forward(x.clone()), X).failure == ""
     assert all(m.training for m in module.modules())
+
+
+def test_random_numbers_that_fall_on_other_elements_are_an_objection() -> None:
+    module = block().train()
+    assert "on other elements" in compare(module, lambda x: module.forward(x.flip(0)).flip(0), X).failure
+
+
+@pytest.mark.parametrize("in_other_orders", [True, False])
+def test_another_amount_of_random_numbers_is_an_objection(in_other_orders: bool) -> None:
+    def drawing(x: Tensor) -> Tensor:
+        return module.forward(x) + 0 * torch.rand(3).sum()
+
+    module = nn.Linear(16, 4)
+    trial = Trial(module, (X,))
+    found = trial.numbers(Contender(module.forward), Contender(drawing), in_other_orders=in_other_orders)
+    assert "another amount of random numbers" in found.failure
+
+
+@pytest.mark.parametrize("in_other_orders", [True, False])
+def test_results_that_lie_otherwise_in_memory_are_an_objection(in_other_orders: bool) -> None:
+    module = nn.Linear(16, 4)
+    trial = Trial(module, (X,))
+    turned = Contender(lambda x: module.forward(x).mT.contiguous().mT)
+    found = trial.numbers(Contender(module.forward), turned, in_other_orders=in_other_orders)
+    assert "lie otherwise" in found.failure
+
+
+def test_strides_of_dimensions_of_one_are_no_objection() -> None:
+    module = nn.Linear(16, 1)
+    alike = compare(module, lambda x: module.forward(x).mT.contiguous().mT, X)
+    assert alike.failure == ""
 
 
 def test_without_an_oracle_the_two_see_the_same_random_numbers() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
@@ -57,12 +56,6 @@ def own_rng(device: torch.device) -> AbstractContextManager[None]:
     """What is drawn inside leaves the random streams of the host, and of ``device`` if that is a GPU, as they were."""
     devices = [device] if device.type in ("cuda", "mps") else []
     return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
-
-
-def streams(device: torch.device) -> list[torch.Tensor]:
-    """Where the random streams of the host, and of ``device`` if that is a GPU, have come to."""
-    of_device: Any = {"cuda": lambda: torch.cuda.get_rng_state(device), "mps": torch.mps.get_rng_state}.get(device.type)
-    return [torch.get_rng_state(), *([] if of_device is None else [of_device()])]
 
 
 def seed_streams(seed: int, device: torch.device) -> None:

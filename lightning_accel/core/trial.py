@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.device import own_rng, streams
+from lightning_accel.core.device import own_rng
 from lightning_accel.core.dropout import dropout_off
 from lightning_accel.core.isolation import isolated, silent_twin
 from lightning_accel.core.measured import Measured
 from lightning_accel.core.passes import Call, Passes
+from lightning_accel.core.snapshot import random_streams, same_state
 from lightning_accel.core.spread import FACTOR, Spread, deviation, is_batched, measured, other_orders
 from lightning_accel.core.tree import map_tensors, tensors_in
 
@@ -213,17 +214,24 @@ class Trial:
         """Both sides' results, and what of the candidate's is otherwise beside its numbers."""
         expected, before = self._once(original, args, kwargs)
         actual, after = self._once(candidate, args, kwargs)
-        if not all(map(torch.equal, before, after)):
+        if not all(map(same_state, before, after)):
             return expected, actual, "draws another amount of random numbers than the original"
         outputs = zip(expected, actual[: self._passes.num_outputs], strict=False)
         is_free = candidate.arguments is not None or not self.keeps_strides
         is_alike = is_free or all(itertools.starmap(_lie_alike, outputs))
         return expected, actual, "" if is_alike else "its results lie otherwise in memory than the original's"
 
-    def _once(self, side: Contender, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    def _once(self, side: Contender, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
         """What it computes, and where the random streams, which are the same for every run, have come to by then."""
-        with own_rng(self._device), side.state():
-            return self._passes.results(side.call, *side.given(args, kwargs)), streams(self._device)
+        streams = random_streams(self._device).values()
+        before = [get_state() for get_state, _ in streams]
+        try:
+            with own_rng(self._device), side.state():
+                results = self._passes.results(side.call, *side.given(args, kwargs))
+                return results, [get_state() for get_state, _ in streams]
+        finally:
+            for (_, set_state), state in zip(streams, before, strict=True):
+                set_state(state)
 
     def _samples(self, call: Call) -> tuple[Any, Any]:
         """The first few samples of the arguments; all of them where the computation wants its whole batch."""

@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from lightning_accel.core.device import device_of, streams
+from lightning_accel.core.device import device_of
 from lightning_accel.core.host import Host
+from lightning_accel.core.snapshot import random_streams, same_state
 from lightning_accel.core.vocabulary import why_unlucky
 from lightning_accel.data.grouped_loader import GroupedLoader, why_not_grouped
 from lightning_accel.techniques.base import Forecast, LoaderTerms, Refusal, Surroundings, Technique
@@ -189,10 +189,12 @@ class Padding(Technique):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        device = device_of(self._model)
-        before = streams(device)
+        streams = random_streams(device_of(self._model)).values()
+        before = [get_state() for get_state, _ in streams]
         yield
-        self._may_draw = not all(map(torch.equal, before, streams(device)))
+        self._may_draw = not all(
+            same_state(get_state(), state) for (get_state, _), state in zip(streams, before, strict=True)
+        )
         if self._may_draw:
             self._leave(_DRAWS)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,13 +78,22 @@ def test_random_numbers_that_fall_on_other_elements_are_an_objection() -> None:
 
 @pytest.mark.parametrize("in_other_orders", [True, False])
 def test_another_amount_of_random_numbers_is_an_objection(in_other_orders: bool) -> None:
-    def drawing(x: Tensor) -> Tensor:
-        return module.forward(x) + 0 * torch.rand(3).sum()
-
     module = nn.Linear(16, 4)
-    trial = Trial(module, (X,))
-    found = trial.numbers(Contender(module.forward), Contender(drawing), in_other_orders=in_other_orders)
-    assert "another amount of random numbers" in found.failure
+    for draw in (lambda: torch.rand(3), random.random, lambda: numpy.random.rand(3)):
+        drawing = Contender(lambda x, draw=draw: (draw(), module.forward(x))[1])
+        found = Trial(module, (X,)).numbers(Contender(module.forward), drawing, in_other_orders=in_other_orders)
+        assert "another amount of random numbers" in found.failure
+
+
+def test_both_sides_draw_the_same_numbers_from_every_stream() -> None:
+    module = nn.Linear(16, 4)
+    drawing = Contender(lambda x: module.forward(x) * torch.rand(()) * random.random() * numpy.random.rand())
+    states = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].copy()
+    found = Trial(module, (X,), wide=drawing.call).numbers(drawing, drawing)
+    assert (found.failure, found.is_same) == ("", True)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert (numpy.random.get_state()[1] == states[2]).all()
 
 
 @pytest.mark.parametrize("in_other_orders", [True, False])

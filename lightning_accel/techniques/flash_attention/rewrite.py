@@ -212,7 +212,15 @@ def _is_held_by_module(placeholder: Node) -> bool:
 def _layout(node: Node) -> tuple[int, ...]:
     """The dimensions of a result from the outermost in memory to the innermost."""
     strides = value(node).stride()  # numbers, or symbols, which have no order of their own
-    is_inside = functools.cmp_to_key(lambda one, other: 1 if statically_known_true(strides[one] < strides[other]) else -1 if statically_known_true(strides[one] > strides[other]) else 0)
+    is_inside = functools.cmp_to_key(
+        lambda one, other: (
+            1
+            if statically_known_true(strides[one] < strides[other])
+            else -1
+            if statically_known_true(strides[one] > strides[other])
+            else 0
+        )
+    )
     return tuple(sorted(range(rank(node)), key=is_inside))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -212,16 +211,9 @@ def _is_held_by_module(placeholder: Node) -> bool:
 def _layout(node: Node) -> tuple[int, ...]:
     """The dimensions of a result from the outermost in memory to the innermost."""
     strides = value(node).stride()  # numbers, or symbols, which have no order of their own
-    is_inside = functools.cmp_to_key(
-        lambda one, other: (
-            1
-            if statically_known_true(strides[one] < strides[other])
-            else -1
-            if statically_known_true(strides[one] > strides[other])
-            else 0
-        )
+    return tuple(
+        sorted(range(rank(node)), key=lambda dim: sum(statically_known_true(strides[dim] < other) for other in strides))
     )
-    return tuple(sorted(range(rank(node)), key=is_inside))
 
 
 def _layout_matters(node: Node) -> bool:

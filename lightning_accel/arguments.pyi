@@ -96,8 +96,9 @@ class Arguments:
             padding: A number pads the sequences of every training batch to a multiple of it; ``"auto"`` to the
                 largest that the device's kernels like and that makes a batch at most an eighth longer; ``"off"``.
                 Batches are mappings as transformers have them: ``input_ids``, an ``attention_mask`` that keeps the
-                padding out, and ``labels`` of which the loss ignores -100. Dropout draws other numbers for other
-                shapes. Or a :class:`PaddingPlan`, in YAML a mapping of ``multiple``, ``group_by_length``.
+                padding out, and ``labels`` of which the loss ignores -100. From the second step on, and only while
+                steps draw no random numbers: for other shapes dropout would draw others. Or a :class:`PaddingPlan`,
+                in YAML a mapping of ``multiple``, ``group_by_length``.
             loader: ``"auto"`` measures in the first epoch of a Trainer's run how long it waits for data, and tries
                 more workers from epoch to epoch while that is faster: in the same order, and only for data that
                 draw no random numbers and do not change as they are read. ``"off"``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -28,12 +28,8 @@ def is_dropout_off() -> bool:
 
 
 @contextmanager
-def dropout_off(module: nn.Module, *, functions: bool = True) -> Iterator[list[float]]:
+def dropout_off(module: nn.Module) -> Iterator[list[float]]:
     """Switches dropout off, in modules inside ``module`` and wherever a function of torch's is asked for it.
-
-    Args:
-        module: The module.
-        functions: Whether in functions, too.
 
     Yields:
         The rates that were switched off.
@@ -47,7 +43,7 @@ def dropout_off(module: nn.Module, *, functions: bool = True) -> Iterator[list[f
             dropout.training = False
         for attention in attentions:
             attention.dropout = 0.0
-        with _NoDropout(rates) if functions else nullcontext():
+        with _NoDropout(rates):
             yield rates
     finally:
         _is_off.reset(token)

@@ -26,12 +26,14 @@ class Passes:
         with_gradients: Whether there is a backward pass.
         judged: Takes from the outputs those that matter.
         writes_to_input: Whether a computation has written into its arguments (copies, here).
+        num_outputs: How many of the results that were last asked for are outputs: the first.
     """
 
     module: nn.Module
     with_gradients: bool = True
     judged: Callable[[Any], Any] = lambda outputs: outputs
     writes_to_input: bool = False
+    num_outputs: int = 0
 
     def results(self, call: Call, args: Any, kwargs: Any) -> list[Tensor]:
         """Outputs, then gradients of inputs and parameters: floating-point tensors only, detached, dense, real."""
@@ -76,6 +78,7 @@ class Passes:
         with torch.set_grad_enabled(self.with_gradients):
             outputs = [t for t in tensors_in(self.judged(call(*inputs[0], **inputs[1]))) if _has_numbers(t)]
             wanted = leaves + [p for p in self.module.parameters() if p.requires_grad]
+            self.num_outputs = len(outputs)
             differentiable = [t for t in outputs if t.requires_grad]
             if not (self.with_gradients and differentiable and wanted):
                 return outputs

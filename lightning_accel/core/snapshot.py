@@ -53,7 +53,7 @@ class Snapshot:
             changed += [_path(site, name) for name in _restore_attributes(part, self._attributes[site])]
             changed += [_path(site, name) for name in _restore_slots(part, self._slots[site])]
         for name, read, write, state in self._streams:
-            if not _same_state(read(), state):
+            if not same_state(read(), state):
                 write(state)
                 changed.append(name)
         return changed
@@ -116,7 +116,8 @@ def _same_items(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
-def _same_state(now: Any, before: Any) -> bool:
+def same_state(now: Any, before: Any) -> bool:
+    """Whether a random stream is where it was, by its two states."""
     if isinstance(now, Tensor):
         return torch.equal(now, before)
     return pickle.dumps(now) == pickle.dumps(before)  # NumPy's holds an array, which == does not compare

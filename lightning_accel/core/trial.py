@@ -6,20 +6,22 @@ both sides again and again: give it torch's own operations on tensors, not code 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.device import own_rng, seed_streams
+from lightning_accel.core.device import own_rng
 from lightning_accel.core.dropout import dropout_off
 from lightning_accel.core.isolation import isolated, silent_twin
 from lightning_accel.core.measured import Measured
 from lightning_accel.core.passes import Call, Passes
+from lightning_accel.core.snapshot import random_streams, same_state
 from lightning_accel.core.spread import FACTOR, Spread, deviation, is_batched, measured, other_orders
 from lightning_accel.core.tree import map_tensors, tensors_in
 
@@ -29,8 +31,6 @@ ORACLE_MAX_SAVED_BYTES = 1 << 29  # of activations: more would take longer in fl
 MIN_PAIRS, MAX_PAIRS = 3, 15
 TIMED_S = 1.0
 NOT_SLOWER = 1.02  # a median this close to the original's is a tie: the clocks of shared machines tell no more
-DRAWS = 8  # of random numbers, by which what two sides make of them is compared
-MAX_STANDARD_ERRORS = 6.0  # between the means of the two sides' draws: one pair in some ten thousand differs by more
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,17 @@ class Contender:
     Attributes:
         call: The computation, called with the site's own arguments.
         state: Entered around it, untimed: whatever makes the model ready for this side.
-        arguments: Makes of the arguments the form in which this side takes them, untimed: another layout, say.
+        arguments: Makes of the arguments the form in which this side takes them, untimed: another layout, in which its
+            results may lie, too.
     """
 
     call: Call
     state: Callable[[], AbstractContextManager[Any]] = nullcontext
-    arguments: Callable[[Any, Any], tuple[Any, Any]] = lambda args, kwargs: (args, kwargs)
+    arguments: Callable[[Any, Any], tuple[Any, Any]] | None = None
+
+    def given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments in this side's form."""
+        return (args, kwargs) if self.arguments is None else self.arguments(args, kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +102,8 @@ class Trial:
         timed_s: No further pair is timed once they have taken this long together.
         judged: Takes from the outputs what is to be compared.
         wide: The original, for arguments in float64; by default ``forward`` of a copy of the module in float64.
-        dropout: Where dropout is switched off while numbers are compared: everywhere; in modules alone, for compiled
-            code, which is compiled anew under a function mode; or nowhere, where both sides draw the same numbers.
+        has_dropout: Whether dropout stays on while numbers are compared, for what would be compiled anew without.
+        keeps_strides: Whether outputs have to lie in memory as the original's do.
         keeps_kernels: Whether the library builds a kernel for every shape, dtype and number of threads, and keeps it:
             then the original is asked on the whole batch only, and its own result is the yardstick.
     """
@@ -111,7 +116,8 @@ class Trial:
     timed_s: float = TIMED_S
     judged: Callable[[Any], Any] = lambda outputs: outputs
     wide: Call | None = None
-    dropout: Literal["off", "off in modules", "on"] = "off"
+    has_dropout: bool = False
+    keeps_strides: bool = True
     keeps_kernels: bool = False
 
     def __post_init__(self) -> None:
@@ -126,8 +132,8 @@ class Trial:
 
         The oracle is the original in float64, without autocast, on a few samples; what the original is off from it in
         several orders of its sums is what the candidate may be off (:mod:`lightning_accel.core.spread`), on the
-        whole batch too. Where there can be no oracle, the original's own result takes its place. Dropout is off in all
-        that; what it makes of the results is then compared by its distribution.
+        whole batch too. Where there can be no oracle, the original's own result takes its place. Dropout is off while
+        a few samples show that, and on for the whole batch: what is drawn, and for which element, has to be the same.
 
         With ``in_other_orders=False``, for a candidate that does the original's operations in the original's order,
         both are called once, on ``samples`` of the batch, with the same random numbers.
@@ -168,7 +174,7 @@ class Trial:
 
     def _timed(self, side: Contender) -> float:
         with side.state():
-            return self._passes.seconds(side.call, *side.arguments(self.args, self.kwargs), self._device)
+            return self._passes.seconds(side.call, *side.given(self.args, self.kwargs), self._device)
 
     # -- numbers -----------------------------------------------------------------------------------------------
 
@@ -177,37 +183,55 @@ class Trial:
         if self.samples is not None:
             with original.state(), own_rng(self._device):
                 args, kwargs = self._samples(original.call)
-        expected = self._once(original, args, kwargs)
-        actual = self._once(candidate, args, kwargs)
-        return replace(self._judge(expected, [expected], actual), is_same=_are_same(expected, actual))
+        expected, actual, otherwise = self._both(original, candidate, args, kwargs)
+        found = self._judge(expected, [expected], actual)
+        return replace(found, is_same=_are_same(expected, actual), failure=found.failure or otherwise)
 
     def _by_spread(self, original: Contender, candidate: Contender) -> Comparison:
-        without_dropout: AbstractContextManager[list[float]] = nullcontext([])
-        if self.dropout != "on":
-            without_dropout = dropout_off(self.module, functions=self.dropout == "off")
+        without_dropout = nullcontext(list[float]()) if self.has_dropout else dropout_off(self.module)
         with without_dropout as dropped:
             with original.state(), own_rng(self._device):
                 args, kwargs = self._samples(original.call)
-            expected = self._once(original, args, kwargs)
-            actual = self._once(candidate, args, kwargs)
+            expected, actual, otherwise = self._both(original, candidate, args, kwargs)
             oracle = self._oracle(original, args, kwargs)
             # An original that is far off its oracle (it overflows, its shapes hang on rounding) lets anything pass.
             if oracle is not None and not measured(oracle, [expected], self._coarsest(expected)).num_orders:
                 oracle = None
             runs = [expected, *self._in_other_orders(original, args, kwargs)]
             found = self._judge(expected if oracle is None else oracle, runs, actual)
-            found = replace(found, is_same=_are_same(expected, actual))
-            if not found.failure and args is not self.args:
-                whole = [self._once(side, self.args, self.kwargs) for side in (original, candidate)]
-                found = replace(found, failure=self._objection(found.spread, *whole))
-        if dropped and not found.failure:
-            found = replace(found, failure=self._draws_otherwise(original, candidate, args, kwargs))
+        found = replace(found, is_same=_are_same(expected, actual), failure=found.failure or otherwise)
+        if not found.failure and (dropped or args is not self.args):
+            *whole, otherwise = self._both(original, candidate, self.args, self.kwargs)
+            objection = self._objection(found.spread, *whole)
+            if objection and dropped:
+                objection = f"its random numbers fall on other elements than the original's: {objection}"
+            found = replace(found, failure=otherwise or objection)
         return found
 
-    def _once(self, side: Contender, args: Any, kwargs: Any) -> list[Tensor]:
-        # Every run draws the same random numbers.
-        with own_rng(self._device), side.state():
-            return self._passes.results(side.call, *side.arguments(args, kwargs))
+    def _both(
+        self, original: Contender, candidate: Contender, args: Any, kwargs: Any
+    ) -> tuple[list[Tensor], list[Tensor], str]:
+        """Both sides' results, and what of the candidate's is otherwise beside its numbers."""
+        expected, before = self._once(original, args, kwargs)
+        actual, after = self._once(candidate, args, kwargs)
+        if not all(map(same_state, before, after)):
+            return expected, actual, "draws another amount of random numbers than the original"
+        outputs = zip(expected, actual[: self._passes.num_outputs], strict=False)
+        is_free = candidate.arguments is not None or not self.keeps_strides
+        is_alike = is_free or all(itertools.starmap(_lie_alike, outputs))
+        return expected, actual, "" if is_alike else "its results lie otherwise in memory than the original's"
+
+    def _once(self, side: Contender, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
+        """What it computes, and where the random streams, which are the same for every run, have come to by then."""
+        streams = random_streams(self._device).values()
+        before = [get_state() for get_state, _ in streams]
+        try:
+            with own_rng(self._device), side.state():
+                results = self._passes.results(side.call, *side.given(args, kwargs))
+                return results, [get_state() for get_state, _ in streams]
+        finally:
+            for (_, set_state), state in zip(streams, before, strict=True):
+                set_state(state)
 
     def _samples(self, call: Call) -> tuple[Any, Any]:
         """The first few samples of the arguments; all of them where the computation wants its whole batch."""
@@ -230,7 +254,7 @@ class Trial:
         for call, setting in other_orders(original.call, size, self._device, new_kernels=not self.keeps_kernels):
             try:
                 with setting:
-                    run = self._once(Contender(call, original.state), args, kwargs)
+                    run, _ = self._once(Contender(call, original.state), args, kwargs)
             except Exception:  # no order for this computation: views of its input, kernels that want oneDNN
                 continue
             yield run
@@ -290,38 +314,16 @@ class Trial:
                 return f"on the whole batch, {objection}"
         return ""
 
-    def _draws_otherwise(self, original: Contender, candidate: Contender, args: Any, kwargs: Any) -> str:
-        """How the mean square of what the candidate returns differs from the original's, over several draws.
-
-        Dropout keeps the mean and raises the mean square with its rate: kernels that draw other numbers are to draw
-        them from the same distribution.
-        """
-        sides = [self._mean_squares(side, args, kwargs) for side in (original, candidate)]
-        for expected, actual in zip(*sides, strict=True):
-            means = statistics.fmean(expected), statistics.fmean(actual)
-            error = ((statistics.variance(expected) + statistics.variance(actual)) / DRAWS) ** 0.5
-            if abs(means[0] - means[1]) > MAX_STANDARD_ERRORS * error + 1e-2 * abs(means[0]):
-                return (
-                    f"its dropout differs: the mean square of its result, over {DRAWS} draws, is {means[1]:.3g}, the"
-                    f" original's {means[0]:.3g}"
-                )
-        return ""
-
-    def _mean_squares(self, side: Contender, args: Any, kwargs: Any) -> list[list[float]]:
-        """For every output, its mean square in each of the draws."""
-        forward = replace(self._passes, with_gradients=False)
-        draws = []
-        for seed in range(DRAWS):
-            with own_rng(self._device), side.state():
-                seed_streams(seed, self._device)
-                outputs = forward.results(side.call, *side.arguments(args, kwargs))
-                draws.append([float(output.double().square().mean()) for output in outputs])
-        return [list(of_output) for of_output in zip(*draws, strict=True)]
-
 
 def _are_same(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> bool:
     pairs = list(zip(expected, actual, strict=False))
     return len(expected) == len(actual) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a shape have the same strides, where there is more than one element to go through."""
+    strides = zip(one.shape, one.stride(), other.stride(), strict=False)
+    return not one.numel() or all(size == 1 or first == second for size, first, second in strides)
 
 
 def one_line(error: BaseException) -> str:

@@ -38,7 +38,8 @@ def differs(original: nn.Module, candidate: Callable[..., Any], calls: list[Argu
     half = original.dtype if isinstance(original, HalfPrecision) else None
     largest = 0.0
     for args, kwargs in calls:
-        trial = Trial(original, args, kwargs, with_gradients=False, samples=None, judged=lambda out: _judged(out, half))
+        options: Any = {"with_gradients": False, "samples": None, "keeps_strides": False}
+        trial = Trial(original, args, kwargs, **options, judged=lambda out: _judged(out, half))
         found = trial.numbers(Contender(original.forward), Contender(candidate))
         if found.failure:
             return f"{found.failure}, for inputs of {shapes_in((args, kwargs))}", found.error

@@ -129,9 +129,7 @@ class Compilation(Technique):
             if isinstance(block, torch.jit.ScriptModule) or any(is_compiled(part) for part in block.modules()):
                 yield Refusal(site, "already compiled")
             else:
-                patch = self._make_patch(
-                    site, block, self._mode, self._prepare, eager_random=host.kind == "cpu", kind_of=self._kind_of
-                )
+                patch = self._make_patch(site, block, self._mode, self._prepare, kind_of=self._kind_of)
                 self._patches.append(patch)
                 yield patch
         # After a graph break the compiler begins anew in the block's own code, which blocks of a class share, and with

@@ -34,24 +34,17 @@ class CompilePatch(Patch):
         block: The module.
         kind: What it shares with blocks that are like it; None until it is called, or tried.
         is_wanted: Whether it runs compiled while the patch is applied.
-        eager_random: Whether it draws the random numbers that it would draw eagerly.
     """
 
-    def __init__(
-        self, site: str, block: nn.Module, mode: str, prepare: Prepare, *, eager_random: bool, kind_of: KindOf
-    ) -> None:
+    def __init__(self, site: str, block: nn.Module, mode: str, prepare: Prepare, *, kind_of: KindOf) -> None:
         super().__init__(site, "call → compiled" + (f" ({mode})" if mode != "default" else ""))
         self.block = block
         self.kind: Kind | None = None
         self.is_wanted = True
         self.may_share = mode in _SHARED_MODES
-        self.eager_random = eager_random
         self._prepare, self._kind_of = prepare, kind_of
-        self._options = inductor_options(mode)
-        if eager_random:
-            # Dropout draws what it would draw eagerly, so that a compiled run has the numbers of a plain one. On a
-            # GPU the compiler's own generator is most of what compiling a dropout gains.
-            self._options["fallback_random"] = True
+        # What is drawn is drawn as it would be eagerly, and not by a generator of the compiler's own.
+        self._options = inductor_options(mode) | {"fallback_random": True}
 
     @override
     def _apply(self) -> None:
@@ -128,8 +121,7 @@ def tried(patch: CompilePatch, args: Any, kwargs: dict[str, Any], *, for_numbers
         kwargs,
         with_gradients=torch.is_grad_enabled(),
         samples=None,
-        # Off, the block would be compiled a second time; with the same random numbers on both sides it can stay on.
-        dropout="on" if patch.eager_random else "off in modules",
+        has_dropout=True,  # without, the block would be compiled a second time
     )
     is_cached = torch.is_autocast_cache_enabled()
     compiled = Contender(_call(block), state=lambda: _applied(patch, is_cached))

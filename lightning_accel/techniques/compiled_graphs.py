@@ -75,7 +75,7 @@ class ReplayedPatch(CompilePatch):
         self.apply()
         try:
             self._graphed.capture(args, kwargs)
-            trial = Trial(self.block, args, kwargs, samples=None, dropout="on")
+            trial = Trial(self.block, args, kwargs, samples=None, has_dropout=True)
             replay = Contender(lambda *args, **kwargs: self._graphed.replay(args, kwargs))
             self.why_not = trial.numbers(Contender(eager_call(self.block)), replay).failure
         except NotCapturedError as error:

@@ -169,7 +169,7 @@ def _tried(block: nn.Module, graphed: GraphedBlock, args: Any, kwargs: dict[str,
         graphed.capture(args, kwargs)
     except NotCapturedError as error:
         return Verdict(keep=False, reason=str(error))
-    trial = Trial(block, args, kwargs, samples=None, dropout="on")
+    trial = Trial(block, args, kwargs, samples=None, has_dropout=True)
     found = trial.numbers(Contender(block.forward), Contender(lambda *a, **k: graphed.replay(a, k)))
     if found.failure:
         graphed.pause(True)

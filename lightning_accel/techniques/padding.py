@@ -10,13 +10,16 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
+from lightning_accel.core.device import device_of
 from lightning_accel.core.host import Host
+from lightning_accel.core.snapshot import random_streams, same_state
 from lightning_accel.core.vocabulary import why_unlucky
 from lightning_accel.data.grouped_loader import GroupedLoader, why_not_grouped
 from lightning_accel.techniques.base import Forecast, LoaderTerms, Refusal, Surroundings, Technique
@@ -32,6 +35,7 @@ _MOST = {"cuda": 64, "rocm": 64}  # NVIDIA, Matrix multiplication background: 12
 _MOST_ELSEWHERE = 16
 _WASTE = 8  # "auto" makes a batch longer by at most an eighth
 _LOADER = "train_dataloader"
+_DRAWS = "its training steps draw random numbers, dropout's say, which would be others for longer sequences"
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class PaddingPlan:
         multiple: A number pads the sequences of every training batch to a multiple of it; ``"auto"`` to the largest
             that the device's kernels like and that makes a batch at most an eighth longer; ``"off"``. Batches are
             mappings as transformers have them: ``input_ids``, an ``attention_mask`` that keeps the padding out, and
-            ``labels`` of which the loss ignores -100. Dropout draws other numbers for other shapes.
+            ``labels`` of which the loss ignores -100. From the second step on, and only while steps draw no random
+            numbers: for other shapes dropout would draw others.
         group_by_length: Whether batches of a Trainer's training are also made of samples of like length, so that there
             is less to pad. **It changes the training**: which samples come together. Each is used as often as before.
 
@@ -146,6 +151,8 @@ class Padding(Technique):
         self._tables = _tables(surroundings.model)
         self._lengths: dict[int, int] = {}  # as they come → as they are padded
         self._complaints: set[str] = set()
+        self._model = surroundings.model
+        self._may_draw = True  # as far as was seen
 
     @classmethod
     @override
@@ -177,13 +184,33 @@ class Padding(Technique):
             grouped.close()
 
     @override
+    def step(self, stage: str) -> AbstractContextManager[None]:
+        return self._watching() if stage == "train" and _DRAWS not in self._complaints else nullcontext()
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        streams = random_streams(device_of(self._model)).values()
+        before = [get_state() for get_state, _ in streams]
+        yield
+        self._may_draw = not all(
+            same_state(get_state(), state) for (get_state, _), state in zip(streams, before, strict=True)
+        )
+        if self._may_draw:
+            self._leave(_DRAWS)
+
+    def _leave(self, why: str) -> None:
+        if why not in self._complaints:
+            self._complaints.add(why)
+            self.notes.revise("batch", Verdict(keep=False, reason=why))
+
+    @override
     def batch(self, batch: Any, stage: str) -> Any:
         if stage != "train":
             return batch
         if why := why_not_padded(batch):
-            if why not in self._complaints:
-                self._complaints.add(why)
-                self.notes.revise("batch", Verdict(keep=False, reason=why))
+            self._leave(why)
+            return batch
+        if self._may_draw:
             return batch
         length = batch[_IDS].shape[1]
         longer = self._lengths.get(length)

@@ -92,7 +92,7 @@ def test_dropout_of_another_rate_is_caught(rate: float) -> None:
     def dropping(rate: float) -> Callable[..., Tensor]:
         return lambda *args: attention(*args, dropout=rate)
 
-    assert compare(dropping(rate), dropping(0.2)).failure.startswith("its dropout differs")
+    assert "random numbers" in compare(dropping(rate), dropping(0.2)).failure
     assert compare(lambda *args: dropping(0.2)(*(x.clone() for x in args)), dropping(0.2)).failure == ""
 
 
@@ -155,7 +155,7 @@ def test_a_convolution_in_channels_last_is_within_the_spread_of_the_contiguous_o
     def in_channels_last(*args: Tensor) -> Tensor:
         return original(*(tensor.contiguous(memory_format=torch.channels_last) for tensor in args))
 
-    trial = Trial(nn.Module(), (x, weight), samples=2, wide=original)
+    trial = Trial(nn.Module(), (x, weight), samples=2, wide=original, keeps_strides=False)
     assert trial.numbers(Contender(original), Contender(in_channels_last)).failure == ""
 
 

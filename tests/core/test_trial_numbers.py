@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,8 +67,48 @@ def test_outputs_whose_shape_hangs_on_rounding_are_compared_without_an_oracle() 
 
 def test_dropout_does_not_stand_in_the_way_of_a_comparison() -> None:
     module = block().train()
-    assert compare(module, lambda x: module.forward(x.flip(0)).flip(0), X).failure == ""
+    assert compare(module, lambda x: module.forward(x.clone()), X).failure == ""
     assert all(m.training for m in module.modules())
+
+
+def test_random_numbers_that_fall_on_other_elements_are_an_objection() -> None:
+    module = block().train()
+    assert "on other elements" in compare(module, lambda x: module.forward(x.flip(0)).flip(0), X).failure
+
+
+@pytest.mark.parametrize("in_other_orders", [True, False])
+def test_another_amount_of_random_numbers_is_an_objection(in_other_orders: bool) -> None:
+    module = nn.Linear(16, 4)
+    for draw in (lambda: torch.rand(3), random.random, lambda: numpy.random.rand(3)):
+        drawing = Contender(lambda x, draw=draw: (draw(), module.forward(x))[1])
+        found = Trial(module, (X,)).numbers(Contender(module.forward), drawing, in_other_orders=in_other_orders)
+        assert "another amount of random numbers" in found.failure
+
+
+def test_both_sides_draw_the_same_numbers_from_every_stream() -> None:
+    module = nn.Linear(16, 4)
+    drawing = Contender(lambda x: module.forward(x) * torch.rand(()) * random.random() * numpy.random.rand())
+    states = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].copy()
+    found = Trial(module, (X,), wide=drawing.call).numbers(drawing, drawing)
+    assert (found.failure, found.is_same) == ("", True)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert (numpy.random.get_state()[1] == states[2]).all()
+
+
+@pytest.mark.parametrize("in_other_orders", [True, False])
+def test_results_that_lie_otherwise_in_memory_are_an_objection(in_other_orders: bool) -> None:
+    module = nn.Linear(16, 4)
+    trial = Trial(module, (X,))
+    turned = Contender(lambda x: module.forward(x).mT.contiguous().mT)
+    found = trial.numbers(Contender(module.forward), turned, in_other_orders=in_other_orders)
+    assert "lie otherwise" in found.failure
+
+
+def test_strides_of_dimensions_of_one_are_no_objection() -> None:
+    module = nn.Linear(16, 1)
+    alike = compare(module, lambda x: module.forward(x).mT.contiguous().mT, X)
+    assert alike.failure == ""
 
 
 def test_without_an_oracle_the_two_see_the_same_random_numbers() -> None:

@@ -301,8 +301,14 @@ class Loop:
     def __init__(self, model: nn.Module, task: Task, handle: Handle | None = None, *, clips: bool = False) -> None:
         self.model, self.task, self.handle, self.clips = model, task, handle, clips
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        self.streams: list[Tensor] = []  # where the random stream has come to by the end of each step
 
     def step(self, index: int) -> float:
+        loss = self._step(index)
+        self.streams.append(torch.get_rng_state())
+        return loss
+
+    def _step(self, index: int) -> float:
         inputs, targets = self.task.batch(index)
         torch.manual_seed(index)
         self.optimizer.zero_grad()

@@ -83,13 +83,14 @@ def _quick(
 
 
 @every_setting
-def test_it_acts_and_training_gives_the_plain_loops_losses(name: str, task: Task) -> None:
+def test_it_acts_and_training_gives_the_plain_loops_losses_and_draws(name: str, task: Task) -> None:
     row = SETTINGS[name]
     plain = model_for(task, row)
     model = copy.deepcopy(plain)
     handle = start(model, row)
-    losses = Loop(model, task, handle).run(range(5))
-    assert losses == pytest.approx(Loop(plain, task).run(range(5)), rel=max(row.tolerance, 1e-12))
+    loop, plain_loop = Loop(model, task, handle), Loop(plain, task)
+    assert loop.run(range(5)) == pytest.approx(plain_loop.run(range(5)), rel=max(row.tolerance, 1e-12))
+    assert all(map(torch.equal, loop.streams, plain_loop.streams))
     assert acts(handle, row.technique, task) == bool(row.settings), handle.report.to_text()
     handle.undo()
 

@@ -63,7 +63,11 @@ def _small() -> dict[str, Any]:
 
 def handle_for(model: nn.Module, padding: Any, host: Host = CPU) -> Handle:
     off = {"precision": "32-true", "flash_attention": "off", "inplace_activations": "off", "memory_format": "off"}
-    return accelerate(model, Plan(**off, tune="off", padding=padding), host=host)
+    handle = accelerate(model, Plan(**off, tune="off", padding=padding), host=host)
+    with handle.step():
+        batch = batch_of(5)
+        assert handle.batch(batch) is batch  # until a step was seen to draw no random numbers
+    return handle
 
 
 @pytest.mark.parametrize("padding", [8, 64, "auto"])
@@ -124,6 +128,16 @@ def test_a_batch_of_a_tokenizer_stays_one() -> None:
     assert isinstance(longer, transformers.BatchEncoding)
     assert longer.input_ids.shape == (2, 8)
     assert batch.input_ids.shape == (2, 5)
+
+
+def test_where_steps_draw_random_numbers_nothing_is_padded() -> None:
+    handle = handle_for(nn.Embedding(VOCABULARY, 4), 64)
+    batch = batch_of(5)
+    with handle.step():
+        nn.functional.dropout(torch.ones(4), 0.5)
+    assert handle.batch(batch, "train") is batch
+    assert "draw random numbers" in handle.report.refused("padding")["batch"]
+    handle.undo()
 
 
 def test_labels_of_whole_sequences_stay() -> None:

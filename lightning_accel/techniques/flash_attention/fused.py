@@ -49,7 +49,7 @@ class FusedAttention:
     inputs: list[Node]  # what a call gives the values of
     sources: dict[Node, MaskSource]  # those masks that are calculated from inputs
     original: Callable[..., Tensor]  # what was there before, as a function of the inputs
-    is_contiguous: bool  # whether somebody relies on how the result lies in memory
+    layout: tuple[int, ...] | None  # the dimensions from the outermost in memory on, where that makes a difference
     compute: Compute
 
     def __post_init__(self) -> None:
@@ -91,7 +91,10 @@ class FusedAttention:
             out = out.reshape(*levels[-1], *out.shape[-2:])
         if not _is_in_order(form.out_order):
             out = out.permute(form.out_order)
-        return out.contiguous() if self.is_contiguous else out
+        if self.layout is None:
+            return out
+        back = sorted(range(out.dim()), key=self.layout.__getitem__)
+        return out.permute(self.layout).contiguous().permute(back)
 
     def _bound(self, edit: Edit, given: dict[Node, Any], level: Shape, pair: Shape, is_traced: bool) -> list[Edit]:
         """The edit with its tensor, (B, H, T, S) or broadcastable; none if it hides nothing."""

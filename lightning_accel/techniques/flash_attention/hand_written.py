@@ -97,7 +97,7 @@ class Capture:
             return lambda *args: fused(lambda call: attend(call, backend), *args)
 
         if isinstance(self._backend, Rehearsal):
-            self._backend.rehearse(original, by, args)
+            self._backend.rehearse(original, by, args, keeps_strides=False)  # what follows it was read in the graph
             return original(*args)
         assert self._backend is not None
         return by(self._backend)(*args)

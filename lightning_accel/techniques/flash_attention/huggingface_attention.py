@@ -89,9 +89,9 @@ def accel_attention(
 
     def fused(backend: Backend, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any) -> Any:
         rows = None if mask is None or not _may_read(mask) else _rows_without_keys(mask)
-        if rows is not None and len(rows) == mask.shape[2]:
-            return eagerly(module, query, key, value, mask, bias)
         dropout_p = dropout if module.training else 0.0
+        if rows is not None and (dropout_p or len(rows) == mask.shape[2]):  # in two parts, dropout draws otherwise
+            return eagerly(module, query, key, value, mask, bias)
         call = AttentionCall(query=query, key=key, value=value, is_causal=is_causal, dropout_p=dropout_p, scale=scaling)
         out = attend(_prepared(call, mask, bias, rows), backend).transpose(1, 2)
         if rows is not None:
@@ -110,7 +110,9 @@ def accel_attention(
         if request.missed is None and isinstance(by, Rehearsal):
             # The eager function may call modules of the module's, a dropout say: of a copy, which nobody watches.
             plain = functools.partial(eagerly, silent_twin(module))
-            by.rehearse(plain, lambda backend: functools.partial(fused, backend), tensors, judged=lambda out: out[0])
+            # Results of some lie transposed: transformers' code, which takes any attention's, puts heads together anew.
+            rest: Any = {"judged": lambda out: out[0], "keeps_strides": False}
+            by.rehearse(plain, lambda backend: functools.partial(fused, backend), tensors, **rest)
     return eagerly(module, *tensors)  # type: ignore[no-any-return]
 
 

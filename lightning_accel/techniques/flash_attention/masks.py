@@ -179,7 +179,7 @@ def _with_samples_by_hand(
 ) -> Tensor:
     """Computes the samples that hold such rows as hand-written attention does: values, gradients, NaN and all."""
     samples = rows.flatten(1).any(dim=1).expand(call.query.shape[0])
-    if bool(samples.all()):
+    if call.dropout_p or bool(samples.all()):  # in two parts, dropout would draw otherwise
         return _by_hand(call, edits, zero_rows)
     some, others = samples.nonzero().squeeze(1), (~samples).nonzero().squeeze(1)
 

@@ -70,19 +70,30 @@ def multihead_forward(
     Returns:
         The output, (B, T, E) or (T, E), and the weights, (B, T, S) or (B, H, T, S), if they are needed; else None.
     """
+    masks = (key_padding_mask, attn_mask)
     is_discarded = need_weights and caller_discards_weights()
-    fits = (not need_weights or is_discarded) and _fits(module, query, key, value, key_padding_mask, attn_mask)
+    fits = (not need_weights or is_discarded) and _fits(module, query, key, value, *masks)
     if not fits or (is_causal and attn_mask is None):
         return MultiheadAttention.forward(
             module, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         )
-    q, k, v = _project(module, query, key, value)
+    # As torch has them: (T, B, E), of which the result is a view; dropout behind it goes by how it lies in memory.
+    is_turned = module.batch_first and query.dim() == 3 and not _takes_fast_path(module, query, key, value, masks)
+    if is_turned:
+        turned = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        value = turned[0] if value is query else turned[1] if value is key else turned[2]  # what was one stays one
+        query, key = turned[0], turned[0] if key is query else turned[1]
+    is_batch_first = module.batch_first and not is_turned
+    q, k, v = (_heads_first(t, is_batch_first) for t in _project(module, query, key, value))
     # Asked for weights, torch goes by the mask and not by the hint; where the two are the same the hint is cheaper.
     is_hint_enough = not is_discarded or (q.shape[2] == k.shape[2] and _num_extra_keys(module) == 0)
-    is_causal = key_padding_mask is None and ((is_causal and is_hint_enough) or _is_causal_mask(module, attn_mask))
+    dropout_p = module.dropout if module.training else 0.0
+    # A GPU's kernels drop elements each in an order of its own: with dropout the mask stays, and so the kernel.
+    may_look = not (dropout_p and query.is_cuda)
+    is_hinted = is_causal and is_hint_enough
+    is_causal = key_padding_mask is None and (is_hinted or (may_look and _is_causal_mask(module, attn_mask)))
     k, v = _with_extra_keys(k, module, module.bias_k), _with_extra_keys(v, module, module.bias_v)
     mask = None if is_causal else _mask(module, query, key_padding_mask, attn_mask)
-    dropout_p = module.dropout if module.training else 0.0
     call = AttentionCall(query=q, key=k, value=v, is_causal=is_causal, dropout_p=dropout_p)
     del q, k, v  # as large as three batches; let go before the output is made
     if is_discarded and mask is not None:
@@ -91,8 +102,21 @@ def multihead_forward(
         heads = attend(replace(call, mask=mask), backend)
     del call
     # One sample is a batch of one, in front.
-    heads = heads.transpose(1, 2) if module.batch_first or query.dim() == 2 else heads.permute(2, 0, 1, 3)
-    return F.linear(heads.reshape(query.shape), module.out_proj.weight, module.out_proj.bias), None
+    heads = heads.transpose(1, 2) if is_batch_first or query.dim() == 2 else heads.permute(2, 0, 1, 3)
+    out = F.linear(heads.reshape(query.shape), module.out_proj.weight, module.out_proj.bias)
+    return out.transpose(0, 1) if is_turned else out, None
+
+
+def _takes_fast_path(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, masks: Any) -> bool:
+    """Whether torch itself would go another way, for inference, whose result lies as its shape says."""
+    if module.training or not (query is key is value) or module.in_proj_weight is None or module.in_proj_bias is None:
+        return False
+    weights = (module.in_proj_weight, module.in_proj_bias, module.out_proj.weight, module.out_proj.bias)
+    is_plain = module.num_heads % 2 == 0 and not _num_extra_keys(module) and query.dtype == module.in_proj_bias.dtype
+    has_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *weights))
+    is_taken = torch.backends.mha.get_fastpath_enabled() and not torch.is_autocast_enabled()
+    is_added = any(mask is not None and mask.is_floating_point() for mask in masks)
+    return is_taken and is_plain and not has_gradients and not is_added
 
 
 def _is_causal_mask(module: MultiheadAttention, mask: Tensor | None) -> bool:
@@ -217,7 +241,7 @@ def _is_mask(mask: Tensor, *shapes: tuple[int, ...]) -> bool:
 
 
 def _project(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, each (B, H, T or S, D).
+    """Queries, keys and values, each (B, T or S, H, D) or as the input has batch and sequence.
 
     The parts of one product stay views into it: kernels read them where they lie, and the backward pass puts their
     gradients together in one copy.
@@ -234,7 +258,7 @@ def _project(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tens
         w_q, w_k, w_v = own if weight is None else weight.chunk(3)
         b_q, b_k, b_v = (None, None, None) if bias is None else bias.chunk(3)
         q, k, v = _linear(module, query, w_q, b_q), _linear(module, key, w_k, b_k), _linear(module, value, w_v, b_v)
-    return _heads_first(module, q), _heads_first(module, k), _heads_first(module, v)
+    return q, k, v
 
 
 def _linear(module: MultiheadAttention, t: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1) -> Tensor:
@@ -242,11 +266,11 @@ def _linear(module: MultiheadAttention, t: Tensor, weight: Tensor, bias: Tensor 
     return F.linear(t, weight, bias).view(*t.shape[:-1], parts * module.num_heads, module.head_dim)
 
 
-def _heads_first(module: MultiheadAttention, t: Tensor) -> Tensor:
+def _heads_first(t: Tensor, is_batch_first: bool) -> Tensor:
     """(B, T, H, D), (T, B, H, D) or (T, H, D) as (B, H, T, D)."""
     if t.dim() == 3:
         return t.transpose(0, 1).unsqueeze(0)
-    return t.transpose(1, 2) if module.batch_first else t.permute(1, 2, 0, 3)
+    return t.transpose(1, 2) if is_batch_first else t.permute(1, 2, 0, 3)
 
 
 def _with_extra_keys(split: Tensor, module: MultiheadAttention, learned: Tensor | None) -> Tensor:

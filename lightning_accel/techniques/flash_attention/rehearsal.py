@@ -87,6 +87,7 @@ class Rehearsal:
         *,
         module: nn.Module | None = None,
         judged: Callable[[Any], Any] = lambda outputs: outputs,
+        keeps_strides: bool = True,
     ) -> None:
         """Tries every backend on one attention. Its results go nowhere.
 
@@ -97,6 +98,7 @@ class Rehearsal:
             kwargs: Likewise.
             module: Whose parameters take part; None: nothing but the arguments does.
             judged: Takes from what both return what is to be compared.
+            keeps_strides: Whether what both return has to lie alike in memory.
         """
         self._num_attentions += 1
         trial = Trial(
@@ -106,6 +108,7 @@ class Rehearsal:
             with_gradients=torch.is_grad_enabled(),
             timed_s=self._timed_s,
             judged=judged,
+            keeps_strides=keeps_strides,
             wide=original if module is None else None,
         )
         for backend in self._backends:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_accel.techniques.flash_attention.call import sdpa
 from lightning_accel.techniques.flash_attention.form import Edit, Finding, Form
@@ -137,8 +138,8 @@ def _replace(module: GraphModule, form: Form, compute: Compute) -> None:
     leaves, inner = _traced_back(last, lambda node: node in given or node.op == "placeholder")
     inputs = list(dict.fromkeys([*given, *leaves]))
     original = _function(module, inner, inputs, last)
-    is_contiguous = _layout_matters(last) and value(last).is_contiguous()
-    fused = FusedAttention(form, inputs, sources, original, is_contiguous, compute)
+    layout = _layout(last) if _layout_matters(last) else None
+    fused = FusedAttention(form, inputs, sources, original, layout, compute)
     with graph.inserting_before(last):
         call = graph.call_function(fused.call, tuple(inputs))
     call.meta = dict(last.meta)
@@ -207,11 +208,21 @@ def _is_held_by_module(placeholder: Node) -> bool:
     return str(name).startswith("L['self']")
 
 
+def _layout(node: Node) -> tuple[int, ...]:
+    """The dimensions of a result from the outermost in memory to the innermost."""
+    strides = value(node).stride()  # numbers, or symbols, which have no order of their own
+    return tuple(
+        sorted(range(rank(node)), key=lambda dim: sum(statically_known_true(strides[dim] < other) for other in strides))
+    )
+
+
 def _layout_matters(node: Node) -> bool:
-    """Whether something after ``node`` depends on how its result lies in memory, as ``view`` does."""
+    """Whether something after ``node`` depends on how its result lies in memory, as ``view`` does, and dropout."""
     for user in node.users:
         name = str(getattr(user.target, "__name__", user.target))
-        if name in ("reshape", "contiguous", "flatten", "linear") or op_name(user) in ("matmul", "einsum"):
+        if name in ("contiguous", "linear") or op_name(user) in ("matmul", "einsum"):
+            continue
+        if name in ("reshape", "flatten") and rank(user) < rank(node):  # heads that are put together lie anew
             continue
         if permuted(user, tuple(range(rank(node)))) is None or _layout_matters(user):
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -259,3 +260,36 @@ def test_dropped_output_and_weights_come_from_the_same_draw() -> None:
         both.append(list(module(x, x, x)))
 
     assert_same(*both, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["self", "memory", "own keys"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", ["training", "evaluation", "frozen"])
+def test_results_and_gradients_lie_in_memory_as_torchs_do(mode: str, layout: str, kind: str) -> None:
+    """Dropout behind it fills in that order. Torch has one more for inference, on its fast path."""
+
+    def lying(module: nn.Module, tensors: list[Tensor], **kwargs: Any) -> list[Any]:
+        with torch.set_grad_enabled(mode == "training"):
+            out, weights = module(*tensors, **kwargs)
+        gradients = torch.autograd.grad(out, [*dict.fromkeys(tensors)], torch.ones(out.shape)) if out.grad_fn else ()
+        return [t.stride() for t in (out, *(() if weights is None else (weights,)), *gradients)]
+
+    for bias, need_weights, masks in itertools.product((True, False), (True, False), ("no mask", "float mask")):
+        plain, flash = pair(torch.float32, batch_first=layout == "batch first", bias=bias)
+        tensors, sizes = inputs(plain, layout, rows=5, columns=5, kind=kind)
+        kwargs = {name: mask.float() for name, mask in MASKS[masks](sizes).items()} | {"need_weights": need_weights}
+        for module in (plain, flash):
+            module.train(mode == "training").requires_grad_(mode != "frozen")
+        assert lying(flash, tensors, **kwargs) == lying(plain, tensors, **kwargs)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_dropped_weights_that_nobody_reads_are_those_of_torch(batch_first: bool) -> None:
+    plain, flash = pair(torch.float32, dropout=0.4, batch_first=batch_first)
+    x = torch.randn(3, 5, EMBED_DIM)
+    outputs = []
+    for module in (plain, flash):
+        torch.manual_seed(0)
+        out, _ = module(x, x, x)
+        outputs.append(torch.stack([out, torch.rand(out.shape)]))  # what is drawn next tells how many were drawn
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,66 @@ def test_what_is_left_alone_is_reported_with_its_reason(name: str) -> None:
     for _ in range(2):
         assert torch.equal(step(model, handle, x)[0], step(plain, None, x)[0])
     assert re.sub("0x[0-9a-f]+", "0x", handle.report.refused("flash_attention")["layers.0"]) == reason
+    handle.undo()
+
+
+class Dropping(nn.Module):
+    """Attention and dropout behind it, which fills in the order of the memory."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.attention = {"multihead": Discards, "by hand": FOUND["at_sign"]}[spelling](dropout=0.2)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.attention(x))
+
+
+class Bare(nn.Module):
+    """Heads as they come out of the product, some dropped: (B, T, 32) → (B, T, 32)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        heads = F.dropout((q @ k.mT / 8**0.5).softmax(-1) @ v, 0.2, self.training)
+        return heads.transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize("kind", ["multihead", "by hand", "bare"])
+def test_with_dropout_behind_it_a_run_trains_as_plainly(kind: str) -> None:
+    model = Stack(Bare) if kind == "bare" else Stack(Dropping, spelling=kind)
+    plain, handle = copy.deepcopy(model), start(model)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain)]
+    for index in range(5):
+        x, losses = batch(), []
+        for one, optimizer, given in zip((model, plain), optimizers, (handle, None), strict=True):
+            torch.manual_seed(index)
+            losses.append(step(one, given, x)[0])
+            losses.append(torch.rand(()))  # what is drawn next tells how many were drawn
+            optimizer.step()
+        torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-5, atol=0.0)
+    assert len(handle.report.applied("flash_attention")) == 2
+    handle.undo()
+
+
+def test_attention_that_draws_otherwise_than_the_original_is_left_alone_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a GPU's kernels do: each has an order of its own."""
+
+    def in_another_order(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return kernel(q.flip(0), k.flip(0), v.flip(0), *args, **kwargs).flip(0)
+
+    kernel = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", in_another_order)
+    model = Stack(FOUND["at_sign"], depth=1, dropout=0.2)
+    handle = start(model, "auto")
+    step(model, handle, batch())
+    step(model, handle, batch())
+    assert "random numbers fall on other elements" in handle.report.refused("flash_attention")["layers.0"]
     handle.undo()
 
 

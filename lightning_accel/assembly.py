@@ -53,6 +53,7 @@ def surroundings_for(
         technique = declaration.technique.planned(settings, around)
         if technique is not None:
             technique.on_by_default = declaration.is_default(value)
+            technique.timed = plan.tune != "off"
             technique.explicit = not technique.on_by_default and getattr(settings, declaration.switch) != "auto"
             around.techniques.append(technique)
     return around

@@ -137,6 +137,10 @@ class Engine:
         self._told += told
         self._take_up(told)
 
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether the techniques were shown an optimizer."""
+        return any(one is optimizer for one in self._optimizers)
+
     def _take_up(self, optimizers: Iterable[Optimizer]) -> None:
         known = {id(optimizer) for optimizer in self._optimizers}
         new = [optimizer for optimizer in optimizers if id(optimizer) not in known]

@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any, cast
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_accel.core.host import Host
@@ -89,6 +90,8 @@ class AccelPlugin(Planned, AutocastingPrecision):
         if trainer.world_size > 1:
             check_devices(host, precision)
         self.device = host.device_type
+        if self.plan.precision == "auto" and (own := _own_format(module)):
+            precision, reason = "32-true", f"the model has {own} of its own"
         self._set_precision(cast(ResolvedPrecision, precision))
         self._kept.be_of(module)
         self._run = Run(module, host, self.plan, self, self._kept)
@@ -105,6 +108,8 @@ class AccelPlugin(Planned, AutocastingPrecision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         for optimizer in optimizers:
+            if isinstance(optimizer, LBFGS) and self._run is not None:
+                self.give_up(self._run.engine.report, "LBFGS compares the gradients of one step with those of others")
             check_optimizer(optimizer, self.precision)
         if self.scaler is not None:
             self.scaler.watch(optimizers)
@@ -171,7 +176,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
         self, optimizer: Optimizer, model: LightningModule, closure: Any, **kwargs: Any
     ) -> Any:
         run = functools.partial(super().optimizer_step, optimizer, model=model, closure=closure, **kwargs)
-        return run() if self._run is None else self._run.optimizer_step(run)
+        return run() if self._run is None else self._run.optimizer_step(optimizer, run)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -238,3 +243,11 @@ class AccelPlugin(Planned, AutocastingPrecision):
         asks = sys._getframe(1).f_locals.get("self")
         mend = "" if not isinstance(asks, SingleDeviceXLAStrategy | XLAStrategy) else XLA_MEND
         return format(repr(self), format_spec) + mend
+
+
+def _own_format(module: nn.Module) -> str:
+    """The first parameter or buffer in 16 bits, which leave none for us to choose; empty without one."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            return f"{name} in {str(tensor.dtype).removeprefix('torch.')}"
+    return ""

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_accel.assembly import surroundings_for
 from lightning_accel.callbacks.speed_memory import add_speed_memory_logger, leave_page_of_evaluation
@@ -225,8 +226,10 @@ class Run:
 
         self.net.backward(lambda: run(loss), run_repeated, lambda: precision.let_go_of(loss))
 
-    def optimizer_step(self, run: Callable[[], Any]) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """An optimizer's step, above the net where there is one."""
+        if not self.engine.knows(optimizer):  # it was made in mid-run
+            self.engine.meet([optimizer])
         try:
             if self.net is None or not self._module.automatic_optimization:
                 return run()

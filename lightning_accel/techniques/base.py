@@ -132,6 +132,7 @@ class Technique:
         on_by_default: Whether plans have it without being asked for it: on a host that it is not for, the report says
             so and nobody is warned.
         explicit: Whether the user asked for it by name, so that finding nothing to do is worth a warning.
+        timed: Whether the run may decide by times; two runs of one seed are then not the same to the bit.
         agree: Maps a value of this process to that of rank 0, called on every rank alike; None with one process.
     """
 
@@ -147,6 +148,7 @@ class Technique:
     dtype: torch.dtype | None = None
     on_by_default: bool = False
     explicit: bool = False
+    timed: bool = True
     agree: Callable[[Any], Any] | None = None
 
     @classmethod
@@ -167,6 +169,11 @@ class Technique:
     def notes(self) -> Notes:
         """What this technique has to say."""
         return Notes()
+
+    @property
+    def decides_by_clock(self) -> bool:
+        """Whether times may decide: a deterministic run goes by none either."""
+        return self.timed and not torch.are_deterministic_algorithms_enabled()
 
     @property
     def decides_alone(self) -> bool:

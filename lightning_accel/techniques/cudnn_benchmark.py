@@ -138,8 +138,8 @@ class CudnnBenchmark(Technique):
     @override
     def unavailable(self, host: Host) -> str | None:
         reason = self._not_on(host)
-        if reason is None and (torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic):
-            return "a deterministic run must not choose kernels by time"
+        if reason is None and (torch.backends.cudnn.deterministic or not self.decides_by_clock):
+            return "this run must not choose kernels by time"
         return reason
 
     def _not_on(self, host: Host) -> str | None:

@@ -219,7 +219,7 @@ class Float8(Technique):
         if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
             reason = f"{off}, where its formats round by {limits[0]:.1%} and {limits[1]:.1%}"
             return Verdict(keep=False, reason=reason, measured=measured)
-        if torch.are_deterministic_algorithms_enabled():  # which decides nothing by the clock
+        if not self.decides_by_clock:
             return Verdict(keep=True, reason=off, measured=measured)
         size = (rows, *layer.weight.shape, layer.bias is None, tensor.dtype, layer.weight.dtype, tensor.requires_grad)
         if size not in self._speeds:

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -272,11 +271,10 @@ class MemoryFormat(Technique):
             yield {patch.site: Verdict(keep=False, reason=self._refused_before_trial) for patch in patches}
             return
         verdicts: Verdicts = {}
-        # A deterministic run decides nothing by the clock.
         with LayoutTrial(
             self._dims,
             LayoutDraws(device_of(self._model), foresees=True),
-            by_clock=self._is_auto and not torch.are_deterministic_algorithms_enabled(),
+            by_clock=self._is_auto and self.decides_by_clock,
         ) as trial:
             yield verdicts
         verdict = trial.verdict()

@@ -99,6 +99,7 @@ class FlashAttention(Technique):
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
         _check_names(model, self._plan)
         self._model = model
+        self._judge.may_time &= self.timed
         for name in self.alternatives(host):
             self._judge.backends[name] = WatchedBackend(BACKENDS[name], self._complain)
         for claim in find_sites(model):

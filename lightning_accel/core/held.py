@@ -10,13 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_accel.core.snapshot import Snapshot
+from lightning_accel.core.torch_private.modules import hooks_of
+
 MOST = 20_000
 """Values that are looked at: to go through more takes longer than a step."""
 
 # Objects of these lead on to all that a run consists of, and hold nothing of the user's that is a tensor.
 _HANDLES = frozenset(("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_accel", "logging"))
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-_SLOTS_OF_MODULES = ("_modules", "_parameters", "_buffers")
 
 
 def held_tensors(*roots: tuple[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -52,10 +54,12 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, functools.partial):
         yield from ((name, part) for part in (value.func, value.args, value.keywords))
     elif isinstance(value, nn.Module) or _is_users(type(value)):
+        if isinstance(value, nn.Module):
+            own = (value.named_children(), value.named_parameters(recurse=False), value.named_buffers(recurse=False))
+            yield from ((f"{name}.{slot}", part) for slots in own for slot, part in slots)
+            yield from ((f"hooks of {name}", hooks) for hooks in hooks_of(value) if hooks)
         for attribute, part in list(getattr(value, "__dict__", {}).items()):
-            if isinstance(value, nn.Module) and attribute in _SLOTS_OF_MODULES:
-                yield from ((f"{name}.{slot}", each) for slot, each in part.items())
-            elif not isinstance(part, dict) or part:  # of a module's many kinds of hooks most are empty
+            if not (isinstance(value, nn.Module) and attribute in Snapshot.OWN):
                 yield f"{name}.{attribute}", part
         for kind in type(value).__mro__ if _is_users(type(value)) else ():
             yield from ((f"{name}.{slot}", getattr(value, slot, None)) for slot in slots_of(kind))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -54,12 +53,15 @@ class WeightLayout(Patch):
     see them too.
 
     Attributes:
+        lays_input: Whether it does so yet: not before the step after the one in which the weights were moved, whose
+            backward pass may compute its forward once more.
         convolution: The module.
         strides: For every parameter changed, the strides it had.
     """
 
     def __init__(self, site: str, convolution: nn.Module, dim: int) -> None:
         super().__init__(site, f"weight → {FORMAT_NAMES[dim]}")
+        self.lays_input = False
         self.convolution = convolution
         self._parameters = [p for p in convolution.parameters() if p.dim() == dim]
         self._format = FORMATS[dim]
@@ -67,8 +69,7 @@ class WeightLayout(Patch):
         self._is_shown = False
         self._takes_input = hasattr(convolution, convolution_method())  # transposed convolutions do not
         self._held = MethodPatch(site, "contiguous weight", convolution, convolution_method(), _on_contiguous_weight)
-        laid_out = functools.partial(_on_input_in, self._format)
-        self._input = MethodPatch(site, "input in its format", convolution, convolution_method(), laid_out)
+        self._input = MethodPatch(site, "input in its format", convolution, convolution_method(), self._on_laid_out)
 
     def hold(self) -> None:
         """Computes as after :meth:`undo`, on a contiguous copy of the weight, but leaves the weight's layout alone.
@@ -87,6 +88,16 @@ class WeightLayout(Patch):
         if self._held.is_applied:
             self._held.undo()
             self._undo()
+
+    def _on_laid_out(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Lays the input out once: left to itself, a convolution does so again in its backward pass."""
+
+        def convolve(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if self.lays_input and x.dim() == weight.dim() and x.layout == torch.strided:  # no image without a batch
+                x = x.contiguous(memory_format=self._format)
+            return original(module, x, weight, bias)
+
+        return convolve
 
     def show(self) -> None:
         """Gives the weights the user's own layout until :meth:`resume`: somebody looks at them between two steps."""
@@ -130,17 +141,6 @@ class WeightLayout(Patch):
 def _on_contiguous_weight(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def convolve(self: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return original(self, x, weight.contiguous(), bias)
-
-    return convolve
-
-
-def _on_input_in(memory_format: torch.memory_format, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Lays the input out once: left to itself, a convolution does so again in its backward pass."""
-
-    def convolve(self: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dim() == weight.dim() and x.layout == torch.strided:  # no single image without a batch
-            x = x.contiguous(memory_format=memory_format)
-        return original(self, x, weight, bias)
 
     return convolve
 

@@ -273,9 +273,9 @@ class LiveTuning:
     def _meet(self, batch: Any) -> None:
         """Before the first training step: what an earlier run of this very program has tried holds, for all ranks."""
         self._has_met, trainer = True, self._trainer
-        # Not a resumed run's own; nor in a deterministic run: in force from its first step on, an edit rounds otherwise.
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        if self._engine.decisions or not self._engine.is_trying or is_deterministic:
+        if self._engine.decisions or not self._engine.is_trying:  # a resumed run's own
+            return
+        if torch.are_deterministic_algorithms_enabled():  # in force from the first step on, an edit rounds otherwise
             return
         settings = f"{self._settings}, {trainer.world_size} ranks, {trainer.precision}, {type(trainer.strategy)}"
         self._program = Program.of(trainer.lightning_module, batch, self._engine.host.described, settings)

@@ -196,6 +196,8 @@ class MemoryFormat(Technique):
         if not self._is_in_force():
             return nullcontext()
         self._have_shown(False)
+        for weight in self._weights:
+            weight.lays_input = self._is_decided
         if stage not in self._rescued_stages:
             return self._rescued(stage)
         return self._silent(stage) if stage in self._silent_stages else nullcontext()

@@ -42,7 +42,7 @@ def test_the_run_does_change_the_module(make_trainer: MakeTrainer) -> None:
     look = Call(on_train_batch_end=lambda *_: seen.update(footprint(module)))
     plugin = everything()
     make_trainer(plugins=[plugin], callbacks=[look]).fit(module, images())
-    assert {name for name in before if seen[name] != before[name]} >= {"net.0", "net.3", "net.0.weight"}
+    assert {name for name in before if seen[name] != before[name]} >= {"net.0", "net.3"}
     assert plugin.report.applied("gradient_checkpointing") == ["net.0", "net.3"]
     assert plugin.report.applied("memory_format") == ["net.0", "net.3"]
 

@@ -29,10 +29,10 @@ from support.strategies.forks import in_ranks
 
 
 class Views(Supervised):
-    """Takes its batch apart with ``view``, which channels_last does not allow."""
+    """Takes an activation apart with ``view``, which channels_last does not allow."""
 
     def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + 0 * batch[0].view(batch[0].size(0), -1).mean()
+        return super().loss(batch) + 0 * self.net[0](batch[0]).view(batch[0].size(0), -1).mean()
 
 
 class Foreign(Supervised):

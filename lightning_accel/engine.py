@@ -138,7 +138,7 @@ class Engine:
     def predictions(self, outputs: Any) -> Any:
         """What a predict step returned, as the original would have."""
         for technique in self._at_work:
-            outputs = self._ask(technique, "take predictions", technique.predictions, outputs, otherwise=outputs)
+            outputs = technique.predictions(outputs)
         return outputs
 
     def meet(self, optimizers: Iterable[Optimizer]) -> None:
@@ -266,31 +266,33 @@ class Engine:
         self._edits.on_model[technique.name].undo()
         self._ask(technique, "close", technique.close, otherwise=None)
         self.decisions.pop(technique.name, None)
-        self._open.remove(technique)
-        self._drop(technique)
+        for techniques in (self._techniques, self._open):
+            if technique in techniques:  # closing, it may have left
+                techniques.remove(technique)
+        self._find_at_work()
 
-    def stand_aside(self, reason: str) -> None:
-        """Takes every edit back for the rest of the run, and remembers it for a resumed one."""
-        for technique in reversed(self._techniques):
-            self._take_back(technique, reason)
-            self._ask(technique, "settle", technique.settled, otherwise=None)
-        self._trial_step = None
+    def stand_aside(self, reason: str, name: str | None = None) -> None:
+        """Takes edits back for the rest of the run, and remembers it for a resumed one.
 
-    def _take_back(self, technique: Technique, reason: str) -> None:
-        """Has one do nothing more, for the rest of the run and in a resumed one."""
-        for patch in [*self._edits.on_model[technique.name], *self._edits.on_optimizers[technique.name]]:
-            self._edits.refuse(technique, patch.site, reason)
-            if technique.remembers:
-                refusal = Verdict(keep=False, reason=reason)
-                self.decisions.setdefault(technique.name, {})[patch.site] = refusal
-        technique.notes.take()
-        record = self.report.of(technique.name)
-        record.is_on, record.status = False, f"taken back: {reason}"
+        Args:
+            reason: Why.
+            name: Of the technique whose edits; None: of all.
+        """
+        leaving = [technique for technique in self._techniques if name in (None, technique.name)]
         # Not closed before the run ends: layouts that DistributedDataParallel counts on are held until then.
-        self._drop(technique)
-
-    def _drop(self, technique: Technique) -> None:
-        self._techniques = [one for one in self._techniques if one is not technique]
+        self._techniques = [technique for technique in self._techniques if technique not in leaving]
+        for technique in reversed(leaving):
+            for patch in [*self._edits.on_model[technique.name], *self._edits.on_optimizers[technique.name]]:
+                self._edits.refuse(technique, patch.site, reason)
+                if technique.remembers:
+                    refusal = Verdict(keep=False, reason=reason)
+                    self.decisions.setdefault(technique.name, {})[patch.site] = refusal
+            technique.notes.take()
+            self._ask(technique, "settle", technique.settled, otherwise=None)
+            record = self.report.of(technique.name)
+            record.is_on, record.status = False, f"taken back: {reason}"
+        if not self._techniques:
+            self._trial_step = None
         self._find_at_work()
 
     def _ask(self, technique: Technique, what: str, call: Callable[..., R], *args: Any, otherwise: R) -> R:
@@ -306,10 +308,12 @@ class Engine:
                 raise
             reason = f"could not {what}: {one_line(error)}"
         if technique in self._techniques:
-            self._take_back(technique, reason)
-            self._ask(technique, "settle", technique.settled, otherwise=None)
+            self.stand_aside(reason, technique.name)
         self.degrade(f"{technique.name} {reason}")
         return otherwise
+
+    def _enter(self, stack: ExitStack, technique: Technique, what: str, make: Callable[..., Any], *args: Any) -> Any:
+        return self._ask(technique, what, lambda: stack.enter_context(make(*args)), otherwise=None)
 
     def join_after_failure(self) -> None:
         """Gives the other ranks the word they wait for, where a trial step of this rank was repeated without edits."""
@@ -346,13 +350,8 @@ class Engine:
 
     def _claim(self, technique: Technique) -> None:
         patches = self._edits.on_model[technique.name] = PatchSet()
-        nothing_found: list[Patch | Refusal] = []
-        found = self._ask(
-            technique,
-            f"look at {type(self.model).__name__}",
-            lambda: [*technique.patches(self.model, self.host)],
-            otherwise=nothing_found,
-        )
+        what, nothing = f"look at {type(self.model).__name__}", list[Patch | Refusal]()
+        found = self._ask(technique, what, lambda: [*technique.patches(self.model, self.host)], otherwise=nothing)
         if technique not in self._techniques:
             return
         for claim in found:
@@ -361,8 +360,8 @@ class Engine:
         record.is_on = technique.acts_without_sites or len(patches) > 0
         if not technique.edits_optimizers:
             self._edits.miss(technique)
-        nothing = "waiting for optimizers" if technique.edits_optimizers else "no site in this model"
-        record.status = technique.notes.status or ("waiting for the first step" if len(patches) else nothing)
+        waits = "waiting for optimizers" if technique.edits_optimizers else "no site in this model"
+        record.status = technique.notes.status or ("waiting for the first step" if len(patches) else waits)
         self._hear(technique)
 
     def _apply_early(self, technique: Technique) -> None:
@@ -372,9 +371,7 @@ class Engine:
             self._settle(technique)
 
     @contextmanager
-    def _step_within(
-        self, contexts: Iterable[tuple[Technique, AbstractContextManager[Any]]], stage: str
-    ) -> Iterator[None]:
+    def _step_within(self, contexts: Iterable[tuple[Technique, Any]], stage: str) -> Iterator[None]:
         with _UnderWay(self, stage), ExitStack() as stack:
             for technique, context in contexts:
                 self._ask(technique, "begin a step", stack.enter_context, context, otherwise=None)
@@ -394,15 +391,14 @@ class Engine:
         with _UnderWay(self, stage):
             with ExitStack() as stack:
                 for technique in self._techniques:
-                    self._ask(technique, "begin a step", _entered, stack, technique.step, stage, otherwise=None)
+                    self._enter(stack, technique, "begin a step", technique.step, stage)
                 if on_trial and self._trial_step == 0:  # the compiler would trace the trials, and fail on them
                     stack.enter_context(eager_where_compiled(self.model))
                 # The first technique's trial outermost: memory format times blocks that checkpointing tries as well.
                 for technique in reversed(on_trial):
-                    patches, nothing = self._edits.on_model[technique.name], Verdicts()
-                    found[technique.name] = self._ask(
-                        technique, "begin its trial", _entered, stack, technique.trial, patches, otherwise=nothing
-                    )
+                    patches = self._edits.on_model[technique.name]
+                    verdicts = self._enter(stack, technique, "be tried", technique.trial, patches)
+                    found[technique.name] = {} if verdicts is None else verdicts  # still empty, if it has begun
                 yield
             self._conclude(on_trial, found)
         # A trial may find that there is nothing to do, and say so.
@@ -490,10 +486,6 @@ class Engine:
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
-def _entered(stack: ExitStack, make: Callable[..., AbstractContextManager[R]], *args: Any) -> R:
-    return stack.enter_context(make(*args))
 
 
 class _UnderWay:

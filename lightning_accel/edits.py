@@ -24,7 +24,7 @@ class Edits:
     """
 
     def __init__(self, report: Report, *, strict: bool) -> None:
-        self.on_model: dict[str, PatchSet] = {}
+        self.on_model: dict[str, PatchSet] = defaultdict(PatchSet)
         self.on_optimizers: dict[str, PatchSet] = defaultdict(PatchSet)
         self._report = report
         self._strict = strict
@@ -59,7 +59,7 @@ class Edits:
     def undo(self, technique: Technique) -> None:
         """Takes all edits of ``technique`` back, the report left as it is."""
         self.on_optimizers[technique.name].undo()
-        self.on_model.get(technique.name, PatchSet()).undo()
+        self.on_model[technique.name].undo()
 
     def miss(self, technique: Technique) -> None:
         """Says so where a technique was asked for and has found nothing to do."""

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_accel.core.checks import SettingError
 from lightning_accel.core.compiled import eager_where_compiled
 from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
 from lightning_accel.core.optimizers import are_all, living_optimizers
+from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.report import AccelError, Report, TechniqueReport, difference
+from lightning_accel.core.trial import one_line
 from lightning_accel.edits import Edits
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import LoaderTerms, Refusal, Technique
@@ -23,6 +26,7 @@ from lightning_accel.techniques.notes import Verdict, Verdicts
 
 Decisions = dict[str, Verdicts]
 T = TypeVar("T", bound=Technique)
+R = TypeVar("R")
 
 
 class Engine:
@@ -80,7 +84,7 @@ class Engine:
         try:
             for technique in self._techniques:
                 self._claim(technique)
-            for technique in self._techniques:
+            for technique in list(self._techniques):
                 if technique.applied_before_trial:
                     self._apply_early(technique)
         except BaseException:
@@ -106,8 +110,8 @@ class Engine:
                 return self._trial(stage)
         if not self._at_work:
             return nullcontext()
-        contexts = [technique.step(stage) for technique in self._at_work]
-        around = [context for context in contexts if not isinstance(context, nullcontext)]
+        contexts = [(one, self._ask(one, "begin a step", one.step, stage, otherwise=_NOTHING)) for one in self._at_work]
+        around = [each for each in contexts if not isinstance(each[1], nullcontext)]
         return self._step_within(around, stage) if around else _UnderWay(self, stage)
 
     def batch(self, batch: Any, stage: str | None = None) -> Any:
@@ -122,13 +126,13 @@ class Engine:
             return batch
         stage = stage or self._stage or ("train" if self.model.training else "validate")
         for technique in self._at_work:
-            batch = technique.batch(batch, stage)
+            batch = self._ask(technique, "take a batch", technique.batch, batch, stage, otherwise=batch)
         return batch
 
     def loader(self, loader: Any, terms: LoaderTerms) -> Any:
         """What is iterated over in the place of a loader of the training."""
         for technique in self._techniques:
-            loader = technique.loader(loader, terms)
+            loader = self._ask(technique, "change a loader", technique.loader, loader, terms, otherwise=loader)
         return loader
 
     def meet(self, optimizers: Iterable[Optimizer]) -> None:
@@ -148,16 +152,20 @@ class Engine:
             return
         named = {f"optimizer {index}": one for index, one in enumerate(new, start=len(self._optimizers))}
         self._optimizers += new
-        for technique in list(self._techniques):
-            for claim in technique.optimizers(named):
-                verdict = self.decisions.get(technique.name, {}).get(claim.site)
-                if verdict is not None and not verdict.keep:
-                    claim = Refusal(claim.site, verdict.reason)
-                self._edits.enter(technique, claim, self._edits.on_optimizers[technique.name])
-                if isinstance(claim, Patch):
-                    self._edits.apply(technique, claim, claim.change)
-                    self._settle(technique)
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in new)
+        for technique in self._techniques:
+            self._ask(technique, f"look at {kinds}", self._edit_optimizers, technique, named, otherwise=None)
             self._hear(technique)
+
+    def _edit_optimizers(self, technique: Technique, named: Mapping[str, Optimizer]) -> None:
+        for claim in technique.optimizers(named):
+            verdict = self.decisions.get(technique.name, {}).get(claim.site)
+            if verdict is not None and not verdict.keep:
+                claim = Refusal(claim.site, verdict.reason)
+            self._edits.enter(technique, claim, self._edits.on_optimizers[technique.name])
+            if isinstance(claim, Patch):
+                self._edits.apply(technique, claim, claim.change)
+                self._settle(technique)
 
     def _search_optimizers(self) -> None:
         self._searches_left -= 1
@@ -175,7 +183,7 @@ class Engine:
         """Takes every edit back: the model is again the one that was passed in. The report stays."""
         for technique in reversed(self._open):
             self._edits.undo(technique)
-            technique.close()
+            self._ask(technique, "close", technique.close, otherwise=None)
         self._techniques, self._at_work, self._open = [], [], []
         self._has_edits = False
         self._trial_step = None
@@ -197,7 +205,9 @@ class Engine:
 
     def arms(self) -> list[Arm]:
         """What live trials may switch; complete once no technique is tried any more."""
-        found = [arm for technique in self._techniques for arm in technique.arms()]
+        found: list[Arm] = []
+        for technique in self._techniques:
+            found += self._ask(technique, "offer choices", lambda one: [*one.arms()], technique, otherwise=[])
         for arm in found:
             self.report.of(arm.name).waits_for_trials = arm.starts_off or arm.setup is not None
         return found
@@ -263,10 +273,11 @@ class Engine:
 
     def _withdraw(self, technique: Technique) -> None:
         self._edits.on_model[technique.name].undo()
-        technique.close()
+        self._ask(technique, "close", technique.close, otherwise=None)
         self.decisions.pop(technique.name, None)
         for techniques in (self._techniques, self._open):
-            techniques.remove(technique)
+            if technique in techniques:  # closing, it may have left
+                techniques.remove(technique)
         self._find_at_work()
 
     def stand_aside(self, reason: str, name: str | None = None) -> None:
@@ -277,6 +288,8 @@ class Engine:
             name: Of the technique whose edits; None: of all.
         """
         leaving = [technique for technique in self._techniques if name in (None, technique.name)]
+        # Not closed before the run ends: layouts that DistributedDataParallel counts on are held until then.
+        self._techniques = [technique for technique in self._techniques if technique not in leaving]
         for technique in reversed(leaving):
             for patch in [*self._edits.on_model[technique.name], *self._edits.on_optimizers[technique.name]]:
                 self._edits.refuse(technique, patch.site, reason)
@@ -284,14 +297,32 @@ class Engine:
                     refusal = Verdict(keep=False, reason=reason)
                     self.decisions.setdefault(technique.name, {})[patch.site] = refusal
             technique.notes.take()
-            technique.settled()
+            self._ask(technique, "settle", technique.settled, otherwise=None)
             record = self.report.of(technique.name)
             record.is_on, record.status = False, f"taken back: {reason}"
-        # Not closed before the run ends: layouts that DistributedDataParallel counts on are held until then.
-        self._techniques = [technique for technique in self._techniques if technique not in leaving]
         if not self._techniques:
             self._trial_step = None
         self._find_at_work()
+
+    def _ask(self, technique: Technique, what: str, call: Callable[..., R], *args: Any, otherwise: R) -> R:
+        """What a technique answers. One that raises, on meeting what it does not know, is taken back and says why.
+
+        What it tells the user, by a ``ValueError`` on what was set or an ``AccelError``, goes through.
+        """
+        try:
+            return call(*args)
+        except Exception as error:
+            told = (AccelError, SettingError if technique.on_by_default else ValueError)
+            if isinstance(error, told) or technique.is_part_of_training or is_out_of_memory(error):
+                raise
+            reason = f"could not {what}: {one_line(error)}"
+        if technique in self._techniques:
+            self.stand_aside(reason, technique.name)
+        self.degrade(f"{technique.name} {reason}")
+        return otherwise
+
+    def _enter(self, stack: ExitStack, technique: Technique, what: str, make: Callable[..., Any], *args: Any) -> Any:
+        return self._ask(technique, what, lambda: stack.enter_context(make(*args)), otherwise=None)
 
     def join_after_failure(self) -> None:
         """Gives the other ranks the word they wait for, where a trial step of this rank was repeated without edits."""
@@ -328,14 +359,18 @@ class Engine:
 
     def _claim(self, technique: Technique) -> None:
         patches = self._edits.on_model[technique.name] = PatchSet()
-        for claim in technique.patches(self.model, self.host):
+        what, nothing = f"look at {type(self.model).__name__}", list[Patch | Refusal]()
+        found = self._ask(technique, what, lambda: [*technique.patches(self.model, self.host)], otherwise=nothing)
+        if technique not in self._techniques:
+            return
+        for claim in found:
             self._edits.enter(technique, claim, patches)
         record = self.report.of(technique.name)
         record.is_on = technique.acts_without_sites or len(patches) > 0
         if not technique.edits_optimizers:
             self._edits.miss(technique)
-        nothing = "waiting for optimizers" if technique.edits_optimizers else "no site in this model"
-        record.status = technique.notes.status or ("waiting for the first step" if len(patches) else nothing)
+        waits = "waiting for optimizers" if technique.edits_optimizers else "no site in this model"
+        record.status = technique.notes.status or ("waiting for the first step" if len(patches) else waits)
         self._hear(technique)
 
     def _apply_early(self, technique: Technique) -> None:
@@ -345,10 +380,10 @@ class Engine:
             self._settle(technique)
 
     @contextmanager
-    def _step_within(self, contexts: Iterable[AbstractContextManager[Any]], stage: str) -> Iterator[None]:
+    def _step_within(self, contexts: Iterable[tuple[Technique, Any]], stage: str) -> Iterator[None]:
         with _UnderWay(self, stage), ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
+            for technique, context in contexts:
+                self._ask(technique, "begin a step", stack.enter_context, context, otherwise=None)
             yield
 
     @contextmanager
@@ -365,12 +400,14 @@ class Engine:
         with _UnderWay(self, stage):
             with ExitStack() as stack:
                 for technique in self._techniques:
-                    stack.enter_context(technique.step(stage))
+                    self._enter(stack, technique, "begin a step", technique.step, stage)
                 if on_trial and self._trial_step == 0:  # the compiler would trace the trials, and fail on them
                     stack.enter_context(eager_where_compiled(self.model))
                 # The first technique's trial outermost: memory format times blocks that checkpointing tries as well.
                 for technique in reversed(on_trial):
-                    found[technique.name] = stack.enter_context(technique.trial(self._edits.on_model[technique.name]))
+                    patches = self._edits.on_model[technique.name]
+                    verdicts = self._enter(stack, technique, "be tried", technique.trial, patches)
+                    found[technique.name] = {} if verdicts is None else verdicts  # still empty, if it has begun
                 yield
             self._conclude(on_trial, found)
         # A trial may find that there is nothing to do, and say so.
@@ -386,7 +423,7 @@ class Engine:
             self.stand_aside(f"a trial step of rank {ranks.index(None)} raised")
             self._stay_together({})
             return
-        for technique in on_trial:
+        for technique in [one for one in on_trial if one in self._techniques]:
             verdicts = ranks[0].get(technique.name, {})
             if technique.remembers:
                 self.decisions[technique.name] = verdicts
@@ -446,13 +483,18 @@ class Engine:
         )
 
     def _settle(self, technique: Technique) -> None:
-        technique.settled()
+        self._ask(technique, "settle", technique.settled, otherwise=None)
+        if technique not in self._techniques:
+            return
         self._find_at_work()
         record = self.report.of(technique.name)
         record.is_on = technique.acts_without_sites or bool(record.changes)
         record.status = technique.notes.status or record.outcome()
         if technique.explicit and not record.changes and not technique.acts_without_sites:
             self.degrade(f"{technique.name} was asked for and is not in force anywhere: {record.status}")
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class _UnderWay:

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from lightning_accel.assembly import accelerate
+from lightning_accel.core.checks import SettingError
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
 from lightning_accel.core.report import AccelError, AccelWarning
 from lightning_accel.engine import Engine
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.base import Refusal, Technique
+from lightning_accel.techniques.base import LoaderTerms, Refusal, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import declarations
 from support.models import TASKS, TinyCNN
@@ -324,6 +325,77 @@ def test_an_error_while_claiming_undoes_and_closes_what_came_before() -> None:
         engine(net, other, Broken())
     assert inplace(net) == [False, False]
     assert "close" in other.calls
+
+
+# -- meeting what it does not know ---------------------------------------------------------------------------------
+
+
+class Clumsy(Fake):
+    """Raises where it is told to."""
+
+    name: ClassVar[str] = "clumsy"
+
+    def __init__(self, where: str, error: Exception | None = None, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.on_by_default = attributes.get("on_by_default", True)
+
+        def fail(*args: Any) -> Any:
+            raise error or AttributeError("no attribute 'hooks'")
+
+        @contextmanager
+        def fail_when_entered(*args: Any) -> Iterator[Any]:
+            fail()
+            yield
+
+        method, _, entered = where.partition(", ")
+        setattr(self, method, fail_when_entered if entered else fail)
+
+
+WHERE = ["patches", "optimizers", "batch", "loader", "arms", "settled", "close", "step", "trial"]
+
+
+def all_of_a_run(net: nn.Module, *techniques: Technique, **options: Any) -> Engine:
+    handle = engine(net, *techniques, **options)
+    handle.meet([torch.optim.SGD(net.parameters())])
+    assert handle.loader([1], LoaderTerms()) == [1]
+    for _ in range(3):
+        with handle.step():
+            handle.batch(1)
+    handle.arms()
+    handle.undo()
+    return handle
+
+
+@pytest.mark.parametrize("where", [*WHERE, "step, entered", "trial, entered"])
+def test_a_technique_that_raises_on_meeting_something_refuses_and_the_others_go_on(where: str) -> None:
+    net, other = model(), Fake(name="other")
+    clumsy = Clumsy(where)
+    with pytest.warns(AccelWarning, match=r"clumsy could not .*: AttributeError: no attribute 'hooks'"):
+        handle = all_of_a_run(net, clumsy, other)
+    assert "AttributeError: no attribute 'hooks'" in handle.report.to_text()
+    assert handle.report.applied("other") == ["1", "2"]
+    assert {"trial", "close"} <= set(other.calls)
+    assert inplace(net) == [False, False]
+    if where != "close":
+        assert not handle.report.of("clumsy").is_on
+        assert not handle.report.applied("clumsy")
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_strict_raises_where_a_technique_does_on_meeting_something(where: str) -> None:
+    with pytest.raises(AccelError, match=r"no attribute 'hooks' \(strict=True\)"):
+        all_of_a_run(model(), Clumsy(where), strict=True)
+
+
+def test_what_a_technique_tells_the_user_goes_through() -> None:
+    for clumsy, kind in (
+        (Clumsy("patches", SettingError("no block 'Blok'")), SettingError),
+        (Clumsy("patches", ValueError("no block 'Blok'"), on_by_default=False), ValueError),
+        (Clumsy("batch", torch.OutOfMemoryError("CUDA out of memory.")), torch.OutOfMemoryError),
+        (Clumsy("batch", is_part_of_training=True), AttributeError),
+    ):
+        with pytest.raises(kind):
+            all_of_a_run(model(), clumsy)
 
 
 # -- undo ----------------------------------------------------------------------------------------------------------

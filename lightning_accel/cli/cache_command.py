@@ -42,7 +42,7 @@ def run(*, clear: bool) -> None:
         if isinstance(entry, remembered.DamagedError):
             complaints.append(str(entry))
             continue
-        choices = ", ".join(f"{arm}={choice}" for arm, choice in entry.tuning.choices.items()) or "as the user wrote it"
+        choices = ", ".join(f"{arm}={choice}" for arm, choice in entry.tuning.choices.items()) or "nothing"
         whole = entry.tuning.whole
         machine = f"{entry.key['host']}, {entry.key['versions']}"
         table.add_row(entry.key["model"], choices, str(whole.interval) if whole else "", machine, entry.written)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_accel.core.checks import nearest
+from lightning_accel.core.checks import SettingError, nearest
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
@@ -30,7 +30,7 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, nn.Mo
         matches = {n: m for n, m in modules.items() if n == want or type(m).__name__ == want}
         if not matches:
             known = [*dict.fromkeys(type(m).__name__ for m in modules.values() if not _is_leaf(m)), *modules]
-            raise ValueError(
+            raise SettingError(  # whichever technique asks
                 f"No block matches {want!r}{nearest(want, known) or '.'} "
                 f"Blocks are class names or module paths; this model has, among others: {', '.join(known[:8])}."
             )

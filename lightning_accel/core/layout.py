@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ class OptimizerLayouts:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = set(parameters)
-        self._hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle | None] = weakref.WeakKeyDictionary()
 
     def watch(self, optimizer: Optimizer) -> bool:
         """Watches over an optimizer, and says whether it is a new one that holds some of the parameters."""
@@ -172,8 +173,11 @@ class OptimizerLayouts:
         if optimizer in self._hooks or not any(parameter in self._parameters for parameter in held):
             return False
         self._match_one(optimizer)
-        # A state that is loaded has the layouts of the run that saved it.
-        self._hooks[optimizer] = optimizer.register_load_state_dict_post_hook(self._match_one)
+        self._hooks[optimizer] = None
+        # What wraps another may leave super().__init__() out, and with it all hooks; the other has them.
+        with suppress(AttributeError):
+            # A state that is loaded has the layouts of the run that saved it.
+            self._hooks[optimizer] = optimizer.register_load_state_dict_post_hook(self._match_one)
         return True
 
     def match(self) -> None:
@@ -182,12 +186,12 @@ class OptimizerLayouts:
             self._match_one(optimizer)
 
     def close(self) -> None:
-        for hook in self._hooks.values():
+        for hook in filter(None, self._hooks.values()):
             hook.remove()
 
     def _match_one(self, optimizer: Optimizer) -> None:
         for parameter, state in optimizer.state.items():
-            if parameter in self._parameters:
+            if parameter in self._parameters and isinstance(state, dict):
                 for value in state.values():
                     if _belongs_to(value, parameter):
                         value.data = with_strides(value.data, parameter.stride())
@@ -227,12 +231,13 @@ def restore_layouts(
             state_dict[name] = with_strides(state_dict[name], strides[parameter])
     for optimizer, saved in zip(optimizers, checkpoint.get("optimizer_states", ()), strict=False):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states = saved.get("state", {})  # others than torch's may save what they like
         for index, parameter in enumerate(parameters):
-            if parameter in strides and index in saved["state"]:
+            if parameter in strides and isinstance(state := states.get(index), dict):
                 # A new dict: the one in the checkpoint is the optimizer's own.
-                saved["state"][index] = {
+                states[index] = {
                     key: with_strides(value, strides[parameter]) if _belongs_to(value, parameter) else value
-                    for key, value in saved["state"][index].items()
+                    for key, value in state.items()
                 }
 
 

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 from typing_extensions import override
@@ -196,8 +197,12 @@ class Report:
     def to_json(self, indent: int | None = 2) -> str:
         return json.dumps(self.to_dict(), indent=indent)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.to_text()
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        return f"<pre>{escape(self.to_text())}</pre>"
 
 
 def difference(ranks: Sequence[Mapping[str, tuple[set[str], Mapping[str, str], str]]]) -> str | None:

@@ -67,7 +67,7 @@ def kind_of(optimizer: Optimizer) -> type[Optimizer] | str:
 def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
     """The step of a class without the wrapper in which torch calls hooks, and which it puts on subclasses too."""
     step: Any = kind.step
-    inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) is True else step  # a mock has all
     return inner
 
 

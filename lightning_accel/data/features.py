@@ -19,6 +19,7 @@ from lightning_accel.data.parts import Key, Path
 from lightning_accel.data.single_pass import NumpyArray
 from lightning_accel.data.transform import Transform, has_channels_last, is_count, is_number
 from lightning_accel.ops import gaussian, sliding
+from lightning_accel.ops.arrays import tensor_as_numpy
 
 
 @dataclass(frozen=True, repr=False)
@@ -203,7 +204,7 @@ def _over_features(data: Array, features: int, owner: str, change: Callable[[Arr
 
 def _rows(part: Tensor) -> NumpyArray:
     """A part of a batch as rows of features ``(…, N, D)``, float64."""
-    data = part.detach().double().cpu().numpy()
+    data = tensor_as_numpy(part.detach().double().cpu())
     if data.ndim == 4:
         data = data if has_channels_last(data.shape) else data.transpose(0, 2, 3, 1)
         return data.reshape(-1, data.shape[-1])

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accel.core.torch_private.tensors import version_of
+from lightning_accel.ops.arrays import tensor_as_numpy
 
 MOST_BYTES = 256 * 2**20
 """Of Python objects; arrays and tensors do not count."""
@@ -99,7 +100,7 @@ def _of_tensor(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.layout is not torch.strided:
         return kind
     sample = tensor.detach()[_strides(tensor.shape)].contiguous().reshape(-1).view(torch.uint8)
-    return *kind, tensor.data_ptr(), zlib.crc32(sample.numpy().tobytes())
+    return *kind, tensor.data_ptr(), zlib.crc32(tensor_as_numpy(sample).tobytes())
 
 
 def _of_array(array: Any, *, is_file: bool) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_accel.core.tree import leaves, tensors_in
 from lightning_accel.deploy.inputs import Arguments
+from lightning_accel.ops.arrays import tensor_as_numpy
 
 _CONSTANTS = (bool, int, float, complex, str)
 
@@ -43,7 +44,7 @@ class Session:
             said += [f"{', '.join(missing)} missing"] * bool(missing)
             said = said or [f"{more} tensors too many"]
             raise TypeError(f"{'; '.join(said)}: the file takes {', '.join(self._names)}.")
-        found = self._run({name: feeds[name].detach().cpu().numpy() for name in self._names})
+        found = self._run({name: tensor_as_numpy(feeds[name].cpu()) for name in self._names})
         return [torch.from_numpy(one) for one in found]
 
 

@@ -158,7 +158,7 @@ def _machine(record: Record) -> dict[str, str]:
     return {
         "machine": f"{header.machine}, {header.cores} cores, {format_bytes(header.device_bytes)}",
         "model": f"{header.model}, {header.parameters or 0:,} parameters",
-        "precision": header.precision,
+        "precision": _precision(record),
         "strategy": f"{header.strategy}, {header.world_size} rank{'s' if header.world_size > 1 else ''}",
         "loaders": "; ".join(", ".join(f"{name}={value}" for name, value in one.items()) for one in header.loaders),
         "started": f"{header.started} (UTC)",
@@ -166,6 +166,14 @@ def _machine(record: Record) -> dict[str, str]:
         "versions": ", ".join(f"{name} {version}" for name, version in header.versions.items()),
         "record": str(record.path),
     }
+
+
+def _precision(record: Record) -> str:
+    """What steps have come to compute in: live trials, or an error, may have taken back what was chosen for a run."""
+    found = ((record.report or {}).get("techniques") or {}).get("precision", {})
+    at_first = record.header.precision
+    is_back = found.get("on") is False and not at_first.startswith("32")
+    return f"32-true, {at_first} before it was switched off" if is_back else at_first
 
 
 def _remarks(record: Record) -> Iterator[str]:

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from typing_extensions import Self
 
 from lightning_accel.arguments import Arguments
 from lightning_accel.core.report import Report
 from lightning_accel.settings import Plan
+
+
+class Reports:
+    """The reports of the last runs: the same for a plugin and its copies, as libraries copy what they are given.
+
+    Another process, to which it is pickled, has its own.
+
+    Attributes:
+        fit: Of the current or the last fit; None: there was none.
+        evaluation: Of the current or the last evaluation.
+        running: Of the current or the last run, whichever it is.
+    """
+
+    def __init__(self) -> None:
+        self.fit: Report | None = None
+        self.evaluation: Report | None = None
+        self.running = Report()
+
+    def begin(self, report: Report, *, is_fitting: bool) -> None:
+        """Told of a run that starts, with its report."""
+        self.running = report
+        setattr(self, "fit" if is_fitting else "evaluation", report)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
 
 class Planned(Arguments):
@@ -17,7 +44,7 @@ class Planned(Arguments):
     """
 
     plan: Plan
-    _report: Report
+    _reports: Reports
 
     @classmethod
     def from_plan(cls, plan: Plan) -> Self:
@@ -26,8 +53,20 @@ class Planned(Arguments):
 
     @property
     def report(self) -> Report:
-        """What was done in the current or the last run, where, and why not elsewhere."""
-        return self._report
+        """What was done in the current or the last fit, where, and why not elsewhere, with this plugin or a copy of it.
+
+        Evaluations leave it as it is. Before the first fit it is that of the last evaluation.
+        """
+        return self._reports.fit or self._reports.running
+
+    @property
+    def evaluation_report(self) -> Report:
+        """The same of the current or the last validation, test or prediction that was no part of a fit."""
+        return self._reports.evaluation or Report()
+
+    def note(self, line: str) -> None:
+        """Adds a line to the report of the run that is under way."""
+        self._reports.running.note(line)
 
     def __repr__(self) -> str:
         """As it would be written: with the settings that are not the default ones."""

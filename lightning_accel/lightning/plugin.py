@@ -20,10 +20,9 @@ from typing_extensions import override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.ranks import check_devices
-from lightning_accel.core.report import Report
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
 from lightning_accel.lightning.kept import Kept
-from lightning_accel.lightning.planned import Planned
+from lightning_accel.lightning.planned import Planned, Reports
 from lightning_accel.lightning.run import Run
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
@@ -57,7 +56,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
         AutocastingPrecision.__init__(self, at_first, is_chosen=precision == "auto")
         self._run: Run | None = None
         self._kept = Kept()
-        self._report = Report()
+        self._reports = Reports()
         self._memory_schedule: MemorySchedule | None = None
 
     @property
@@ -97,8 +96,9 @@ class AccelPlugin(Planned, AutocastingPrecision):
         self._run = Run(module, host, self.plan, self, self._kept)
         if self._run.is_fitting:
             self._memory_schedule = None
-        self._report = self._run.engine.report
-        record = self._report.of("precision")
+        report = self._run.engine.report
+        self._reports.begin(report, is_fitting=self._run.is_fitting)
+        record = report.of("precision")
         record.is_on, record.status = precision != "32-true", f"{precision}: {reason}"
         self._run.start()
         return module

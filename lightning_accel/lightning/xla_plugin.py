@@ -17,10 +17,9 @@ from typing_extensions import override
 from lightning_accel.core import cache, xla
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, PatchSet
-from lightning_accel.core.report import Report
 from lightning_accel.lightning.autocasting import nested
 from lightning_accel.lightning.kept import Kept
-from lightning_accel.lightning.planned import Planned
+from lightning_accel.lightning.planned import Planned, Reports
 from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.xla_compilations import Compilations
 from lightning_accel.settings import Plan
@@ -70,7 +69,7 @@ class AccelXLAPlugin(Planned, XLAPrecision):
         self._compilations: Compilations | None = None
         self._marks = PatchSet()
         self._is_recording = False  # a step of training, since the latest end of one
-        self._report = Report()
+        self._reports = Reports()
 
     # -- a run starts ------------------------------------------------------------------------------------------
 
@@ -89,16 +88,17 @@ class AccelXLAPlugin(Planned, XLAPrecision):
         kept = xla.keep_programs(cache.xla_programs())
         # Neither can be had; what was asked for by name is said aloud, below.
         self._run = Run(module, host, self.plan.replace(tune="off", out_of_memory="off"), self, Kept())
-        self._report = self._run.engine.report
-        record = self._report.of("precision")
+        report = self._run.engine.report
+        self._reports.begin(report, is_fitting=self._run.is_fitting)
+        record = report.of("precision")
         record.is_on, record.status = self.precision != "32-true", f"{self.precision}: {reason}"
         if self.plan.tune != "off":
-            self._report.note(_NO_TRIALS)
+            report.note(_NO_TRIALS)
         if self.plan.out_of_memory == "split":
             self._run.engine.degrade(_NO_ANSWERS)
         elif self.plan.out_of_memory != "off":
-            self._report.note(_NO_ANSWERS)
-        self._compilations = Compilations(self._report, kept)
+            report.note(_NO_ANSWERS)
+        self._compilations = Compilations(report, kept)
         self._mark_steps(strategy)
         self._run.start()
         return module

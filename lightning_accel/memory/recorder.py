@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -120,7 +121,8 @@ class OptimizerWatch:
 
     def watch(self, optimizer: Optimizer) -> None:
         """Looks whenever ``optimizer`` steps from now on."""
-        self._hooks.append(optimizer.register_step_post_hook(self._see))
+        with suppress(AttributeError):  # of what leaves super().__init__() out: it wraps another, which is watched, too
+            self._hooks.append(optimizer.register_step_post_hook(self._see))
 
     def _see(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.has_stepped = True

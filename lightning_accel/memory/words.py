@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_accel.ops.arrays import tensor_as_numpy
+
 Test = Callable[[Any], Any]
 """Words → booleans, elementwise, written with operators that NumPy arrays and tensors share."""
 
@@ -144,7 +146,7 @@ class _NumPy(_Torch):
 
     @staticmethod
     def open(tensor: Tensor) -> Any:
-        return tensor.numpy()
+        return tensor_as_numpy(tensor)
 
     @staticmethod
     def count(mask: Any) -> Any:

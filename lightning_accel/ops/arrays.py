@@ -73,21 +73,35 @@ def numpy_as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
     A TypeError where torch does not have the dtype.
     """
     try:
-        return torch.from_numpy(array if array.flags.writeable else np.asarray(_Unlocked(array)))
+        return torch.from_numpy(array if array.flags.writeable else _unlocked(array))
     except ValueError:  # the layout
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
 
 
-class _Unlocked:
-    """The memory of a read-only array, to be had as one that is not: torch warns of any other, once a process.
+def tensor_as_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The memory of a tensor on the host as an array, to be read or written at once: the tensor may be resized later.
+
+    After ``tensor.numpy()`` it could not be: that makes its storage, which is the user's, one of a fixed size for good.
+    """
+    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    strides = tuple(step * tensor.itemsize for step in tensor.stride())
+    place = {"version": 3, "shape": tuple(tensor.shape), "typestr": dtype.str, "strides": strides}
+    return np.asarray(_Memory(tensor, place | {"data": (tensor.data_ptr(), False)}))
+
+
+def _unlocked(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The memory of a read-only array as one that is not: torch warns of any other, once a process.
 
     Nothing here writes; and a warning kept from being shown would be lost to the user's own code, which may.
     """
+    interface = array.__array_interface__
+    return np.asarray(_Memory(array, {**interface, "data": (interface["data"][0], False)}))
 
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.array = array  # kept alive by what shares its memory
-        interface = array.__array_interface__
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+class _Memory:
+    def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
+        self.owner = owner  # kept alive by what shares its memory
+        self.__array_interface__ = interface
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_accel.ops.arrays import tensor_as_numpy
+
 Kept = Literal["nonzero", "relu"]
 """What differs from zero; or of that what a ReLU lets pass, which is NaN too."""
 
@@ -163,7 +165,7 @@ def _host_test(kept: Kept, dtype: torch.dtype) -> Test:
 
 def _as_numpy(x: Tensor) -> Any:
     """The same memory; halves as integers: NumPy has no bfloat16, and compares float16 one by one."""
-    return (x.view(torch.int16) if x.dtype in _HALVES else x).numpy()
+    return tensor_as_numpy(x.view(torch.int16) if x.dtype in _HALVES else x)
 
 
 # -- torch -----------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Accelerated(Strategy):
     def note(self, line: str) -> None:
         """Adds a line to the report of the run's AccelPlugin."""
         if isinstance(self.precision_plugin, AccelPlugin):
-            self.precision_plugin.report.note(line)
+            self.precision_plugin.note(line)
 
     @override
     def setup_environment(self) -> None:

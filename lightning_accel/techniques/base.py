@@ -126,6 +126,8 @@ class Technique:
         alters_steps: Whether forward and loss may run otherwise with it than the user wrote them; not where it acts on
             the process alone.
         watches_on: Whether it goes on watching the model where all its edits were refused, to try others later.
+        is_part_of_training: Whether training is another one without it (preprocessing is), so that what it raises ends
+            the run; others are taken back, and say why, where they raise on meeting what they do not know.
         edits_optimizers: Whether optimizers are sites of its, which come only after the model's.
         why_not_sharded: Why it cannot act on a module whose parameters are sharded over processes; empty: it can.
         dtype: In which it has steps compute; None: it has no say in that.
@@ -143,6 +145,7 @@ class Technique:
     acts_without_sites: ClassVar[bool] = False
     alters_steps: ClassVar[bool] = True
     watches_on: bool = False
+    is_part_of_training: ClassVar[bool] = False
     edits_optimizers: ClassVar[bool] = False
     why_not_sharded: ClassVar[str] = ""
     dtype: torch.dtype | None = None

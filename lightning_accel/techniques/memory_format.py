@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import Self, override
 
-from lightning_accel.core.checks import check_choice
+from lightning_accel.core.checks import SettingError, check_choice
 from lightning_accel.core.compiled import eager_where_compiled, is_inside_compiled
 from lightning_accel.core.device import device_of
 from lightning_accel.core.host import Host
@@ -252,7 +252,7 @@ class MemoryFormat(Technique):
         if _has_buckets():
             # Too late to give the layout back: DDP has laid its buckets out by it.
             if isinstance(optimizer, LBFGS):
-                raise ValueError(f"{reason}: on several ranks give memory_format='off'.")
+                raise SettingError(f"{reason}: on several ranks give memory_format='off'.")
             return
         if not isinstance(optimizer, LBFGS):
             if not self._is_auto:

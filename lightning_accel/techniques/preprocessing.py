@@ -55,6 +55,7 @@ class Preprocessing(Technique):
     """
 
     acts_without_sites: ClassVar[bool] = True
+    is_part_of_training: ClassVar[bool] = True
 
     def __init__(self, transforms: Sequence[Transform], surroundings: Surroundings) -> None:
         self._transforms = transforms

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.torch_private.modules import buffer_slots
+from lightning_accel.ops.arrays import tensor_as_numpy
 
 WHOLE_BYTES = 1 << 16
 """Of a tensor every byte of which counts; of a larger one a sample does."""
@@ -201,7 +202,7 @@ def _tensor(tensor: Tensor) -> str:
         sample = torch.arange(0, tensor.numel(), tensor.numel() // SAMPLE | 1, device=tensor.device)
         values = values[torch.unravel_index(sample, tensor.shape)]
     values = values.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    return f"{words} {_digest(values.view(torch.uint8).numpy().tobytes())}"
+    return f"{words} {_digest(tensor_as_numpy(values.view(torch.uint8)).tobytes())}"
 
 
 def _digest(content: bytes) -> str:

@@ -89,3 +89,10 @@ def test_what_it_hands_out_are_copies(report: Report) -> None:
     report.applied("memory_format").clear()
     assert report.refused("memory_format")
     assert report.applied("memory_format")
+
+
+def test_a_notebook_shows_its_text_and_takes_none_of_it_for_markup(report: Report) -> None:
+    report.note("a <b> & c")
+    assert repr(report) == report.to_text()
+    assert report._repr_html_().startswith("<pre>lightning-accel on TPU-9 (cpu)")
+    assert "a &lt;b&gt; &amp; c" in report._repr_html_()

@@ -75,6 +75,15 @@ def test_what_trials_have_settled_without_is_off_in_the_settings_to_copy() -> No
     assert page.settings["python"] == "Trainer(plugins=[AccelPlugin(flash_attention='off')])"
 
 
+def test_a_precision_that_trials_have_switched_off_is_not_told_as_that_of_the_run() -> None:
+    def told(**precision: Any) -> str:
+        record = record_of(report=report_of(precision={"on": False, **precision}))
+        return page_of(with_header(record, settings=WITH_PLUGIN, precision="bf16-mixed")).machine["precision"]
+
+    assert told(rests=True) == "32-true, bf16-mixed before it was switched off"
+    assert told(on=True) == "bf16-mixed"
+
+
 def test_settings_of_another_version_are_shown_and_not_offered() -> None:
     page = page_of(with_header(record_of(), settings={"warp_drive": "on"}))
     assert (page.settings, page.plan) == ({}, {"warp_drive": "on"})

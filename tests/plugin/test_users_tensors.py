@@ -1,0 +1,58 @@
+"""What the user holds can be resized during a run and after it: nobody has looked at it by ``.numpy()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_accel import AccelPlugin
+from lightning_accel.ops.arrays import tensor_as_numpy
+from support.lightning_models import Supervised
+
+MakeTrainer = Callable[..., Any]
+
+
+class Keeping(Supervised):
+    """Keeps its batches, and what its layers have made of them."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2)))
+        self.register_buffer("scale", torch.ones(16))
+        self.rows = torch.ones(4, 4)[1:]  # a view, held by a plain attribute
+        self.kept: list[Tensor] = []
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.net[0](batch[0])  # type: ignore[index]
+        self.kept += [*batch, hidden, self.net[1](hidden)]  # type: ignore[index]
+        self.fixed_in_step = [one.shape for one in self.held() if not one.untyped_storage().resizable()]
+        return super().training_step(batch, batch_idx)
+
+    def held(self) -> list[Tensor]:
+        return [*self.parameters(), *self.buffers(), self.rows, *self.kept]
+
+
+@pytest.mark.parametrize("plan", [{}, {"sparse_activations": "auto"}, {"loader": "auto"}])
+def test_it_can_be_resized(make_trainer: MakeTrainer, plan: dict[str, Any]) -> None:
+    module = Keeping()
+    data = TensorDataset(torch.randn(16, 8), torch.randint(2, (16,)))
+    plugin = AccelPlugin(precision="32-true", log=False, **plan)
+    make_trainer(plugins=[plugin], max_epochs=2).fit(module, DataLoader(data, 4))
+    assert not module.fixed_in_step
+    assert [one.shape for one in [*module.held(), *data.tensors] if not one.untyped_storage().resizable()] == []
+    module.get_buffer("scale").resize_(1024)
+
+
+def test_an_array_of_a_tensor_is_its_memory() -> None:
+    tensor = torch.arange(12.0).view(3, 4).t()[1:]
+    array = tensor_as_numpy(tensor)
+    array[0, 0] = 7.0
+    assert tensor[0, 0] == 7.0
+    assert array.tolist() == tensor.tolist()
+    assert tensor.untyped_storage().resizable()

@@ -1,0 +1,54 @@
+"""The ways in which each training is run, and compared with the plain one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strangers.differences import differences
+from strangers.harness import DEFAULTS, PLAIN, TRUE, Legs, long, mixed, nudged, plain, run
+from strangers.table import Training
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to run a training.
+
+    Attributes:
+        variants: Of its legs, each from the checkpoint of the one before.
+        switches: Whether it is long enough for live trials, by a clock that decides nothing.
+    """
+
+    variants: tuple[str, ...]
+    switches: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        return DEFAULTS not in self.variants
+
+    def legs(self, training: Training) -> Legs:
+        if len(self.variants) == 1:
+            return ((self.variants[0], long(training) if self.switches else training.epochs),)
+        return tuple((variant, training.epochs) for variant in self.variants)
+
+
+CASES = {
+    "32-true": Case((TRUE,)),
+    "defaults": Case((DEFAULTS,)),
+    "32-true, switching": Case((TRUE,), switches=True),
+    "defaults, switching": Case((DEFAULTS,), switches=True),
+    "32-true, resumed plain": Case((TRUE, PLAIN)),
+    "plain, resumed in 32-true": Case((PLAIN, TRUE)),
+    "defaults, resumed plain": Case((DEFAULTS, PLAIN)),
+    "plain, resumed with defaults": Case((PLAIN, DEFAULTS)),
+}
+
+
+def differs(training: Training, name: str) -> list[str]:
+    """In what a case of a training is not as plain."""
+    case = CASES[name]
+    legs = case.legs(training)
+    as_plain = tuple((PLAIN, epochs) for _, epochs in legs)
+    expected = plain(training, as_plain)
+    noise, other = nudged(training, as_plain), None if case.is_exact else mixed(training, as_plain)
+    actual = run(training, legs, has_coin_clock=case.switches)
+    return differences(training, actual, expected, noise, other, exact=case.is_exact)

@@ -1,0 +1,164 @@
+"""In what two runs differ, in words, and how far they may."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from strangers.harness import Run
+from strangers.table import Training
+
+NOISE_FACTOR = 10
+"""By so much a run may be further from the plain one than a plain one with nudged weights is."""
+
+FORMAT_FACTOR = 10
+"""The same in another number format, against the distance of Lightning's own bfloat16."""
+
+ROUNDING = 512 * torch.finfo(torch.float32).eps
+FORMAT_ROUNDING = 8 * torch.finfo(torch.bfloat16).eps
+
+
+def differences(
+    training: Training, actual: Run, expected: Run, noise: Run, mixed: Run | None, *, exact: bool
+) -> list[str]:
+    """In what ``actual`` is not what was expected.
+
+    Args:
+        training: What was run.
+        actual: With the plugin.
+        expected: Plain.
+        noise: Plain, from weights that were nudged.
+        mixed: Under Lightning's bfloat16, if that runs.
+        exact: Whether ``actual`` computed in the user's own number format.
+    """
+    found = [*_felt(training, actual, expected), *_left(training, actual, expected)]
+    losses = _losses(actual, expected, noise, None if exact else mixed, exact)
+    return [*found, *losses, *(_weights(actual, expected, noise) if exact else _finite(actual, expected))]
+
+
+def _felt(training: Training, actual: Run, expected: Run) -> Iterator[str]:
+    a, e = actual.seen, expected.seen
+    if len(a.batches) != len(e.batches):
+        yield f"{len(a.batches)} steps, not {len(e.batches)}"
+    if not training.weights_choose:
+        yield from _first("batches", a.batches, e.batches)
+        for stream in ("python", "numpy", "torch"):
+            yield from _first(f"the {stream} stream", [s[stream] for s in a.streams], [s[stream] for s in e.streams])
+    yield from _first("layouts of batches", a.layouts, e.layouts)
+    yield from _first("what a step returned", a.returned, e.returned)
+    yield from _first("dtypes of gradients", a.grads, e.grads)
+    for step, (mine, theirs) in enumerate(zip(a.outliving, e.outliving, strict=False)):
+        if mine != theirs:
+            yield f"what outlives step {step}: {_of_dicts(mine, theirs)}"
+            break
+
+
+def _left(training: Training, actual: Run, expected: Run) -> Iterator[str]:
+    if actual.streams != expected.streams and not training.weights_choose:
+        yield f"streams at the end: {[k for k in actual.streams if actual.streams[k] != expected.streams[k]]}"
+    if list(actual.state) != list(expected.state):
+        yield f"keys of the state_dict: {sorted(set(actual.state) ^ set(expected.state))}"
+    for what in ("kept", "modules"):
+        if getattr(actual, what) != getattr(expected, what):
+            yield f"{what} at the end: {_of_dicts(getattr(actual, what), getattr(expected, what))}"
+    if actual.optimizers != expected.optimizers:
+        yield f"optimizers: {_nested(actual.optimizers, expected.optimizers)}"
+    for name, mine, theirs in zip(
+        ("callback", "logged", "progress_bar"), actual.metrics, expected.metrics, strict=True
+    ):
+        if mine != theirs:
+            yield f"{name}_metrics: {sorted(set(mine) ^ set(theirs))}"
+    if actual.callbacks != expected.callbacks:
+        yield f"trainer.callbacks: {actual.callbacks}, not {expected.callbacks}"
+
+
+def _losses(actual: Run, expected: Run, noise: Run, mixed: Run | None, exact: bool) -> Iterator[str]:
+    """Step by step; what may be apart is as much as the other runs have been so far."""
+    by_noise, by_format = _apart(noise, expected), _apart(mixed or noise, expected)
+    for step, (mine, theirs) in enumerate(zip(actual.seen.losses, expected.seen.losses, strict=False)):
+        if len(mine) != len(theirs):
+            yield f"step {step} gave {len(mine)} numbers, not {len(theirs)}"
+            return
+        for one, other in zip(mine, theirs, strict=True):
+            allowed = NOISE_FACTOR * by_noise[step] + ROUNDING * max(1.0, abs(other))
+            if not exact:
+                allowed += FORMAT_FACTOR * by_format[step] + FORMAT_ROUNDING * max(1.0, abs(other)) * (1 + step)
+            if not (abs(one - other) <= allowed or (math.isnan(one) and math.isnan(other))):
+                yield f"the loss of step {step}: {one:.6g}, not {other:.6g} (allowed {allowed:.2g})"
+                return
+
+
+def _apart(other: Run, expected: Run) -> list[float]:
+    """The largest distance of two runs' losses up to each step."""
+    steps = zip_longest(other.seen.losses, expected.seen.losses, fillvalue=())
+    each = (max((abs(a - b) for a, b in zip(*rows, strict=False)), default=0.0) for rows in steps)
+    return list(accumulate(each, max))
+
+
+def _weights(actual: Run, expected: Run, noise: Run) -> Iterator[str]:
+    for name, theirs in expected.state.items():
+        mine, nudged = actual.state.get(name), noise.state.get(name)
+        if not _is_like(mine, theirs):
+            continue
+        scale = float(theirs.abs().double().max()) if theirs.numel() else 0.0
+        apart = _distance(nudged, theirs) if _is_like(nudged, theirs) else 0.0
+        allowed = NOISE_FACTOR * apart + ROUNDING * max(1.0, scale)
+        if not _distance(mine, theirs) <= allowed:
+            yield f"weight {name}: off by {_distance(mine, theirs):.2g} (allowed {allowed:.2g})"
+            return
+
+
+def _finite(actual: Run, expected: Run) -> Iterator[str]:
+    for name, theirs in expected.state.items():
+        mine = actual.state.get(name)
+        has_numbers = isinstance(mine, Tensor) and mine.is_floating_point() and not is_lazy(mine)
+        if has_numbers and theirs.isfinite().all() and not mine.isfinite().all():
+            yield f"weight {name} is not finite"
+
+
+def _is_like(mine: Any, theirs: Any) -> bool:
+    are_tensors = isinstance(theirs, Tensor) and isinstance(mine, Tensor) and not is_lazy(theirs)
+    return are_tensors and mine.shape == theirs.shape
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    one, other = (t.to(torch.complex128) if t.is_complex() else t.double() for t in (one, other))
+    return float((one - other).abs().nan_to_num().max()) if one.numel() else 0.0
+
+
+def _first(what: str, mine: list[Any], theirs: list[Any]) -> Iterator[str]:
+    for step, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+        if one != other:
+            yield f"{what}, from step {step}" + ("" if isinstance(one, str) else f": {_nested(one, other)}")
+            return
+
+
+def _of_dicts(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    shown = [f"{name}: {_short(_nested(mine.get(name), theirs.get(name)))}" for name in names[:3]]
+    return "; ".join(shown) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _nested(mine: Any, theirs: Any) -> str:
+    """The innermost place where two values differ."""
+    if isinstance(mine, dict) and isinstance(theirs, dict) and mine.keys() == theirs.keys():
+        key = next(key for key in mine if mine[key] != theirs[key])
+        return f"[{key}] {_nested(mine[key], theirs[key])}"
+    are_rows = isinstance(mine, list | tuple) and isinstance(theirs, list | tuple) and len(mine) == len(theirs)
+    if are_rows and any(isinstance(one, list | tuple | dict) for one in mine):
+        index = next(i for i, (one, other) in enumerate(zip(mine, theirs, strict=True)) if one != other)
+        return f"[{index}] {_nested(mine[index], theirs[index])}"
+    if isinstance(mine, list) and isinstance(theirs, list):
+        return f"{[m for m in mine if m not in theirs]}, not {[t for t in theirs if t not in mine]}"
+    return f"{mine}, not {theirs}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 240 else text[:240] + "…"

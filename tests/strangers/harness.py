@@ -1,0 +1,202 @@
+"""Runs a stranger's training under a variant, and says in what two runs differ."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import random
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_accel import AccelPlugin
+from lightning_accel.core import clocks
+from lightning_accel.core.host import Host
+from strangers.recorder import Recorder, outliving, signature, streams
+from strangers.table import Training
+
+SEED = 7
+TURNS = 120
+"""Of a run in which live trials take place: enough for the whole plan to be asked about, and some of its arms."""
+
+PLAIN, NUDGED, MIXED = "plain", "nudged", "bf16-mixed"
+TRUE, DEFAULTS = "32-true", "defaults"
+
+
+class CoinClock:
+    """What the clock of the trials takes for the time: nothing is faster for sure, so they go on to switch."""
+
+    def __init__(self) -> None:
+        self._rng, self._now_ns = random.Random(0), 0
+
+    def perf_counter_ns(self) -> int:
+        self._now_ns += round(1e6 * self._rng.lognormvariate(0, 0.3))
+        return self._now_ns
+
+    def perf_counter(self) -> float:
+        return self.perf_counter_ns() / 1e9
+
+
+class Nudge(Callback):
+    """Moves every weight by its last bit, up or down: how far two runs that are as good as each other may be apart."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        generator = torch.Generator().manual_seed(99)
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                if parameter.is_floating_point() and not is_lazy(parameter):
+                    coin = torch.rand(parameter.shape, generator=generator) < 0.5
+                    up = torch.nextafter(parameter, torch.full_like(parameter, torch.inf))
+                    down = torch.nextafter(parameter, torch.full_like(parameter, -torch.inf))
+                    parameter.copy_(torch.where(coin, up, down))
+
+
+@dataclasses.dataclass
+class Run:
+    """What is left of a run.
+
+    Attributes:
+        seen: What its own code could feel of each step.
+        state: The module's ``state_dict``.
+        optimizers: The signature of each tensor in the optimizers' states.
+        kept: The signature of each tensor that the module leads to afterwards, parameters first.
+        modules: Each module's type, whether it is in training, and what stands in its way to its own ``forward``.
+        metrics: The names in ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``.
+        callbacks: The types of the Trainer's callbacks.
+        streams: The random streams afterwards.
+        questions: How many comparisons live trials have ended.
+    """
+
+    seen: Recorder
+    state: dict[str, Any]
+    optimizers: list[Any]
+    kept: dict[str, Any]
+    modules: dict[str, Any]
+    metrics: list[list[str]]
+    callbacks: list[str]
+    streams: dict[str, str]
+    questions: int
+
+
+Legs = Sequence[tuple[str, int]]
+"""Variants, each with the epochs it goes on for, from the checkpoint of the one before."""
+
+
+def run(training: Training, legs: Legs, *, has_coin_clock: bool = False) -> Run:
+    """Runs a training, one leg after the other; what is seen is of the last."""
+    folder, checkpoint, epochs = Path(tempfile.mkdtemp(dir=".")), None, 0
+    with _as_if_bf16_were_native(), _coin_clock() if has_coin_clock else contextlib.nullcontext():
+        for index, (variant, more) in enumerate(legs):
+            epochs += more
+            seed_everything(SEED + index, verbose=False)
+            result, trainer = _leg(training, variant, epochs, checkpoint)
+            if index < len(legs) - 1:
+                checkpoint = folder / f"{index}.ckpt"
+                trainer.save_checkpoint(checkpoint)
+    return result
+
+
+def _leg(training: Training, variant: str, epochs: int, checkpoint: Path | None) -> tuple[Run, Trainer]:
+    parts, seen = training.make(), Recorder()
+    options = {"max_epochs": epochs, **parts.options}
+    given = [options.pop("callbacks", [])]
+    callbacks = [*(given[0] if isinstance(given[0], list) else given), *([Nudge()] if variant == NUDGED else []), seen]
+    plugin = {TRUE: AccelPlugin(precision="32-true"), DEFAULTS: AccelPlugin()}.get(variant)
+    if plugin is not None:
+        options["plugins"] = [plugin]
+    elif variant == MIXED:
+        options["precision"] = MIXED
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    options = {"accelerator": "cpu", "devices": 1, "logger": DummyLogger(), **quiet, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(callbacks=callbacks, **options)
+        trainer.fit(parts.module, parts.train, parts.val, ckpt_path=checkpoint, weights_only=False)
+    tuning = None if plugin is None else plugin.tuning
+    return _left(parts.module, trainer, seen, 0 if tuning is None else len(tuning.results)), trainer
+
+
+def _left(module: LightningModule, trainer: Trainer, seen: Recorder, questions: int) -> Run:
+    metrics = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
+    named = [*module.named_parameters(), *outliving(module)]
+    return Run(
+        seen=seen,
+        state=copy.deepcopy(module.state_dict()),
+        optimizers=[_optimizer(optimizer) for optimizer in trainer.optimizers],
+        kept={name: signature(tensor) for name, tensor in named},
+        modules={name: _module(one) for name, one in module.named_modules()},
+        metrics=[sorted(each) for each in metrics],
+        callbacks=[type(callback).__name__ for callback in trainer.callbacks if not isinstance(callback, Nudge)],
+        streams=streams(),
+        questions=questions,
+    )
+
+
+def _optimizer(optimizer: Any) -> Any:
+    state = getattr(optimizer, "state", {})
+    each = [
+        {k: signature(v) if isinstance(v, Tensor) else type(v).__name__ for k, v in one.items()}
+        for one in state.values()
+    ]
+    groups = [{k: type(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return type(optimizer).__qualname__, each, groups
+
+
+def _module(module: nn.Module) -> Any:
+    attributes = vars(module)
+    own = sorted(name for name, value in attributes.items() if callable(value) and not isinstance(value, type))
+    hooks = {name: len(value) for name, value in attributes.items() if name.endswith("_hooks") and value}
+    return f"{type(module).__module__}.{type(module).__qualname__}", module.training, own, sorted(attributes), hooks
+
+
+@contextlib.contextmanager
+def _as_if_bf16_were_native() -> Iterator[None]:
+    host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Host, "detect", lambda device=None: host)
+        yield
+
+
+@contextlib.contextmanager
+def _coin_clock() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clocks, "time", CoinClock())
+        yield
+
+
+def long(training: Training) -> int:
+    """So many epochs that live trials have their turns."""
+    steps = len(plain(training).seen.batches) / training.epochs
+    return max(training.epochs, -(-TURNS // max(1, round(steps))))
+
+
+@functools.cache
+def plain(training: Training, legs: Legs = ()) -> Run:
+    """The run without us, once for all that are compared with it."""
+    return run(training, legs or ((PLAIN, training.epochs),))
+
+
+@functools.cache
+def nudged(training: Training, legs: Legs) -> Run:
+    (_, epochs), *rest = legs
+    return run(training, ((NUDGED, epochs), *rest))
+
+
+@functools.cache
+def mixed(training: Training, legs: Legs) -> Run | None:
+    """Under Lightning's own bfloat16; None where that fails."""
+    try:
+        return run(training, [(MIXED, epochs) for _, epochs in legs]) if training.bf16 else None
+    except Exception:
+        return None

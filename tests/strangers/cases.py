@@ -15,7 +15,7 @@ class Case:
 
     Attributes:
         variants: Of its legs, each from the checkpoint of the one before.
-        switches: Whether it is long enough for live trials, by a clock that decides nothing.
+        switches: Whether it is long enough for live trials, whose clock decides nothing.
     """
 
     variants: tuple[str, ...]
@@ -50,5 +50,5 @@ def differs(training: Training, name: str) -> list[str]:
     as_plain = tuple((PLAIN, epochs) for _, epochs in legs)
     expected = plain(training, as_plain)
     noise, other = nudged(training, as_plain), None if case.is_exact else mixed(training, as_plain)
-    actual = run(training, legs, has_coin_clock=case.switches)
+    actual = run(training, legs)
     return differences(training, actual, expected, noise, other, exact=case.is_exact)

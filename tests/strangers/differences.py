@@ -17,7 +17,7 @@ from strangers.table import Training
 NOISE_FACTOR = 10
 """By so much a run may be further from the plain one than a plain one with nudged weights is."""
 
-FORMAT_FACTOR = 10
+FORMAT_FACTOR = 5
 """The same in another number format, against the distance of Lightning's own bfloat16."""
 
 ROUNDING = 512 * torch.finfo(torch.float32).eps
@@ -37,7 +37,7 @@ def differences(
         mixed: Under Lightning's bfloat16, if that runs.
         exact: Whether ``actual`` computed in the user's own number format.
     """
-    found = [*_felt(training, actual, expected), *_left(training, actual, expected)]
+    found = [*_felt(training, actual, expected), *_kept(actual, expected, mixed), *_left(training, actual, expected)]
     losses = _losses(actual, expected, noise, None if exact else mixed, exact)
     return [*found, *losses, *(_weights(actual, expected, noise) if exact else _finite(actual, expected))]
 
@@ -51,12 +51,25 @@ def _felt(training: Training, actual: Run, expected: Run) -> Iterator[str]:
         for stream in ("python", "numpy", "torch"):
             yield from _first(f"the {stream} stream", [s[stream] for s in a.streams], [s[stream] for s in e.streams])
     yield from _first("layouts of batches", a.layouts, e.layouts)
-    yield from _first("what a step returned", a.returned, e.returned)
     yield from _first("dtypes of gradients", a.grads, e.grads)
-    for step, (mine, theirs) in enumerate(zip(a.outliving, e.outliving, strict=False)):
-        if mine != theirs:
-            yield f"what outlives step {step}: {_of_dicts(mine, theirs)}"
-            break
+
+
+def _kept(actual: Run, expected: Run, mixed: Run | None) -> Iterator[str]:
+    """What outlives a step, or the run."""
+    for what, words in (("returned", "what step {} returned"), ("outliving", "what outlives step {}")):
+        mine, theirs = getattr(actual.seen, what), getattr(expected.seen, what)
+        remark = _by_format(mine, None if mixed is None else getattr(mixed.seen, what))
+        for step, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+            if one != other:
+                yield f"{words.format(step)}{remark}: {_nested(one, other)}"
+                break
+    if actual.kept != expected.kept:
+        remark = _by_format(actual.kept, None if mixed is None else mixed.kept)
+        yield f"kept at the end{remark}: {_nested(actual.kept, expected.kept)}"
+
+
+def _by_format(mine: Any, mixed: Any) -> str:
+    return " (all as under bf16-mixed)" if mine == mixed else ""
 
 
 def _left(training: Training, actual: Run, expected: Run) -> Iterator[str]:
@@ -64,9 +77,8 @@ def _left(training: Training, actual: Run, expected: Run) -> Iterator[str]:
         yield f"streams at the end: {[k for k in actual.streams if actual.streams[k] != expected.streams[k]]}"
     if list(actual.state) != list(expected.state):
         yield f"keys of the state_dict: {sorted(set(actual.state) ^ set(expected.state))}"
-    for what in ("kept", "modules"):
-        if getattr(actual, what) != getattr(expected, what):
-            yield f"{what} at the end: {_of_dicts(getattr(actual, what), getattr(expected, what))}"
+    if actual.modules != expected.modules:
+        yield f"modules at the end: {_nested(actual.modules, expected.modules)}"
     if actual.optimizers != expected.optimizers:
         yield f"optimizers: {_nested(actual.optimizers, expected.optimizers)}"
     for name, mine, theirs in zip(
@@ -88,7 +100,7 @@ def _losses(actual: Run, expected: Run, noise: Run, mixed: Run | None, exact: bo
         for one, other in zip(mine, theirs, strict=True):
             allowed = NOISE_FACTOR * by_noise[step] + ROUNDING * max(1.0, abs(other))
             if not exact:
-                allowed += FORMAT_FACTOR * by_format[step] + FORMAT_ROUNDING * max(1.0, abs(other)) * (1 + step)
+                allowed += FORMAT_FACTOR * by_format[step] + FORMAT_ROUNDING * max(1.0, abs(other))
             if not (abs(one - other) <= allowed or (math.isnan(one) and math.isnan(other))):
                 yield f"the loss of step {step}: {one:.6g}, not {other:.6g} (allowed {allowed:.2g})"
                 return
@@ -139,17 +151,12 @@ def _first(what: str, mine: list[Any], theirs: list[Any]) -> Iterator[str]:
             return
 
 
-def _of_dicts(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-    shown = [f"{name}: {_short(_nested(mine.get(name), theirs.get(name)))}" for name in names[:3]]
-    return "; ".join(shown) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _nested(mine: Any, theirs: Any) -> str:
-    """The innermost place where two values differ."""
-    if isinstance(mine, dict) and isinstance(theirs, dict) and mine.keys() == theirs.keys():
-        key = next(key for key in mine if mine[key] != theirs[key])
-        return f"[{key}] {_nested(mine[key], theirs[key])}"
+    """The first place within two values where they differ."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+        more = f"; and {len(keys) - 1} more" if len(keys) > 1 else ""
+        return f"[{keys[0]}] {_nested(mine.get(keys[0]), theirs.get(keys[0]))}{more}"
     are_rows = isinstance(mine, list | tuple) and isinstance(theirs, list | tuple) and len(mine) == len(theirs)
     if are_rows and any(isinstance(one, list | tuple | dict) for one in mine):
         index = next(i for i, (one, other) in enumerate(zip(mine, theirs, strict=True)) if one != other)
@@ -157,8 +164,3 @@ def _nested(mine: Any, theirs: Any) -> str:
     if isinstance(mine, list) and isinstance(theirs, list):
         return f"{[m for m in mine if m not in theirs]}, not {[t for t in theirs if t not in mine]}"
     return f"{mine}, not {theirs}"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) < 240 else text[:240] + "…"

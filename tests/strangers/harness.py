@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from lightning_accel import AccelPlugin
 from lightning_accel.core import clocks
 from lightning_accel.core.host import Host
+from lightning_accel.core.trial import Comparison, Contender, Trial
 from strangers.recorder import Recorder, outliving, signature, streams
 from strangers.table import Training
 
@@ -30,12 +31,14 @@ SEED = 7
 TURNS = 120
 """Of a run in which live trials take place: enough for the whole plan to be asked about, and some of its arms."""
 
+_KEPT = 8  # runs of a kind: those of a few trainings
+
 PLAIN, NUDGED, MIXED = "plain", "nudged", "bf16-mixed"
 TRUE, DEFAULTS = "32-true", "defaults"
 
 
-class CoinClock:
-    """What the clock of the trials takes for the time: nothing is faster for sure, so they go on to switch."""
+class Clock:
+    """What live trials take for the time: nothing is faster for sure, so they go on to switch."""
 
     def __init__(self) -> None:
         self._rng, self._now_ns = random.Random(0), 0
@@ -93,10 +96,10 @@ Legs = Sequence[tuple[str, int]]
 """Variants, each with the epochs it goes on for, from the checkpoint of the one before."""
 
 
-def run(training: Training, legs: Legs, *, has_coin_clock: bool = False) -> Run:
+def run(training: Training, legs: Legs) -> Run:
     """Runs a training, one leg after the other; what is seen is of the last."""
     folder, checkpoint, epochs = Path(tempfile.mkdtemp(dir=".")), None, 0
-    with _as_if_bf16_were_native(), _coin_clock() if has_coin_clock else contextlib.nullcontext():
+    with _simulated_machine():
         for index, (variant, more) in enumerate(legs):
             epochs += more
             seed_everything(SEED + index, verbose=False)
@@ -161,39 +164,41 @@ def _module(module: nn.Module) -> Any:
 
 
 @contextlib.contextmanager
-def _as_if_bf16_were_native() -> Iterator[None]:
+def _simulated_machine() -> Iterator[None]:
+    """One with native bfloat16 and no compiler, on which every part that is tried alone is faster."""
+
+    def timed(trial: Trial, original: Contender, candidate: Contender) -> Comparison:
+        found = time(trial, original, candidate)
+        return found if found.failure else dataclasses.replace(found, original_ms=2.0, candidate_ms=1.0)
+
+    time = Trial.time
     host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Host, "detect", lambda device=None: host)
-        yield
-
-
-@contextlib.contextmanager
-def _coin_clock() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clocks, "time", CoinClock())
+        patch.setattr(Trial, "time", timed)
+        patch.setattr(clocks, "time", Clock())
         yield
 
 
 def long(training: Training) -> int:
     """So many epochs that live trials have their turns."""
-    steps = len(plain(training).seen.batches) / training.epochs
-    return max(training.epochs, -(-TURNS // max(1, round(steps))))
+    turns = plain(training, ((PLAIN, training.epochs),)).seen.turns
+    return -(-TURNS * training.epochs // turns)
 
 
-@functools.cache
-def plain(training: Training, legs: Legs = ()) -> Run:
+@functools.lru_cache(maxsize=_KEPT)
+def plain(training: Training, legs: Legs) -> Run:
     """The run without us, once for all that are compared with it."""
-    return run(training, legs or ((PLAIN, training.epochs),))
+    return run(training, legs)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_KEPT)
 def nudged(training: Training, legs: Legs) -> Run:
     (_, epochs), *rest = legs
     return run(training, ((NUDGED, epochs), *rest))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_KEPT)
 def mixed(training: Training, legs: Legs) -> Run | None:
     """Under Lightning's own bfloat16; None where that fails."""
     try:

@@ -32,6 +32,7 @@ class Recorder(Callback):
         outliving: The signature of each tensor that the module can reach after a step, by its path; parameters apart.
         grads: What ``on_after_backward`` sees of the gradients: the dtype and shape of each.
         returned: The signature of each tensor that a step returned.
+        turns: In how many batches an optimizer has stepped.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,8 @@ class Recorder(Callback):
         self.outliving: list[dict[str, Any]] = []
         self.grads: list[Any] = []
         self.returned: list[Any] = []
+        self.turns = 0
+        self._steps = 0
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
@@ -55,6 +58,8 @@ class Recorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.turns += trainer.global_step != self._steps
+        self._steps = trainer.global_step
         returned = [outputs] if isinstance(outputs, Tensor) else list(tensors_of(outputs))
         self.returned.append([signature(tensor) for tensor in returned])
         logged = [v for k, v in sorted(trainer.callback_metrics.items()) if not k.startswith("accel/")]

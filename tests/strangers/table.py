@@ -42,7 +42,6 @@ class Training:
         weights_choose: Whether what the weights compute decides what is drawn next, batches or random numbers.
         resumes: Whether a checkpoint of it can be gone on from.
         bf16: Whether it runs under ``Trainer(precision="bf16-mixed")``.
-        warns: Filters for what is said of it without the plugin, too.
     """
 
     name: str
@@ -51,7 +50,6 @@ class Training:
     weights_choose: bool = False
     resumes: bool = True
     bf16: bool = True
-    warns: tuple[str, ...] = ()
 
 
 TRAININGS: dict[str, Training] = {}

@@ -29,6 +29,8 @@ QUICK = [
     ("mixture_of_experts_with_index_add", "defaults"),
     ("arcface_that_moves_its_own_weight", "defaults"),
     ("lookahead_without_super_init", "32-true, resumed plain"),
+    ("gradients_viewed_flat_after_backward", "32-true"),
+    ("truncated_backpropagation_with_a_carried_state", "defaults, switching"),
     ("quantisation_aware_with_observers_that_grow", "32-true"),
     ("outputs_read_by_numpy_in_a_callback", "defaults"),
 ]
@@ -64,7 +66,7 @@ def test_there_are_trainings_enough() -> None:
 
 def test_live_trials_switch_arms_in_those_that_are_long() -> None:
     training = TRAININGS["dropout_on_the_images"]
-    assert run(training, CASES["32-true, switching"].legs(training), has_coin_clock=True).questions
+    assert run(training, CASES["32-true, switching"].legs(training)).questions
 
 
 def test_weights_nudged_by_their_last_bit_are_noticed_where_no_noise_is_allowed() -> None:

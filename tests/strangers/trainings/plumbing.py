@@ -110,19 +110,19 @@ def labelled_and_unlabelled_side_by_side() -> Made:
     return made(FixMatch(), both)
 
 
-@training(resumes=False)
+@training(epochs=6, resumes=False)
 def early_stopping_on_validation() -> Made:
     class Validated(_Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", self.training_step(batch, batch_idx) * 0 + self.current_epoch)
 
     stop = EarlyStopping("val", patience=1)
-    return made(Validated(), loader(vectors()), loader(vectors(8), shuffle=False), callbacks=[stop], max_epochs=6)
+    return made(Validated(), loader(vectors()), loader(vectors(8), shuffle=False), callbacks=[stop])
 
 
-@training
+@training(epochs=6)
 def overfits_two_batches() -> Made:
-    return made(_Net(), loader(vectors()), overfit_batches=2, max_epochs=6)
+    return made(_Net(), loader(vectors()), overfit_batches=2)
 
 
 @training

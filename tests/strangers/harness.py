@@ -35,6 +35,14 @@ _KEPT = 8  # runs of a kind: those of a few trainings
 
 PLAIN, NUDGED, MIXED = "plain", "nudged", "bf16-mixed"
 TRUE, DEFAULTS = "32-true", "defaults"
+UNTUNED, DETERMINISTIC = "tune off", "deterministic"
+
+_PLUGINS: dict[str, dict[str, Any]] = {
+    TRUE: {"precision": TRUE},
+    DEFAULTS: {},
+    UNTUNED: {"precision": TRUE, "tune": "off"},
+    DETERMINISTIC: {"precision": TRUE},
+}
 
 
 class Clock:
@@ -96,10 +104,17 @@ Legs = Sequence[tuple[str, int]]
 """Variants, each with the epochs it goes on for, from the checkpoint of the one before."""
 
 
-def run(training: Training, legs: Legs) -> Run:
-    """Runs a training, one leg after the other; what is seen is of the last."""
-    folder, checkpoint, epochs = Path(tempfile.mkdtemp(dir=".")), None, 0
-    with _simulated_machine():
+def run(training: Training, legs: Legs, *, parts_are_faster: bool = True, cache: str | None = None) -> Run:
+    """Runs a training, one leg after the other; what is seen is of the last.
+
+    Args:
+        training: What is run.
+        legs: How, and for how long.
+        parts_are_faster: What the trials of single parts find by the clock, if they ask it.
+        cache: What an earlier run has left there is remembered; None: nothing is.
+    """
+    folder, checkpoint, epochs = Path(tempfile.mkdtemp(dir=".")).resolve(), None, 0
+    with _simulated_machine(parts_are_faster, cache or str(folder / "cache")):
         for index, (variant, more) in enumerate(legs):
             epochs += more
             seed_everything(SEED + index, verbose=False)
@@ -115,11 +130,13 @@ def _leg(training: Training, variant: str, epochs: int, checkpoint: Path | None)
     options = {"max_epochs": epochs, **parts.options}
     given = [options.pop("callbacks", [])]
     callbacks = [*(given[0] if isinstance(given[0], list) else given), *([Nudge()] if variant == NUDGED else []), seen]
-    plugin = {TRUE: AccelPlugin(precision="32-true"), DEFAULTS: AccelPlugin()}.get(variant)
+    plugin = AccelPlugin(**_PLUGINS[variant]) if variant in _PLUGINS else None
     if plugin is not None:
         options["plugins"] = [plugin]
-    elif variant == MIXED:
+    if variant == MIXED:
         options["precision"] = MIXED
+    if variant == DETERMINISTIC:
+        options["deterministic"] = True
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     options = {"accelerator": "cpu", "devices": 1, "logger": DummyLogger(), **quiet, **options}
     with warnings.catch_warnings():
@@ -164,20 +181,27 @@ def _module(module: nn.Module) -> Any:
 
 
 @contextlib.contextmanager
-def _simulated_machine() -> Iterator[None]:
-    """One with native bfloat16 and no compiler, on which every part that is tried alone is faster."""
+def _simulated_machine(parts_are_faster: bool, cache: str) -> Iterator[None]:
+    """One with native bfloat16 and no compiler, whose clock is ours; torch's flags are as before afterwards."""
+    times = {"original_ms": 2.0, "candidate_ms": 1.0} if parts_are_faster else {"original_ms": 1.0, "candidate_ms": 2.0}
 
     def timed(trial: Trial, original: Contender, candidate: Contender) -> Comparison:
         found = time(trial, original, candidate)
-        return found if found.failure else dataclasses.replace(found, original_ms=2.0, candidate_ms=1.0)
+        return found if found.failure else dataclasses.replace(found, **times)
 
-    time = Trial.time
+    time, cudnn = Trial.time, torch.backends.cudnn
+    flags = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, cudnn.deterministic
     host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_ACCEL_CACHE", cache)
         patch.setattr(Host, "detect", lambda device=None: host)
         patch.setattr(Trial, "time", timed)
         patch.setattr(clocks, "time", Clock())
-        yield
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(flags[0])
+            cudnn.benchmark, cudnn.deterministic = flags[1:]
 
 
 def long(training: Training) -> int:

@@ -41,6 +41,7 @@ class Training:
         epochs: Of its run.
         weights_choose: Whether what the weights compute decides what is drawn next, batches or random numbers.
         resumes: Whether a checkpoint of it can be gone on from.
+        deterministic: Whether it runs under ``Trainer(deterministic=True)``.
         bf16: Whether it runs under ``Trainer(precision="bf16-mixed")``.
     """
 
@@ -49,6 +50,7 @@ class Training:
     epochs: int = 2
     weights_choose: bool = False
     resumes: bool = True
+    deterministic: bool = True
     bf16: bool = True
 
 

@@ -6,12 +6,13 @@ The whole table takes minutes (``make test-strangers``); a dozen of it, each in 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 
 from strangers.cases import CASES, differs
 from strangers.differences import differences
-from strangers.harness import NUDGED, PLAIN, TRUE, plain, run
+from strangers.harness import DETERMINISTIC, NUDGED, PLAIN, TRUE, UNTUNED, plain, run
 from strangers.table import Training, read_all
 
 pytestmark = pytest.mark.numbers
@@ -45,6 +46,18 @@ def _each() -> list[object]:
     ]
 
 
+def _steady() -> list[object]:
+    quick = [("vit_with_dropout_on_patches", UNTUNED), ("dropout_on_the_images", DETERMINISTIC)]
+    return [
+        pytest.param(
+            name, variant, id=f"{name}-{variant}", marks=[] if (name, variant) in quick else [pytest.mark.slow]
+        )
+        for name, training in TRAININGS.items()
+        for variant in (UNTUNED, DETERMINISTIC)
+        if training.deterministic or variant != DETERMINISTIC
+    ]
+
+
 @pytest.mark.parametrize(("training", "case"), _each())
 def test_it_is_the_run_that_it_is_without_us(training: Training, case: str) -> None:
     found = differs(training, case)
@@ -56,6 +69,26 @@ def test_it_is_the_run_that_it_is_without_us(training: Training, case: str) -> N
 def test_a_plain_run_is_the_same_twice(name: str) -> None:
     training = TRAININGS[name]
     first, second = plain(training, ((PLAIN, training.epochs),)), run(training, ((PLAIN, training.epochs),))
+    assert not differences(training, second, first, first, None, exact=True)
+    assert second.seen.losses == first.seen.losses
+
+
+@pytest.mark.parametrize(("name", "variant"), _steady())
+def test_it_has_the_same_bits_whatever_the_clock_says(name: str, variant: str) -> None:
+    """Where no live trials take place: of two runs with one seed, one finds all parts faster and one finds none so."""
+    training = TRAININGS[name]
+    legs = ((variant, training.epochs),)
+    first, second = (run(training, legs, parts_are_faster=are_faster) for are_faster in (True, False))
+    assert not differences(training, second, first, first, None, exact=True)
+    assert second.seen.losses == first.seen.losses
+
+
+@pytest.mark.parametrize(("name", "variant"), _steady())
+def test_it_has_the_same_bits_a_second_time(name: str, variant: str, tmp_path: Path) -> None:
+    """The second of two runs with one seed remembers what the first has tried."""
+    training = TRAININGS[name]
+    legs = ((variant, training.epochs),)
+    first, second = (run(training, legs, cache=str(tmp_path / "cache")) for _ in range(2))
     assert not differences(training, second, first, first, None, exact=True)
     assert second.seen.losses == first.seen.losses
 

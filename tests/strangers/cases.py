@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strangers.differences import differences
-from strangers.harness import DEFAULTS, PLAIN, TRUE, Legs, long, mixed, nudged, plain, run
+from strangers.harness import DEFAULTS, NUDGED, PLAIN, ROUNDED, TRUE, Legs, long, mixed, moved, plain, run
 from strangers.table import Training
 
 
@@ -48,7 +48,13 @@ def differs(training: Training, name: str) -> list[str]:
     case = CASES[name]
     legs = case.legs(training)
     as_plain = tuple((PLAIN, epochs) for _, epochs in legs)
-    expected = plain(training, as_plain)
-    noise, other = nudged(training, as_plain), None if case.is_exact else mixed(training, as_plain)
-    actual = run(training, legs)
-    return differences(training, actual, expected, noise, other, exact=case.is_exact)
+    as_mixed = None if case.is_exact else mixed(training, as_plain)
+    formats = [] if case.is_exact else [moved(training, as_plain, ROUNDED)]
+    return differences(
+        training,
+        run(training, legs),
+        plain(training, as_plain),
+        moved(training, as_plain, NUDGED),
+        [*formats, *([as_mixed] if as_mixed else [])],
+        as_mixed,
+    )

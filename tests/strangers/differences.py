@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -17,7 +17,7 @@ from strangers.table import Training
 NOISE_FACTOR = 10
 """By so much a run may be further from the plain one than a plain one with nudged weights is."""
 
-FORMAT_FACTOR = 5
+FORMAT_FACTOR = 10
 """The same in another number format, against the distance of Lightning's own bfloat16."""
 
 ROUNDING = 512 * torch.finfo(torch.float32).eps
@@ -25,7 +25,7 @@ FORMAT_ROUNDING = 8 * torch.finfo(torch.bfloat16).eps
 
 
 def differences(
-    training: Training, actual: Run, expected: Run, noise: Run, mixed: Run | None, *, exact: bool
+    training: Training, actual: Run, expected: Run, noise: Run, formats: Sequence[Run] = (), mixed: Run | None = None
 ) -> list[str]:
     """In what ``actual`` is not what was expected.
 
@@ -34,12 +34,12 @@ def differences(
         actual: With the plugin.
         expected: Plain.
         noise: Plain, from weights that were nudged.
-        mixed: Under Lightning's bfloat16, if that runs.
-        exact: Whether ``actual`` computed in the user's own number format.
+        formats: Where ``actual`` may compute in bfloat16, others that do, in their own ways.
+        mixed: That of them under Lightning's own bfloat16.
     """
     found = [*_felt(training, actual, expected), *_kept(actual, expected, mixed), *_left(training, actual, expected)]
-    losses = _losses(actual, expected, noise, None if exact else mixed, exact)
-    return [*found, *losses, *(_weights(actual, expected, noise) if exact else _finite(actual, expected))]
+    weights = _finite(actual, expected) if formats else _weights(actual, expected, noise)
+    return [*found, *_losses(actual, expected, noise, formats), *weights]
 
 
 def _felt(training: Training, actual: Run, expected: Run) -> Iterator[str]:
@@ -90,16 +90,17 @@ def _left(training: Training, actual: Run, expected: Run) -> Iterator[str]:
         yield f"trainer.callbacks: {actual.callbacks}, not {expected.callbacks}"
 
 
-def _losses(actual: Run, expected: Run, noise: Run, mixed: Run | None, exact: bool) -> Iterator[str]:
+def _losses(actual: Run, expected: Run, noise: Run, formats: Sequence[Run]) -> Iterator[str]:
     """Step by step; what may be apart is as much as the other runs have been so far."""
-    by_noise, by_format = _apart(noise, expected), _apart(mixed or noise, expected)
+    by_noise = _apart(noise, expected)
+    by_format = list(map(max, zip(*(_apart(other, expected) for other in formats), strict=False)))
     for step, (mine, theirs) in enumerate(zip(actual.seen.losses, expected.seen.losses, strict=False)):
         if len(mine) != len(theirs):
             yield f"step {step} gave {len(mine)} numbers, not {len(theirs)}"
             return
         for one, other in zip(mine, theirs, strict=True):
             allowed = NOISE_FACTOR * by_noise[step] + ROUNDING * max(1.0, abs(other))
-            if not exact:
+            if formats:
                 allowed += FORMAT_FACTOR * by_format[step] + FORMAT_ROUNDING * max(1.0, abs(other))
             if not (abs(one - other) <= allowed or (math.isnan(one) and math.isnan(other))):
                 yield f"the loss of step {step}: {one:.6g}, not {other:.6g} (allowed {allowed:.2g})"

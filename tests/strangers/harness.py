@@ -33,7 +33,7 @@ TURNS = 120
 
 _KEPT = 8  # runs of a kind: those of a few trainings
 
-PLAIN, NUDGED, MIXED = "plain", "nudged", "bf16-mixed"
+PLAIN, NUDGED, ROUNDED, MIXED = "plain", "nudged", "rounded", "bf16-mixed"
 TRUE, DEFAULTS = "32-true", "defaults"
 UNTUNED, DETERMINISTIC = "tune off", "deterministic"
 
@@ -59,18 +59,25 @@ class Clock:
         return self.perf_counter_ns() / 1e9
 
 
-class Nudge(Callback):
-    """Moves every weight by its last bit, up or down: how far two runs that are as good as each other may be apart."""
+class Move(Callback):
+    """Moves every weight: how far two runs that are as good as each other may be apart.
+
+    Args:
+        to_bf16: Whether to the nearest bfloat16; else by its last bit, up or down.
+    """
+
+    def __init__(self, *, to_bf16: bool) -> None:
+        self._to_bf16, self._coin = to_bf16, torch.Generator().manual_seed(99)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        generator = torch.Generator().manual_seed(99)
         with torch.no_grad():
             for parameter in pl_module.parameters():
                 if parameter.is_floating_point() and not is_lazy(parameter):
-                    coin = torch.rand(parameter.shape, generator=generator) < 0.5
-                    up = torch.nextafter(parameter, torch.full_like(parameter, torch.inf))
-                    down = torch.nextafter(parameter, torch.full_like(parameter, -torch.inf))
-                    parameter.copy_(torch.where(coin, up, down))
+                    parameter.copy_(parameter.bfloat16() if self._to_bf16 else self._nudged(parameter))
+
+    def _nudged(self, parameter: Tensor) -> Tensor:
+        up, down = (torch.nextafter(parameter, torch.full_like(parameter, end)) for end in (torch.inf, -torch.inf))
+        return torch.where(torch.rand(parameter.shape, generator=self._coin) < 0.5, up, down)
 
 
 @dataclasses.dataclass
@@ -128,8 +135,9 @@ def run(training: Training, legs: Legs, *, parts_are_faster: bool = True, cache:
 def _leg(training: Training, variant: str, epochs: int, checkpoint: Path | None) -> tuple[Run, Trainer]:
     parts, seen = training.make(), Recorder()
     options = {"max_epochs": epochs, **parts.options}
-    given = [options.pop("callbacks", [])]
-    callbacks = [*(given[0] if isinstance(given[0], list) else given), *([Nudge()] if variant == NUDGED else []), seen]
+    given = options.pop("callbacks", [])
+    moved = [Move(to_bf16=variant == ROUNDED)] if variant in (NUDGED, ROUNDED) else []
+    callbacks = [*given, *moved, seen]
     plugin = AccelPlugin(**_PLUGINS[variant]) if variant in _PLUGINS else None
     if plugin is not None:
         options["plugins"] = [plugin]
@@ -157,7 +165,7 @@ def _left(module: LightningModule, trainer: Trainer, seen: Recorder, questions: 
         kept={name: signature(tensor) for name, tensor in named},
         modules={name: _module(one) for name, one in module.named_modules()},
         metrics=[sorted(each) for each in metrics],
-        callbacks=[type(callback).__name__ for callback in trainer.callbacks if not isinstance(callback, Nudge)],
+        callbacks=[type(callback).__name__ for callback in trainer.callbacks if not isinstance(callback, Move)],
         streams=streams(),
         questions=questions,
     )
@@ -217,9 +225,10 @@ def plain(training: Training, legs: Legs) -> Run:
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def nudged(training: Training, legs: Legs) -> Run:
+def moved(training: Training, legs: Legs, variant: str) -> Run:
+    """Plain, with weights that are moved at first."""
     (_, epochs), *rest = legs
-    return run(training, ((NUDGED, epochs), *rest))
+    return run(training, ((variant, epochs), *rest))
 
 
 @functools.lru_cache(maxsize=_KEPT)

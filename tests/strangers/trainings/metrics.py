@@ -10,8 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import Accuracy, MeanMetric, MetricCollection
-from torchmetrics.classification import MulticlassF1Score
+from torchmetrics import CosineSimilarity, MeanMetric, MeanSquaredError, MetricCollection
 
 from strangers.table import Made, images, loader, made, training, vectors
 
@@ -144,10 +143,8 @@ def focal_loss_and_torchmetrics() -> Made:
         def __init__(self) -> None:
             super().__init__()
             self.head = nn.Sequential(nn.ReLU(), nn.Linear(8, 4))
-            self.train_acc = Accuracy(task="multiclass", num_classes=4)
-            self.metrics = MetricCollection(
-                {"f1": MulticlassF1Score(4), "acc": Accuracy(task="multiclass", num_classes=4)}, prefix="val/"
-            )
+            self.train_error = MeanSquaredError()
+            self.metrics = MetricCollection({"mse": MeanSquaredError(), "cos": CosineSimilarity()}, prefix="val/")
             self.mean = MeanMetric()
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -155,15 +152,15 @@ def focal_loss_and_torchmetrics() -> Made:
             logits = self.head(self.net(x))
             ce = F.cross_entropy(logits, y, reduction="none")
             loss = ((1 - torch.exp(-ce)) ** 2 * ce).mean()
-            self.train_acc(logits, y)
+            self.train_error(logits.softmax(1), F.one_hot(y, 4).float())
             self.mean.update(loss)
-            self.log("acc", self.train_acc, on_step=True, on_epoch=True)
+            self.log("error", self.train_error, on_step=True, on_epoch=True)
             self.log("running", self.mean, on_epoch=True)
             return loss
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             x, y = batch
-            self.metrics.update(self.head(self.net(x)), y)
+            self.metrics.update(self.head(self.net(x)).softmax(1), F.one_hot(y, 4).float())
             self.log_dict(self.metrics, on_epoch=True)
 
     return made(Focal(), loader(images()), loader(images(8), shuffle=False))

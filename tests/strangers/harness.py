@@ -133,7 +133,8 @@ def run(training: Training, legs: Legs, *, parts_are_faster: bool = True, cache:
 
 
 def _leg(training: Training, variant: str, epochs: int, checkpoint: Path | None) -> tuple[Run, Trainer]:
-    parts, seen = training.make(), Recorder()
+    parts = training.make()
+    seen = Recorder(parts.elsewhere)
     options = {"max_epochs": epochs, **parts.options}
     given = options.pop("callbacks", [])
     moved = [Move(to_bf16=variant == ROUNDED)] if variant in (NUDGED, ROUNDED) else []
@@ -157,7 +158,7 @@ def _leg(training: Training, variant: str, epochs: int, checkpoint: Path | None)
 
 def _left(module: LightningModule, trainer: Trainer, seen: Recorder, questions: int) -> Run:
     metrics = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
-    named = [*module.named_parameters(), *outliving(module)]
+    named = [*module.named_parameters(), *outliving(module, seen.elsewhere)]
     return Run(
         seen=seen,
         state=copy.deepcopy(module.state_dict()),

@@ -24,6 +24,9 @@ _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype,
 class Recorder(Callback):
     """Notes each step of a run, and changes nothing of it.
 
+    Args:
+        elsewhere: What keeps tensors, and is not the module's.
+
     Attributes:
         losses: Whatever each step returned, as numbers.
         batches: A digest of each batch as ``training_step`` got it.
@@ -35,7 +38,8 @@ class Recorder(Callback):
         turns: In how many batches an optimizer has stepped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Any = None) -> None:
+        self.elsewhere = elsewhere
         self.losses: list[list[float]] = []
         self.batches: list[str] = []
         self.layouts: list[Any] = []
@@ -66,7 +70,7 @@ class Recorder(Callback):
         numbers = [t.detach() for t in [*returned, *logged] if isinstance(t, Tensor) and t.numel()]
         self.losses.append([float(abs(t.double() if not t.is_complex() else t).mean()) for t in numbers])
         self.streams.append(streams())
-        self.outliving.append({path: signature(tensor) for path, tensor in outliving(pl_module)})
+        self.outliving.append({path: signature(tensor) for path, tensor in outliving(pl_module, self.elsewhere)})
 
 
 def streams() -> dict[str, str]:
@@ -113,10 +117,11 @@ def others_of(value: Any) -> Iterator[Any]:
         yield value
 
 
-def outliving(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All tensors but parameters that a module's attributes lead to, by their path."""
+def outliving(module: nn.Module, elsewhere: Any) -> Iterator[tuple[str, Tensor]]:
+    """All tensors but parameters that a module's attributes, or what is elsewhere, lead to, by their path."""
     seen: set[int] = {id(parameter) for parameter in module.parameters()}
     yield from _walk("", module, seen, 12)
+    yield from _walk("elsewhere", elsewhere, seen, _DEPTH)
 
 
 def _walk(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Tensor]]:

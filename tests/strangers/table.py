@@ -23,12 +23,14 @@ class Made:
         train: Their loader, loaders or datamodule.
         val: To validate on, if anything.
         options: Of their Trainer.
+        elsewhere: What keeps tensors from one step to the next, and is not the module's.
     """
 
     module: LightningModule
     train: Any
     val: Any = None
     options: dict[str, Any] = field(default_factory=dict)
+    elsewhere: Any = None
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ def loader(dataset: Any, batch_size: int = 4, *, shuffle: bool = True, **options
     return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, **options)
 
 
-def made(module: LightningModule, train: Any, val: Any = None, /, **options: Any) -> Made:
-    return Made(module, train, val, options)
+def made(module: LightningModule, train: Any, val: Any = None, /, elsewhere: Any = None, **options: Any) -> Made:
+    return Made(module, train, val, options, elsewhere)
 
 
 class Items(Dataset[Any]):

@@ -56,7 +56,7 @@ def memory_bank_in_a_global_list() -> Made:
             _BANK.append(z.detach())
             return loss
 
-    return made(Banked(), loader(images()))
+    return made(Banked(), loader(images()), elsewhere=_BANK)
 
 
 @training(resumes=False)
@@ -79,7 +79,7 @@ def memory_bank_in_a_closure() -> Made:
             z = self.encoder(x)
             return remember(y, z) + F.cross_entropy(z, y)
 
-    return made(Centres(), loader(images()))
+    return made(Centres(), loader(images()), elsewhere=bank)
 
 
 @training

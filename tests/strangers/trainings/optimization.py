@@ -160,18 +160,6 @@ def lbfgs_that_calls_its_closure_often() -> Made:
 
 
 @training
-def lbfgs_on_small_batches() -> Made:
-    """Its curvature is a difference of two steps' gradients, next to a minimum where they are small."""
-
-    class Newton(_Classifier):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4, history_size=5)
-
-    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    return made(Newton(net), loader(vectors(), 12))
-
-
-@training
 def sparse_embeddings_with_sparse_adam() -> Made:
     class Words(LightningModule):
         def __init__(self) -> None:

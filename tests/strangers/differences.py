@@ -38,8 +38,7 @@ def differences(
         mixed: That of them under Lightning's own bfloat16.
     """
     found = [*_felt(training, actual, expected), *_kept(actual, expected, mixed), *_left(training, actual, expected)]
-    weights = _finite(actual, expected) if formats else _weights(actual, expected, noise)
-    return [*found, *_losses(actual, expected, noise, formats), *weights]
+    return [*found, *_losses(actual, expected, noise, formats), *_weights(actual, expected, noise, formats)]
 
 
 def _felt(training: Training, actual: Run, expected: Run) -> Iterator[str]:
@@ -114,25 +113,24 @@ def _apart(other: Run, expected: Run) -> list[float]:
     return list(accumulate(each, max))
 
 
-def _weights(actual: Run, expected: Run, noise: Run) -> Iterator[str]:
+def _weights(actual: Run, expected: Run, noise: Run, formats: Sequence[Run]) -> Iterator[str]:
     for name, theirs in expected.state.items():
-        mine, nudged = actual.state.get(name), noise.state.get(name)
+        mine = actual.state.get(name)
         if not _is_like(mine, theirs):
             continue
-        scale = float(theirs.abs().double().max()) if theirs.numel() else 0.0
-        apart = _distance(nudged, theirs) if _is_like(nudged, theirs) else 0.0
-        allowed = NOISE_FACTOR * apart + ROUNDING * max(1.0, scale)
+        scale = max(1.0, float(theirs.abs().double().nan_to_num().max())) if theirs.numel() else 1.0
+        allowed = NOISE_FACTOR * _moved(name, theirs, [noise]) + ROUNDING * scale
+        if formats:
+            allowed += FORMAT_FACTOR * _moved(name, theirs, formats) + FORMAT_ROUNDING * scale
         if not _distance(mine, theirs) <= allowed:
             yield f"weight {name}: off by {_distance(mine, theirs):.2g} (allowed {allowed:.2g})"
             return
 
 
-def _finite(actual: Run, expected: Run) -> Iterator[str]:
-    for name, theirs in expected.state.items():
-        mine = actual.state.get(name)
-        has_numbers = isinstance(mine, Tensor) and mine.is_floating_point() and not is_lazy(mine)
-        if has_numbers and theirs.isfinite().all() and not mine.isfinite().all():
-            yield f"weight {name} is not finite"
+def _moved(name: str, theirs: Tensor, others: Sequence[Run]) -> float:
+    """By how much a weight is another in other runs."""
+    found = [other.state.get(name) for other in others]
+    return max((_distance(one, theirs) for one in found if _is_like(one, theirs)), default=0.0)
 
 
 def _is_like(mine: Any, theirs: Any) -> bool:
@@ -142,7 +140,9 @@ def _is_like(mine: Any, theirs: Any) -> bool:
 
 def _distance(one: Tensor, other: Tensor) -> float:
     one, other = (t.to(torch.complex128) if t.is_complex() else t.double() for t in (one, other))
-    return float((one - other).abs().nan_to_num().max()) if one.numel() else 0.0
+    are_same = (one == other) | (one.isnan() & other.isnan())
+    apart = torch.where(are_same, 0.0, (one - other).abs())
+    return float(apart.max()) if one.numel() else 0.0
 
 
 def _first(what: str, mine: list[Any], theirs: list[Any]) -> Iterator[str]:

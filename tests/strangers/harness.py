@@ -1,4 +1,4 @@
-"""Runs a stranger's training under a variant, and says in what two runs differ."""
+"""Runs a stranger's training in one way or another, on a machine that is the same everywhere."""
 
 from __future__ import annotations
 

@@ -19,7 +19,12 @@ class _Embedder(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.PReLU(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 8)
+            nn.Conv2d(3, 8, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.PReLU(8),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 8),
         )
 
     def configure_optimizers(self) -> Any:

@@ -10,7 +10,7 @@ WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-cpus test-browser test-xla lint types docs format stub bench column results gpu clean
+.PHONY: help demo test test-slow test-strangers test-cpus test-browser test-xla lint types docs format stub bench column results gpu clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -26,6 +26,10 @@ test: $(STAMP)  ## The tests that need no GPU, two at a time (6 to 8 minutes on 
 
 test-slow: $(STAMP)  ## The tests over ten seconds each, and second and third variants of others
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# Neighbouring tests go to one worker, which keeps the plain run that they are compared with.
+test-strangers: $(STAMP)  ## Trainings as other people write them, plain and accelerated (8 minutes on 2 slow cores)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu" tests/strangers
 
 test-cpus: $(STAMP)  ## The tests that compare numbers, with torch's libraries told to be on other processors
 	$(BIN)/python tests/as_other_cpus.py $(WORKERS)

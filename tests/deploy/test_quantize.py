@@ -50,8 +50,8 @@ def test_a_copy_computes_nearly_the_same_with_smaller_numbers(mode: str) -> None
     with torch.no_grad():
         outputs = [(found.model(inputs), model(inputs)) for inputs, _ in data]
     assert all(actual.dtype == torch.float32 for actual, _ in outputs)
-    # By the library's own measure, on all that it has measured. Not to the last digit: on a processor with AMX the first
-    # batch has come to 0.036791 there and to 0.036799 here.
+    # By the library's own measure, on all that it has measured. Not to the last digit: on a processor with AMX a batch
+    # has come to 0.036791 there and to 0.036799 here.
     error = max(loss([actual], [expected]) for actual, expected in outputs)
     assert error == pytest.approx(found.error, rel=0.01)
     assert 0 < found.error < 0.05

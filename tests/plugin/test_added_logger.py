@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -198,6 +199,25 @@ def test_a_strategy_method_that_is_a_mock_stays_one_while_the_run_reads_it(
     trainer.strategy.backward = MagicMock(wraps=trainer.strategy.backward)
     trainer.fit(Supervised(cnn()), images())
     assert calls == [len(images())]
+
+
+def test_a_clock_that_a_test_has_put_in_the_place_of_pythons_is_not_read(
+    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = MagicMock(return_value=0.0)
+    plugin = AccelPlugin(memory_format="channels_last")
+    trainer = make_trainer(plugins=[plugin], logger=CSVLogger(tmp_path))
+    with monkeypatch.context() as stopped:
+        for name in ("perf_counter", "perf_counter_ns", "monotonic", "thread_time_ns"):
+            stopped.setattr(time, name, read)
+        trainer.fit(Supervised(cnn()), images())
+    assert read.call_count == 0
+
+
+def test_a_mock_in_the_place_of_an_optimizers_step_is_called_as_plain(make_trainer: MakeTrainer) -> None:
+    with patch.object(torch.optim.SGD, "step", side_effect=lambda closure: closure()) as step:
+        make_trainer(plugins=[AccelPlugin(precision="32-true")]).fit(Supervised(cnn()), images())
+    assert step.call_count == len(images())
 
 
 def test_a_search_for_a_learning_rate_leaves_the_list_of_callbacks_that_there_was(make_trainer: MakeTrainer) -> None:

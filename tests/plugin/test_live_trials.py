@@ -287,6 +287,14 @@ def test_the_loggers_are_told_where_there_is_to_be_logging(tmp_path: Path, log: 
     assert log == any("accel/tuning/ratio" in path.read_text() for path in tmp_path.rglob("metrics.csv"))
 
 
+def test_a_clock_that_stands_still_settles_nothing_and_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As freezegun has it: of turns that took no time there is no ratio."""
+    with simulated(1.5) as time:
+        monkeypatch.setattr(time, "advance", lambda ms: None)
+        plugin = fit(Timed(time), 100)
+    assert plugin.tuning is None
+
+
 def test_after_the_run_the_report_is_data() -> None:
     with simulated(1.5) as time:
         plugin = fit(Timed(time), 200)

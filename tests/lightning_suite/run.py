@@ -59,7 +59,13 @@ def outcomes_of(folder: Path, settings: dict[str, object], arguments: tuple[str,
             **{"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         }
         options = "-p injected -p no:cacheprovider -o addopts= --strict-markers --disable-pytest-warnings --color=no -q"
-        limits = ["--tb=line", "--timeout=60", "--timeout-method=signal", f"--basetemp={home}/pytest"]
+        limits = [
+            "--tb=line",
+            "--show-capture=no",
+            "--timeout=60",
+            "--timeout-method=signal",
+            f"--basetemp={home}/pytest",
+        ]
         command = [sys.executable, "-m", "pytest", *options.split(), *limits, *(arguments or ["tests_pytorch"])]
         subprocess.run(command, cwd=folder / "tests", env=environment)
         return json.loads(out.read_text()) if out.exists() else {}

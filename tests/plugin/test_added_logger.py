@@ -13,7 +13,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.tuner import Tuner
@@ -228,6 +228,16 @@ def test_a_search_for_a_learning_rate_leaves_the_list_of_callbacks_that_there_wa
     Tuner(trainer).lr_find(module, images(), num_training=3)
     assert trainer.callbacks == before
     assert not told.calls
+
+
+def test_a_search_within_a_fit_is_none_of_its_epochs(
+    make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Supervised(cnn())
+    module.lr = 0.1
+    trainer = make_trainer(plugins=[AccelPlugin()], callbacks=[LearningRateFinder(num_training_steps=3)])
+    trainer.fit(module, images())
+    assert capsys.readouterr().out.count("accel/ epoch") == 1
 
 
 def test_a_copy_of_the_loop_made_within_the_fit_is_not_listened_to(make_trainer: MakeTrainer) -> None:

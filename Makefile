@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
 XLA_STAMP := $(XLA)/.installed
+SUITE := .venv-lightning
+SUITE_STAMP := $(SUITE)/.installed
 SOURCES := lightning_accel callbacks tests examples benchmarks
 WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-strangers test-cpus test-browser test-xla lint types docs format stub bench column results gpu clean
+.PHONY: help demo test test-slow test-strangers test-cpus test-browser test-xla test-lightning lint types docs format stub bench column results gpu clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -42,6 +44,10 @@ test-browser: $(STAMP)  ## Other people's loggers, reports and TensorBoard in a 
 # Not in $(VENV): torch_xla is built for one release of torch, and the newest is for an older one than the package asks for.
 test-xla: $(XLA_STAMP)  ## AccelXLAPlugin on XLA's CPU device (makes .venv-xla: 8 GB with the torch that torch_xla is built for)
 	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/xla
+
+# Not in $(VENV): Lightning's tests want packages of their own. Those tests are not on PyPI: LIGHTNING is a clone of its repository.
+test-lightning: $(SUITE_STAMP)  ## Lightning's own 2,607 tests with AccelPlugin in every Trainer, twice (LIGHTNING=a clone of it; 15 minutes on 2 slow cores)
+	$(SUITE)/bin/python tests/lightning_suite/run.py "$(LIGHTNING)"
 
 lint: $(STAMP)  ## ruff: rules and formatting
 	$(BIN)/ruff check $(SOURCES)
@@ -96,7 +102,7 @@ gpu:  ## GPU tests, then GPU benchmarks, with the machine's own PYTHON=python3 a
 	exit $$status
 
 clean:  ## Remove everything that make and the tests have made, .venv too
-	rm -rf $(VENV) $(XLA) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
+	rm -rf $(VENV) $(XLA) $(SUITE) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
 	find lightning_accel callbacks tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -120,4 +126,10 @@ $(XLA_STAMP): pyproject.toml constraints.txt
 		torch==2.9.0 torch_xla==2.9.0 lightning torchmetrics numpy psutil pyyaml cloudpickle rich jinja2 \
 		typing-extensions pytest setuptools
 	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(SUITE_STAMP): pyproject.toml constraints.txt tests/lightning_suite/requirements.txt
+	$(PYTHON) -m venv --clear $(SUITE)
+	$(SUITE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--requirement tests/lightning_suite/requirements.txt --editable .
 	@touch $@

@@ -90,7 +90,9 @@ class Wiring:
         self._trainer = trainer
         self._callbacks = list(trainer.callbacks)
         self._precision = trainer.strategy.precision_plugin
-        self._objects = [trainer.strategy, trainer.fit_loop.epoch_loop, *trainer.lightning_module.modules()]
+        loop = trainer.fit_loop
+        loops = [loop, loop.epoch_loop, loop.epoch_loop.automatic_optimization]
+        self._objects = [trainer.strategy, *loops, *trainer.lightning_module.modules()]
         self._rebound: list[tuple[Any, str, Any]] = []
         self._is_in = True
 

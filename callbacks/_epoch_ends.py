@@ -21,6 +21,7 @@ from lightning_accel.resilience.requeue import is_accumulating
 
 _PATIENCE_S = 1.0  # for a last step that did not keep the ranks together: one without a loss, say
 _PATIENCE_UNFORESEEN_S = 10.0  # for ranks that stopped together and take different times over what comes after
+_LOOK_S = 0.005
 _fits = itertools.count()
 
 
@@ -84,10 +85,11 @@ class EpochEnds:
         if is_empty:  # there is nothing to put together, and others may be deep in their steps
             return False
         ranks = [self._key(rank) for rank in range(self._world_size)]
-        give_up_at = time.monotonic() + (0.0 if self._has_warned else patience_s)
+        looks = 0 if self._has_warned else patience_s / _LOOK_S  # not by a clock, which somebody may have stopped
         try:
-            while not (is_complete := self._store.check(ranks)) and time.monotonic() < give_up_at:
-                time.sleep(0.005)
+            while not (is_complete := self._store.check(ranks)) and looks > 0:
+                time.sleep(_LOOK_S)
+                looks -= 1
             ours = "together" if is_complete else "apart"
             decided = self._store.compare_set(self._key("decided"), "", ours).decode()
         except dist.DistError:  # the process that held the store has left

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.callbacks._parts_patch import PartsPatch
-from lightning_accel.core.clocks import EventClock, StepClock
+from lightning_accel.core.clocks import EventClock, StepClock, perf_counter, thread_time_ns
 from lightning_accel.core.idle import HeldTimer, idle_ms
 from lightning_accel.core.parts import PartTimer
 from lightning_accel.core.torch_private.training import exposed_communication, hold_device, told_of_loading
@@ -79,12 +78,12 @@ class StepParts:
         self.timer.enter(DATA)
         if self.timer.is_on:
             self._is_told.enter_context(told_of_loading(self._loaded))
-            self._fetch_began_ns = time.thread_time_ns()
+            self._fetch_began_ns = thread_time_ns()
 
     def fetch_ended(self) -> None:
         """The same of its end."""
         if self.timer.is_on:
-            self._fetched_ns += time.thread_time_ns() - self._fetch_began_ns
+            self._fetched_ns += thread_time_ns() - self._fetch_began_ns
         self._is_told.close()
         self.timer.leave()
         self._clock.fetch_ended()
@@ -105,7 +104,7 @@ class StepParts:
                 self._loading_cpu_ms += self._fetched_ns / 1e6
                 self._samples_ms += self._loaded_ns / 1e6
                 if self._held is not None:
-                    self._held.hold_ms = 1e3 * (time.perf_counter() - self._began)
+                    self._held.hold_ms = 1e3 * (perf_counter() - self._began)
         self._left -= 1
         if self._left == 0:
             before, self._look_in = self._look_in, self._draw.randrange(EVERY)
@@ -139,7 +138,7 @@ class StepParts:
     def _begin(self) -> None:
         if not self.failure:
             self._fetched_ns = self._loaded_ns = 0
-            self._began = time.perf_counter()
+            self._began = perf_counter()
             self._told.tell(self.timer)
             self.timer.begin()
 

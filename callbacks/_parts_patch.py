@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -75,6 +76,8 @@ class PartsPatch(Patch):
             edit = _Edit()
             for number, (owner, names) in enumerate(self._owners):
                 for name, part in names.items():
+                    if not isinstance(getattr(owner, name), types.MethodType):  # a mock, which is read while it runs
+                        raise TypeError(f"{name} of {type(owner).__name__} is no method of it")
                     change = functools.partial(_telling, part, edit.listeners, weakref.ref(owner))
                     edit.patches.add(MethodPatch(f"{name} of {number}", "told of parts", owner, name, change))
             try:

@@ -6,7 +6,6 @@ It is in the folder of the first logger that has one for the run, or where ``$LI
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -24,7 +23,7 @@ from lightning_accel.callbacks._parts import EVERY, StepParts
 from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks._saying import report_of, say
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
-from lightning_accel.core.clocks import Tally
+from lightning_accel.core.clocks import Tally, monotonic
 from lightning_accel.core.torch_private.compilation import compiling_ms, graphs_captured
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.anatomy import Anatomy, MemoryPeak
@@ -64,7 +63,7 @@ class FitRecord:
         self._process = psutil.Process()
         self._writer: RecordWriter | None = None  # until there is something to write
         self._has_failed = False
-        self._due = time.monotonic() + EVERY_S
+        self._due = monotonic() + EVERY_S
         # Since training began, in whichever run: losses are compared at equal steps.
         self._steps = self._written = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         is_automatic = trainer.lightning_module.automatic_optimization
@@ -125,7 +124,7 @@ class FitRecord:
                 if len(self._losses) > MOST_PIECES:
                     self._stride *= 2
                     self._losses = [one for one in self._losses if one[0] % self._stride == 0]
-        if time.monotonic() >= self._due:
+        if monotonic() >= self._due:
             self._take(tally)
             self._write()
 
@@ -147,7 +146,7 @@ class FitRecord:
     def epoch_ended(self, tally: Tally, speed: EpochSpeed) -> None:
         """Told at an epoch's end, before the clock begins anew."""
         self._take(tally)
-        if self._writer is None or time.monotonic() >= self._due:
+        if self._writer is None or monotonic() >= self._due:
             self._write()
         self._attempt(lambda: self._file().epoch({**asdict(speed), "reserved_mib": self._reserved_mib()}))
 
@@ -202,7 +201,7 @@ class FitRecord:
         self._taken, self._taken_samples = len(tally.cycle_ms), tally.samples
 
     def _write(self) -> None:
-        self._due = time.monotonic() + EVERY_S
+        self._due = monotonic() + EVERY_S
         if self._steps > self._written:
             self._attempt(lambda: self._file().steps(self._some()))
 
@@ -278,7 +277,7 @@ def folder_of(logger: Any) -> Path | None:
         folder = getattr(logger, "log_dir", None)
     except Exception:  # somebody else's property: no reason to end the run
         return None
-    return Path(folder) if isinstance(folder, str | os.PathLike) and "://" not in str(folder) else None
+    return Path(folder) if isinstance(folder, str | Path) and "://" not in str(folder) else None
 
 
 def _value_of(loss: Tensor) -> list[float]:

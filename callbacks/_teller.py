@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ class Teller:
     def shows_figures(self) -> bool:
         """Whether somebody wants to see what a step's time goes to."""
         return bool(self._boards) and can_draw()
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Tells every logger of metrics, and not Lightning, which would show them as the user's."""
+        trainer = self._trainer
+        # As Lightning counts for loggers: by batches where the module steps several optimizers itself.
+        by_optimizer = trainer.lightning_module.automatic_optimization
+        step = trainer.global_step - 1 if by_optimizer else trainer.fit_loop.epoch_loop.total_batch_idx
+        for logger in trainer.loggers:
+            self._attempt(partial(logger.log_metrics, metrics=dict(metrics), step=max(0, step)))
 
     def settled(self) -> None:
         """Tells the loggers that live trials have settled."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from lightning_accel.callbacks._meters import EnergyMeter
 from lightning_accel.callbacks._nvml import Card, NoCardError
 from lightning_accel.callbacks._samples import SampleCounter
 from lightning_accel.callbacks._saying import Notes
+from lightning_accel.core.clocks import monotonic
 from lightning_accel.core.ranks import gather
 
 _EVERY_S = 1.0
@@ -181,8 +181,8 @@ class _FitStats:
             return
         samples, epoch = self._samples.count(batch), self._epoch
         epoch.samples = None if samples is None or epoch.samples is None else epoch.samples + samples
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + _EVERY_S
+        if monotonic() >= self._due:
+            self._due = monotonic() + _EVERY_S
             self._ask(self.card)
 
     def measure(self) -> dict[str, float]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
@@ -34,9 +32,12 @@ class SpeedMemoryLogger(Callback):
     ``samples_per_sec``, ``steps_per_sec``, ``step_ms_p50``, ``step_ms_p95``, ``data_wait_frac``, ``peak_memory_mib``
     and ``host_rss_mib``; where they exist ``tflops``, ``mfu``, ``loss_scale``, ``skipped_steps`` and
     ``energy_j_per_sample``; with several ranks ``step_ms_p95_slowest_rank`` and
-    ``before_backward_ms_p95_latest_rank``. They go to every logger of the Trainer and can be monitored; a Trainer
-    without a logger prints one line an epoch. :attr:`history` keeps them as :class:`EpochSpeed`, which says what each
-    one means.
+    ``before_backward_ms_p95_latest_rank``. They go to every logger of the Trainer; a Trainer without a logger prints
+    one line an epoch. :attr:`history` keeps them as :class:`EpochSpeed`, which says what each one means.
+
+    **Where they show.** One in a Trainer's ``callbacks`` logs as the module does: ``ModelCheckpoint`` and others can
+    monitor it. Where there is none, AccelPlugin has one measure that is no callback of the Trainer and tells the
+    loggers alone: ``callback_metrics``, ``logged_metrics`` and the progress bar are as without it.
 
     **A step** is one batch of the train dataloader: one ``training_step`` with its backward pass and, when the
     accumulation of gradients is complete, the optimizer's step.
@@ -90,6 +91,7 @@ class SpeedMemoryLogger(Callback):
         self._fit: FitInstruments | None = None
         self._ending: FitRecord | None = None  # of a fit whose steps are over
         self._passed_over = PatchSet()
+        self._is_callback = True  # one of the Trainer's
 
     @property
     def last(self) -> EpochSpeed | None:
@@ -99,9 +101,11 @@ class SpeedMemoryLogger(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if self is not next(callback for callback in callbacks if isinstance(callback, SpeedMemoryLogger)):
-            rank_zero_warn("This Trainer has more than one SpeedMemoryLogger: only the first one measures.")
+        users = speed_memory_loggers(trainer)
+        self._is_callback = self in users
+        if users and self is not users[0]:
+            if self._is_callback:
+                rank_zero_warn("This Trainer has more than one SpeedMemoryLogger: only the first one measures.")
             return
         self._fit = FitInstruments(trainer, self._batch_size_fn)
         self._pass_over({name: getattr(Callback, name) for name in _HOOKS_OF_A_STEP})
@@ -154,8 +158,7 @@ class SpeedMemoryLogger(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._fit is not None:
-            self._fit.pause_clock()
+        self.interrupt()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -168,12 +171,16 @@ class SpeedMemoryLogger(Callback):
         self._fit.advise(speed)
         if trainer.barebones:
             return
-        # Through the module, because a callback that joined late has no log of its own. The ranks have been put
-        # together: rank_zero_only leaves each with the values it has, where a monitor looks for them, and sync_dist
-        # keeps Lightning content.
-        # As tensors of the host: of numbers Lightning makes some on the device, which XLA would compile for, and reads.
-        metrics = {name: torch.tensor(value) for name, value in speed.metrics().items()}
-        pl_module.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, rank_zero_only=True, batch_size=1)
+        if self._is_callback:
+            # Through the module, because a callback that joined late has no log of its own. The ranks have been put
+            # together: rank_zero_only leaves each with the values it has, where a monitor looks for them, and sync_dist
+            # keeps Lightning content.
+            # As tensors of the host: of numbers Lightning makes some on the device, which XLA would compile for, and
+            # reads.
+            metrics = {name: torch.tensor(value) for name, value in speed.metrics().items()}
+            pl_module.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, rank_zero_only=True, batch_size=1)
+        else:
+            self.log_beside(speed.metrics())
         if not trainer.loggers:
             pl_module.print(speed.line())
 
@@ -203,6 +210,16 @@ class SpeedMemoryLogger(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
+
+    def interrupt(self) -> None:
+        """Told that what comes next is no step of training."""
+        if self._fit is not None:
+            self._fit.pause_clock()
+
+    def log_beside(self, metrics: Mapping[str, float]) -> None:
+        """Tells the loggers of metrics that are none of the user's."""
+        if self._fit is not None and self._fit.teller is not None:
+            self._fit.teller.log(metrics)
 
     def settled(self) -> None:
         """Told where live trials have settled."""
@@ -237,9 +254,8 @@ class SpeedMemoryLogger(Callback):
 
 
 def leave_page_of_evaluation(trainer: Trainer, error: StepMemoryError) -> None:
-    """Leaves the page of a lack of memory in a run that only evaluates, to which no SpeedMemoryLogger is added."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    if not trainer.barebones and not any(isinstance(callback, SpeedMemoryLogger) for callback in callbacks):
+    """Leaves the page of a lack of memory in a run that only evaluates, in which no SpeedMemoryLogger measures."""
+    if not trainer.barebones and not speed_memory_loggers(trainer):
         _leave_page(trainer, error)
 
 
@@ -248,21 +264,7 @@ def _leave_page(trainer: Trainer, error: StepMemoryError) -> None:
     FitRecord(trainer, record_folder(trainer) or Path(trainer.default_root_dir) / FOLDER).end(error)
 
 
-def tell_settled(trainer: Trainer) -> None:
-    """Has the loggers told that live trials have settled, where a SpeedMemoryLogger is at work."""
+def speed_memory_loggers(trainer: Trainer) -> list[SpeedMemoryLogger]:
+    """Those among the Trainer's callbacks."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, SpeedMemoryLogger):
-            callback.settled()
-
-
-def add_speed_memory_logger(trainer: Trainer, module: LightningModule) -> None:
-    """Adds one to the callbacks of a ``trainer`` that is about to run, unless it has one or is to be bare."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    if trainer.barebones or any(isinstance(callback, SpeedMemoryLogger) for callback in callbacks):
-        return
-    logger = SpeedMemoryLogger()
-    # Before the checkpoint callbacks, which may monitor what it logs.
-    place = next((i for i, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), len(callbacks))
-    callbacks.insert(place, logger)
-    logger.setup(trainer, module, stage=TrainerFn.FITTING)  # the setup hooks have run already
+    return [callback for callback in callbacks if isinstance(callback, SpeedMemoryLogger)]

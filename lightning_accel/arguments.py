@@ -28,7 +28,7 @@ class RunSettings:
         report: A file that ends in ``.html``, ``.md`` or ``.json``, in which each fit leaves its report: what it has
             come to, where its time and memory went, what to do next. Where it cannot be written, it is beside the run's
             record. ``"off"``: none, but for a run that dies of a lack of memory, which leaves one beside its record.
-        log: Add :class:`~lightning_accel.callbacks.SpeedMemoryLogger` to the Trainer unless it has one.
+        log: Have a :class:`~lightning_accel.callbacks.SpeedMemoryLogger` tell the loggers, unless a callback does.
         strict: Raise where the default is to warn and go on.
         verify: Try every change on the first batch and keep only those that agree with the original. Switched off,
             changes are applied untried.

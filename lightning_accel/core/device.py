@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
+
+from lightning_accel.core.clocks import perf_counter
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -29,14 +30,14 @@ class Span:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._seconds = 0.0
         if self._stream is None:
-            self._start = time.perf_counter()
+            self._start = perf_counter()
         else:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             self._events[0].record(self._stream)
 
     def stop(self) -> None:
         if self._stream is None:
-            self._seconds = time.perf_counter() - self._start
+            self._seconds = perf_counter() - self._start
         else:
             self._events[1].record(self._stream)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.core.clocks import perf_counter
 from lightning_accel.core.device import synchronize
 from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.core.tree import map_tensors, tensors_in
@@ -46,10 +46,10 @@ class Passes:
         """How long one pass takes."""
         leaves, inputs = self.copies(args, kwargs)
         synchronize(device)
-        start = time.perf_counter()
+        start = perf_counter()
         self._forward_and_backward(call, leaves, inputs, torch.ones_like)
         synchronize(device)
-        return time.perf_counter() - start
+        return perf_counter() - start
 
     def saved_elements(self, call: Call, args: Any, kwargs: Any) -> int:
         """What one forward pass keeps for its backward pass: one sample of long attention can be gigabytes."""

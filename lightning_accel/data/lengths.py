@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
+from lightning_accel.core.clocks import perf_counter
 from lightning_accel.core.snapshot import random_streams
 from lightning_accel.data.loader_state import UnreadableError, random_state, state_of
 
@@ -80,10 +80,10 @@ def _read(dataset: Any, drawn: tuple[Any, ...]) -> np.ndarray[Any, Any]:
         raise UncountedError(f"its samples draw random numbers, and their lengths may hang on them; {_MEND}")
     if _state(dataset) != state:
         raise UncountedError(f"its data change as they are read; {_MEND}")
-    began = time.perf_counter()
+    began = perf_counter()
     for index, sample in enumerate(_samples(dataset, range(few, count)), few):
         lengths[index] = _length(sample)
-        passed_s = time.perf_counter() - began
+        passed_s = perf_counter() - began
         if passed_s > _SURE_S and (all_s := passed_s / (index + 1 - few) * count) > _MOST_S:
             raise UncountedError(f"to read its {count:,} samples would take about {all_s:,.0f} s; {_MEND}")
     if random_state() != drawn:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_accel.core.clocks import StepClock
+from lightning_accel.core.clocks import StepClock, perf_counter
 from lightning_accel.data.loader_state import UnreadableError, random_state, state_of
 from lightning_accel.data.worker_course import LEAST_WAIT
 
@@ -71,13 +70,13 @@ class LoaderEpoch(Iterator[Any]):
         self._fetch_begins()  # between two steps, as far as the clock is concerned
         if self._clock is not None:
             self._clock.fetch_began()
-        began = time.perf_counter()
+        began = perf_counter()
         try:
             batch = next(self._source)
         finally:
             if self._clock is not None:
                 self._clock.fetch_ended()
-        self._fetch_ended(began, time.perf_counter())
+        self._fetch_ended(began, perf_counter())
         self.count += 1
         if self._data is not None and self.count == len(self._data):
             self._compare()  # now, as the user's code may change it between two epochs
@@ -144,7 +143,7 @@ class OwnEpoch(LoaderEpoch):
             if self.count:
                 self._steps_s.append(began - self._ended)
             self._waits_s.append(ended - began)
-            self._ended = time.perf_counter()
+            self._ended = perf_counter()
         elif self.count == self._look:
             self._look_closer()
 

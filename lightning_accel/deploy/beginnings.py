@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from lightning_accel.core.clocks import monotonic
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.deploy.inputs import Arguments
 
@@ -25,7 +25,7 @@ def first_off(model: nn.Module, calls: list[Arguments], is_off: IsOff) -> str:
         calls: On which.
         is_off: Whether a module is, on some arguments.
     """
-    name, module, ends = "", model, time.monotonic() + SECONDS
+    name, module, ends = "", model, monotonic() + SECONDS
     while found := next(_children_off(module, calls, is_off, ends), None):
         child, calls = found
         name, module = f"{name}.{child}".lstrip("."), module.get_submodule(child)
@@ -40,7 +40,7 @@ def _children_off(
         for args, kwargs in calls:
             module(*args, **kwargs)
     for name, inner in seen.items():
-        if time.monotonic() > ends:
+        if monotonic() > ends:
             return
         if is_off(module.get_submodule(name), inner):
             yield name, inner

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_accel.core.clocks import perf_counter
 from lightning_accel.core.device import synchronize
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.combinations import split
@@ -83,9 +83,9 @@ def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterabl
     args, kwargs = arguments
     exported = export(made, kwargs or args, form, path=folder / f"{name}{FORMS[form].ending}")
     remarks += [f"{dimension} is {size}, fixed by the model" for dimension, size in exported.fixed.items()]
-    began = time.perf_counter()
+    began = perf_counter()
     call = exported.load()
-    loading_ms = 1e3 * (time.perf_counter() - began)
+    loading_ms = 1e3 * (perf_counter() - began)
     first_ms = loading_ms + _first_call_ms(call, arguments)
     growth = _growth(form, exported.path, exported.device_type)
     return Candidate(name, call, exported.num_bytes, growth, first_ms, tuple(remarks))
@@ -93,11 +93,11 @@ def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterabl
 
 def _first_call_ms(call: Callable[..., Any], arguments: Arguments) -> float:
     device = next((tensor.device for tensor in tensors_in(arguments)), torch.device("cpu"))
-    began = time.perf_counter()
+    began = perf_counter()
     with torch.no_grad():
         call(*arguments[0], **arguments[1])
     synchronize(device)
-    return 1e3 * (time.perf_counter() - began)
+    return 1e3 * (perf_counter() - began)
 
 
 def _growth(form: str, path: Path, device_type: str) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_accel.core.clocks import perf_counter
 from lightning_accel.core.device import synchronize
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.tuning.pairs import Interval, PairTest
@@ -60,24 +60,24 @@ def timed(
         for call in calls.values():
             for _ in range(WARM_UP):
                 call(*args, **kwargs)
-        ends, rounds = time.perf_counter() + seconds, 0
-        while rounds < LEAST_ROUNDS or time.perf_counter() < ends:
+        ends, rounds = perf_counter() + seconds, 0
+        while rounds < LEAST_ROUNDS or perf_counter() < ends:
             for name in calls if rounds % 2 == 0 else reversed(list(calls)):
                 _settle(calls[name], arguments)
                 synchronize(device)
-                began = time.perf_counter()
+                began = perf_counter()
                 calls[name](*args, **kwargs)
                 synchronize(device)
-                spent[name].append(time.perf_counter() - began)
+                spent[name].append(perf_counter() - began)
             rounds += 1
     return spent
 
 
 def _settle(call: Call, arguments: Arguments) -> None:
     args, kwargs = arguments
-    ends = time.perf_counter() + SETTLE_S
+    ends = perf_counter() + SETTLE_S
     call(*args, **kwargs)
-    while time.perf_counter() < ends:
+    while perf_counter() < ends:
         call(*args, **kwargs)
 
 

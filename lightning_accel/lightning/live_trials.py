@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_accel.callbacks.speed_memory import tell_settled
+from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.patch import Patch
@@ -139,7 +139,8 @@ class Turns:
             self._typical_elements = self._typical_elements or turn.elements
             # By element, as if every batch were as large as the first.
             scale = self._typical_elements / turn.elements if turn.elements else 1.0
-            trials.took(None if turn.is_interrupted else turn.seconds * scale)
+            # A turn takes no time where somebody has stopped all clocks, as freezegun does.
+            trials.took(turn.seconds * scale if turn.seconds > 0 and not turn.is_interrupted else None)
 
 
 class LiveTuning:
@@ -150,6 +151,7 @@ class LiveTuning:
         engine: At work on its module.
         own_arms: Gives those that no technique of the engine has.
         resumed: What holds by the checkpoint that the run goes on from.
+        loggers: Those to be told.
         settings: The plan, in words.
 
     Attributes:
@@ -163,9 +165,10 @@ class LiveTuning:
         engine: Engine,
         own_arms: Callable[[], Sequence[Arm]],
         resumed: Tuning | None,
+        loggers: Callable[[], Sequence[SpeedMemoryLogger]],
         settings: str = "",
     ) -> None:
-        self._trainer, self._engine, self._settings = trainer, engine, settings
+        self._trainer, self._engine, self._loggers, self._settings = trainer, engine, loggers, settings
         self._own_arms, self.resumed = own_arms, resumed
         self._told: Choices | None = None  # what the console has heard that it holds
         self._searches = Searches(trainer)
@@ -215,7 +218,7 @@ class LiveTuning:
 
     def _trials(self, batch: Any) -> LiveTrials | None:
         # A search runs the fit's loop within the fit, for a few steps and perhaps with other batches.
-        if self._searches.are_running:
+        if self._searches.are_running():
             return None
         if not self._has_met:
             self._meet(batch)
@@ -331,15 +334,14 @@ class LiveTuning:
         if tuning.choices != self._told:  # not where an audit has found again what was known
             self._told = dict(tuning.choices)
             rank_zero_info(f"lightning-accel: from step {self._trainer.global_step:,} on {line}")
-            tell_settled(self._trainer)
+            for logger in self._loggers():
+                logger.settled()
         if tuning.whole is None:
             return
         interval = tuning.whole.interval
         metrics = {"ratio": interval.ratio, "low": interval.low, "arms": float(len(tuning.choices))}
-        for logger in self._trainer.loggers:
-            logger.log_metrics(
-                {f"accel/tuning/{name}": value for name, value in metrics.items()}, step=self._trainer.global_step
-            )
+        for logger in self._loggers():
+            logger.log_beside({f"accel/tuning/{name}": value for name, value in metrics.items()})
         self._keep_verdicts()
         if self._trainer.is_global_zero and self._key is not None and not tuning.is_earlier:
             try:

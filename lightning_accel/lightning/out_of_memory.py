@@ -132,7 +132,7 @@ class MemoryAnswers:
     @property
     def lets_pass(self) -> bool:
         """Whether errors are for somebody else to catch: a search for a batch size."""
-        return self._searches.are_running
+        return self._searches.are_running()
 
     def may_run_out(self, given: Any) -> bool:
         """Whether a net is wanted under the next training step, though nothing of ours is in force."""

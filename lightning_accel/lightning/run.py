@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accel.assembly import surroundings_for
-from lightning_accel.callbacks.speed_memory import add_speed_memory_logger, leave_page_of_evaluation
+from lightning_accel.callbacks._beside import beside
+from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, leave_page_of_evaluation, speed_memory_loggers
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
@@ -28,6 +29,7 @@ from lightning_accel.lightning.live_trials import LiveTuning, have
 from lightning_accel.lightning.loaders import Loaders
 from lightning_accel.lightning.out_of_memory import OPTIMIZER, MemoryAnswers
 from lightning_accel.lightning.safety_net import SafetyNet
+from lightning_accel.lightning.searches import Searches
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.settings import Plan
@@ -96,6 +98,7 @@ class Run:
         self.live: LiveTuning | None = None
         self._feeding: Feeding | None = None
         self._loaders: Loaders | None = None
+        self._logger: SpeedMemoryLogger | None = None  # where the user has none
         self._hooks = PatchSet()
 
     def _make_engine(self, host: Host) -> Engine:
@@ -162,15 +165,20 @@ class Run:
         if self.is_fitting:
             has_something = self._is_in_force() or engine.is_at_work
             if plan.tune == "auto" and plan.verify and has_something:
-                self.live = LiveTuning(trainer, engine, own_arms, self._kept.tuning, repr(plan))
+                self.live = LiveTuning(trainer, engine, own_arms, self._kept.tuning, self._loggers, repr(plan))
                 self._hook(self.live.turns.patches())
-            if plan.log:
-                add_speed_memory_logger(trainer, self._module)
+            if plan.log and not trainer.barebones and not speed_memory_loggers(trainer):
+                self._logger = SpeedMemoryLogger()
+                is_aside = Searches(trainer).are_running
+                self._hook(beside(trainer, self._module, self._logger, is_aside))
         elif self._kept.tuning is not None and plan.tune == "auto":
             have(engine, [*own_arms(), *engine.arms()], self._kept.tuning.choices)
 
     def close(self) -> None:
         """Leaves the module and the Trainer as they were, and writes down what the next run is to know."""
+        if self._logger is not None:
+            self._logger.on_fit_end(self._module.trainer, self._module)
+            self._logger.teardown(self._module.trainer, self._module, "fit")
         self.keep()
         self.memory.close()
         self._hooks.undo()
@@ -199,6 +207,8 @@ class Run:
         """Told that what comes next is no step of training."""
         if self.live is not None:
             self.live.turns.interrupt()
+        if self._logger is not None:
+            self._logger.interrupt()
 
     def _leave_page(self, page: StepMemoryError) -> None:
         """Leaves it as a file; of a fit its SpeedMemoryLogger does."""
@@ -260,6 +270,10 @@ class Run:
             self._precision.give_up(self.engine.report, reason)
         else:
             self.engine.stand_aside(reason, name)
+
+    def _loggers(self) -> list[SpeedMemoryLogger]:
+        added = [] if self._logger is None else [self._logger]
+        return speed_memory_loggers(self._module.trainer) + added
 
     def _yields(self, error: Exception) -> bool:
         return self.live is not None and self.live.yields(error)

@@ -19,7 +19,6 @@ class Searches:
         self._trainer = trainer
         self._searches = [one for one in _callbacks(trainer) if isinstance(one, LearningRateFinder | BatchSizeFinder)]
 
-    @property
     def are_running(self) -> bool:
         """Whether one is at work now."""
         return bool(self._searches) and any(search not in _callbacks(self._trainer) for search in self._searches)

@@ -167,6 +167,11 @@ class AccelXLAPlugin(Planned, XLAPrecision):
         self._is_recording = False  # XLAPrecision has ended it
         return result
 
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._run is not None:
+            self._run.interrupt()
+
     # -- what a run asks of a precision ------------------------------------------------------------------------
 
     @property

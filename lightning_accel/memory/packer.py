@@ -9,7 +9,6 @@ For the same reason each process decides for itself, and ranks need not agree.
 from __future__ import annotations
 
 import statistics
-import time
 import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
+from lightning_accel.core.clocks import perf_counter
 from lightning_accel.core.device import Span
 from lightning_accel.core.torch_private.autograd import has_saved_result
 from lightning_accel.core.torch_private.tensors import version_of
@@ -67,7 +67,7 @@ class Packer:
 
     def begin_step(self) -> None:
         """Called where a training step begins, before anything is saved."""
-        now = time.perf_counter()
+        now = perf_counter()
         if self._entered is not None:
             self._step_seconds.append(now - self._entered)
         self._entered = now

@@ -8,7 +8,6 @@ make the problem (:mod:`~lightning_accel.memory.solve`), its answer runs, and is
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ from torch import nn
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import SettingError
+from lightning_accel.core.clocks import perf_counter
 from lightning_accel.core.device import synchronize
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.torch_private.autograd import is_in_backward
@@ -226,13 +226,13 @@ class Planner:
             self._recorder = StepRecorder(self._meter)
             self._shared_bytes = self._recorder.shared_bytes
         synchronize(self._device)
-        self._window_start = time.perf_counter()
+        self._window_start = perf_counter()
 
     def _end_window(self) -> None:
         if self._window_start is None:
             return
         synchronize(self._device)
-        ms, self._window_start = 1e3 * (time.perf_counter() - self._window_start), None
+        ms, self._window_start = 1e3 * (perf_counter() - self._window_start), None
         if self.state.phase == "timing":
             self._base_ms, self.state = ms, replace(self.state, phase="planning")
         elif self.state.phase == "confirming":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_accel.core.clocks import perf_counter
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.memory.inventory import has_limit_of_its_own, limit_bytes
 
@@ -77,7 +77,7 @@ class Toll:
 
     def step_begins(self) -> bool:
         """Notes the time; whether the toll has become known."""
-        now = time.perf_counter()
+        now = perf_counter()
         if self._began is not None:
             self._times.append(now - self._began)
         self._began = now

@@ -26,6 +26,7 @@ _BROKEN = re.compile(
 )
 _CLOCK_SLACK_S = 5.0  # start times shift with the system's clock; a number is not given to a new process that soon
 _OLD_S = 3600.0
+_LOOK_S = 0.05
 _MARK = "lightning-accel-gave-up-"
 
 
@@ -103,14 +104,12 @@ def explain(exception: BaseException, roster: Roster, patience_s: float = 2.0) -
         return None
     with suppress(OSError):  # no room for it: the others may then name this rank
         roster.own.mark.touch()
-    give_up_at = time.monotonic() + patience_s
-    while True:
+    for _ in range(1 + round(patience_s / _LOOK_S)):  # not by a clock, which somebody may have stopped
         lost = [member for member in roster.lost() if not member.mark.exists()]
         if lost:
             return _of_lost(lost, roster)
-        if time.monotonic() > give_up_at:
-            return _of_none_lost(roster)
-        time.sleep(0.05)
+        time.sleep(_LOOK_S)
+    return _of_none_lost(roster)
 
 
 def is_broken_collective(exception: BaseException) -> bool:

@@ -7,13 +7,13 @@ interpreter's lock for nearly all of the time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lightning_accel.core.clocks import perf_counter
 from lightning_accel.core.compiled import Kind, is_gathered_by_hooks
 from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.patch import PatchSet
@@ -117,9 +117,9 @@ class CompileSetup:
 
     def _meeting(self, patch: CompilePatch) -> Callable[[Any, Any], None]:
         def meet(args: Any, kwargs: dict[str, Any]) -> None:
-            start = time.perf_counter()
+            start = perf_counter()
             self._found[patch.site] = self._tried(patch, args, kwargs)
-            self._taken_s += time.perf_counter() - start
+            self._taken_s += perf_counter() - start
 
         return meet
 
@@ -136,12 +136,12 @@ class CompileSetup:
                 )
             self._kinds[key] = Kind(self._told)
         patch.kind = self._kinds[key]
-        start = time.perf_counter()
+        start = perf_counter()
         known = self.known.get(patch.site)
         verdict = tried(patch, args, kwargs, for_numbers=known is None)
         if known is not None:
             verdict = replace(verdict, measured=known.measured)
         if verdict.keep and isinstance(patch, ReplayedPatch):
             patch.try_replay(args, kwargs)
-        self._longest_s = max(self._longest_s, time.perf_counter() - start)
+        self._longest_s = max(self._longest_s, perf_counter() - start)
         return verdict

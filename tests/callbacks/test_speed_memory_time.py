@@ -33,7 +33,7 @@ class SimulatedTime:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
     simulated = SimulatedTime()
-    monkeypatch.setattr(_clocks, "time", simulated)
+    monkeypatch.setattr(_clocks, "perf_counter_ns", simulated.perf_counter_ns)
     return simulated
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.deploy import QuantizeError, quantize
+from lightning_accel.deploy.losses import loss
 from support.models import TASKS, TinyCNN
 
 pytestmark = pytest.mark.numbers
@@ -47,9 +48,13 @@ def test_a_copy_computes_nearly_the_same_with_smaller_numbers(mode: str) -> None
     weights = copy.deepcopy(model.state_dict())
     found = quantize(model, mode, calibration=data)
     with torch.no_grad():
-        expected, actual = model(data[0][0]), found.model(data[0][0])
-    assert actual.dtype == torch.float32
-    assert 0 < (actual - expected).norm() / expected.norm() <= max(found.error, 1e-6) < 0.05
+        outputs = [(found.model(inputs), model(inputs)) for inputs, _ in data]
+    assert all(actual.dtype == torch.float32 for actual, _ in outputs)
+    # By the library's own measure, on all that it has measured. Not to the last digit: on a processor with AMX a batch
+    # has come to 0.036791 there and to 0.036799 here.
+    error = max(loss([actual], [expected]) for actual, expected in outputs)
+    assert error == pytest.approx(found.error, rel=0.01)
+    assert 0 < found.error < 0.05
     assert found.converted == ("0", "2", "4")
     assert found.bytes_after < 0.6 * found.bytes_before
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())

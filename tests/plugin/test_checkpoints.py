@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
@@ -162,14 +161,6 @@ def test_load_from_checkpoint_reads_what_a_run_wrote(make_trainer: MakeTrainer) 
     trainer.save_checkpoint("a.ckpt")
     loaded = Supervised.load_from_checkpoint("a.ckpt", net=cnn())
     assert torch.equal(loaded.net[3].weight, module.net[3].weight)
-
-
-def test_a_checkpoint_callback_can_monitor_the_speed(make_trainer: MakeTrainer) -> None:
-    keeper = ModelCheckpoint(dirpath=".", monitor="accel/samples_per_sec", mode="max", filename="fastest")
-    trainer = make_trainer(callbacks=[keeper], enable_checkpointing=True, plugins=[plugin()], max_epochs=2)
-    trainer.fit(new(), images())
-    assert keeper.best_model_path.endswith(".ckpt")
-    assert keeper.best_model_score is not None
 
 
 def test_a_fit_from_a_checkpoint_of_another_model_is_lightnings_error(make_trainer: MakeTrainer) -> None:

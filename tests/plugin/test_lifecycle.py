@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
-from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.core.trial import Trial
 from support.lightning_models import Block, Call, Supervised, Transformer, cnn, footprint, images, tokens
 
@@ -134,15 +133,6 @@ def test_a_second_fit_on_the_same_module(make_trainer: MakeTrainer, again: str) 
     assert len(module.losses) == 8
     assert plugin.report.applied("gradient_checkpointing") == ["net.0", "net.3"]
     assert footprint(module) == before
-
-
-def test_a_second_fit_of_the_same_trainer_has_one_speed_logger(make_trainer: MakeTrainer) -> None:
-    module = Supervised(cnn())
-    trainer = make_trainer(plugins=[everything()])
-    trainer.fit(module, images())
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, images())
-    assert sum(isinstance(callback, SpeedMemoryLogger) for callback in trainer.callbacks) == 1
 
 
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:

@@ -280,11 +280,19 @@ def test_a_folder_that_cannot_be_written_to_ends_no_run(monkeypatch: pytest.Monk
     assert any("could not be remembered" in note for note in plugin.report.notes)
 
 
-def test_the_loggers_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("log", [True, False])
+def test_the_loggers_are_told_where_there_is_to_be_logging(tmp_path: Path, log: bool) -> None:
     with simulated(1.5) as time:
-        fit(Timed(time), 200, logger=CSVLogger(tmp_path, flush_logs_every_n_steps=1))
-    (metrics,) = tmp_path.rglob("metrics.csv")
-    assert "accel/tuning/ratio" in metrics.read_text().splitlines()[0]
+        fit(Timed(time), 200, logger=CSVLogger(tmp_path, flush_logs_every_n_steps=1), accel={"log": log})
+    assert log == any("accel/tuning/ratio" in path.read_text() for path in tmp_path.rglob("metrics.csv"))
+
+
+def test_a_clock_that_stands_still_settles_nothing_and_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As freezegun has it: of turns that took no time there is no ratio."""
+    with simulated(1.5) as time:
+        monkeypatch.setattr(time, "advance", lambda ms: None)
+        plugin = fit(Timed(time), 100)
+    assert plugin.tuning is None
 
 
 def test_after_the_run_the_report_is_data() -> None:

@@ -1,4 +1,4 @@
-"""What a run says of itself: the summary, the report, the metrics."""
+"""What a run says of itself: the summary, the report."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from logging.handlers import BufferingHandler
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_accel import AccelPlugin
-from lightning_accel.callbacks import SpeedMemoryLogger
 from support.lightning_models import Supervised, Transformer, cnn, images, mlp, tokens, vectors
 
 MakeTrainer = Callable[..., Any]
@@ -91,53 +87,3 @@ def test_the_report_goes_to_json(make_trainer: MakeTrainer) -> None:
     plugin = AccelPlugin(precision="bf16-mixed")
     make_trainer(plugins=[plugin]).fit(Supervised(cnn()), images())
     assert json.loads(plugin.report.to_json())["techniques"]["precision"]["status"].startswith("bf16-mixed")
-
-
-def test_the_speed_logger_stands_before_the_checkpoint_callbacks(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(plugins=[AccelPlugin()], callbacks=[ModelCheckpoint(".")], enable_checkpointing=True)
-    trainer.fit(Supervised(cnn()), images())
-    kinds = [type(callback) for callback in trainer.callbacks]
-    assert kinds.index(SpeedMemoryLogger) < kinds.index(ModelCheckpoint)
-
-
-def test_a_speed_logger_of_the_users_is_the_only_one(make_trainer: MakeTrainer) -> None:
-    mine = SpeedMemoryLogger(batch_size_fn=lambda batch: 1)
-    trainer = make_trainer(plugins=[AccelPlugin()], callbacks=[mine])
-    trainer.fit(Supervised(cnn()), images())
-    assert [c for c in trainer.callbacks if isinstance(c, SpeedMemoryLogger)] == [mine]
-
-
-def test_log_false_adds_no_logger(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(plugins=[AccelPlugin(log=False)])
-    trainer.fit(Supervised(cnn()), images())
-    assert not any(isinstance(callback, SpeedMemoryLogger) for callback in trainer.callbacks)
-    assert not any(name.startswith("accel/") for name in trainer.callback_metrics)
-
-
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_runs_that_do_not_train_add_no_logger(make_trainer: MakeTrainer, stage: str) -> None:
-    trainer = make_trainer(plugins=[AccelPlugin()])
-    getattr(trainer, stage)(Supervised(cnn()), images())
-    assert not any(isinstance(callback, SpeedMemoryLogger) for callback in trainer.callbacks)
-
-
-def test_a_barebones_trainer_gets_no_logger() -> None:
-    trainer = Trainer(plugins=[AccelPlugin()], barebones=True, accelerator="cpu", max_epochs=1)
-    trainer.fit(Supervised(cnn()), images())
-    assert not any(isinstance(callback, SpeedMemoryLogger) for callback in trainer.callbacks)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scalars_stand_in_the_event_file(make_trainer: MakeTrainer) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = TensorBoardLogger(".")
-    trainer = make_trainer(plugins=[AccelPlugin(precision="16-mixed")], logger=logger, max_epochs=2)
-    trainer.fit(Supervised(cnn()), images())
-    events = EventAccumulator(logger.log_dir).Reload()
-    written = set(events.Tags()["scalars"])
-    expected = {"samples_per_sec", "steps_per_sec", "step_ms_p50", "step_ms_p95", "data_wait_frac", "peak_memory_mib"}
-    expected |= {"host_rss_mib", "loss_scale", "skipped_steps"}
-    assert {f"accel/{name}" for name in expected} <= written
-    assert len(events.Scalars("accel/samples_per_sec")) == 2

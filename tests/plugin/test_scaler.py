@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
+from lightning_accel.callbacks import SpeedMemoryLogger
 from support.lightning_models import Call, Supervised, cnn, images, mlp, sgd, vectors
 
 pytestmark = pytest.mark.numbers
@@ -175,7 +176,7 @@ def test_an_overflow_skips_the_step_of_a_fused_optimizer(make_trainer: MakeTrain
 
 def test_skipped_steps_and_the_loss_scale_are_logged(make_trainer: MakeTrainer) -> None:
     plugin = AccelPlugin(precision="16-mixed")
-    trainer = make_trainer(plugins=[plugin])
+    trainer = make_trainer(plugins=[plugin], callbacks=[SpeedMemoryLogger()])
     trainer.fit(module(kind=Overflowing), vectors())
     assert trainer.callback_metrics["accel/skipped_steps"] == 1
     assert trainer.callback_metrics["accel/loss_scale"] == 2.0**15

@@ -56,7 +56,7 @@ def train(row: Row, **options: Any) -> Run:
     return Run(
         losses=module.losses,
         seen=take_seen(),
-        logged={name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("accel/")},
+        logged={name: float(v) for name, v in trainer.callback_metrics.items()},
         state=copy.deepcopy(module.state_dict()),
         changed=sorted(name for name in before | after if before.get(name) != after.get(name)),
     )

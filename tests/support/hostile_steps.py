@@ -182,8 +182,7 @@ def steps_that_log() -> nn.Module:
             return F.cross_entropy(logits, y)
 
         def log(self, name: str, *args: Any, **kwargs: Any) -> None:
-            if not name.startswith("accel/"):  # the speed and memory of an epoch, which a plain run does not log
-                see("logged", name)
+            see("logged", name)
             super().log(name, *args, **kwargs)
 
     return Logs(_counted())

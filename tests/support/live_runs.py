@@ -86,7 +86,7 @@ def simulated(speedup: float) -> Iterator[SimulatedTime]:
     Speed.speedup = speedup
     time = SimulatedTime()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clocks, "time", time)
+        patch.setattr(clocks, "perf_counter_ns", time.perf_counter_ns)
         try:
             yield time
         finally:
@@ -132,7 +132,7 @@ def fit(model: LightningModule, steps: int = 200, *, loader: Any = None, **setti
     """Fits ``model`` with the plugin, and returns that."""
     trainer, ckpt_path, val = settings.pop("trainer", None), settings.pop("ckpt_path", None), settings.pop("val", None)
     accel = settings.pop("accel", {})
-    plugin = AccelPlugin(log=False, **OTHERS_OFF | accel)
+    plugin = AccelPlugin(**{"log": False, **OTHERS_OFF, **accel})
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     limits = {"max_epochs": 1} if "max_steps" not in settings else {}
     options = {"enable_checkpointing": False, **quiet, **limits, **settings}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
+
+from lightning_accel.core.clocks import perf_counter_ns
 
 
 def exposed_communication(wrapped: DistributedDataParallel) -> float:
@@ -83,10 +84,10 @@ def told_of_loading(told: Callable[[int], object]) -> Iterator[None]:
         def fetch(self: Any, index: Any) -> Any:
             if threading.get_ident() != thread:
                 return original(self, index)
-            collate, began = self.collate_fn, time.perf_counter_ns()
+            collate, began = self.collate_fn, perf_counter_ns()
 
             def collate_fn(samples: Any) -> Any:
-                told(time.perf_counter_ns() - began)
+                told(perf_counter_ns() - began)
                 return collate(samples)
 
             self.collate_fn = collate_fn

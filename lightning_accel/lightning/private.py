@@ -137,7 +137,7 @@ class ActionPatch(Patch):
 
     @override
     def _undo(self) -> None:
-        patches, told = _TOLD_OF_ACTIONS.get(self._profiler, (PatchSet(), []))
+        patches, told = _TOLD_OF_ACTIONS.get(self._profiler, _NOBODY)
         if self._told in told:
             told.remove(self._told)
         if not told:
@@ -151,7 +151,7 @@ class ActionPatch(Patch):
             profiles = original is not PassThroughProfiler.start  # which does nothing: that much need not be called
 
             def start(profiler: Any, action_name: str) -> None:
-                for actions, began, _ in all_told[profiler][1]:
+                for actions, began, _ in all_told.get(profiler, _NOBODY)[1]:  # of a copy of it, nobody
                     if action_name in actions:
                         began()
                 if profiles:
@@ -165,7 +165,7 @@ class ActionPatch(Patch):
             def stop(profiler: Any, action_name: str) -> None:
                 if profiles:
                     original(profiler, action_name)
-                for actions, _, ended in all_told[profiler][1]:
+                for actions, _, ended in all_told.get(profiler, _NOBODY)[1]:
                     if action_name in actions:
                         ended()
 
@@ -183,6 +183,7 @@ class FetchPatch(ActionPatch):
         super().__init__(trainer, [fetch], began, ended)
 
 
+_NOBODY: tuple[PatchSet, list[Any]] = PatchSet(), []
 _TOLD_OF_ACTIONS: weakref.WeakKeyDictionary[Any, tuple[PatchSet, list[Any]]] = weakref.WeakKeyDictionary()
 
 

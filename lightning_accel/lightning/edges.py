@@ -106,12 +106,15 @@ class Edges:
         self._shown.pop().__exit__(None, None, None)
 
     def mend(self) -> list[str]:
-        """Brings to the plain form what former steps have left: a step has raised that may have met it.
+        """Brings to the plain form what former steps have left, before one runs that may not be able to take it.
 
         Returns:
-            The techniques that had it in another form.
+            The techniques that had it in another form; they go before the next step.
         """
-        return list(self._brought_to_plain(_Form(self._precision.chosen_dtype, self._memory_format is not None)))
+        if not self._steps:
+            return []
+        self._leaving |= self._brought_to_plain(_Form(self._precision.chosen_dtype, self._memory_format is not None))
+        return list(self._leaving)
 
     def _as_plain(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:

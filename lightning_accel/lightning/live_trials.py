@@ -152,6 +152,7 @@ class LiveTuning:
         own_arms: Gives those that no technique of the engine has.
         resumed: What holds by the checkpoint that the run goes on from.
         loggers: Those to be told.
+        switched: Called where a turn is to run otherwise than the one before.
         settings: The plan, in words.
 
     Attributes:
@@ -166,10 +167,11 @@ class LiveTuning:
         own_arms: Callable[[], Sequence[Arm]],
         resumed: Tuning | None,
         loggers: Callable[[], Sequence[SpeedMemoryLogger]],
+        switched: Callable[[], Any],
         settings: str = "",
     ) -> None:
         self._trainer, self._engine, self._loggers, self._settings = trainer, engine, loggers, settings
-        self._own_arms, self.resumed = own_arms, resumed
+        self._own_arms, self.resumed, self._switched = own_arms, resumed, switched
         self._told: Choices | None = None  # what the console has heard that it holds
         self._searches = Searches(trainer)
         self._key: Key | None = None
@@ -302,6 +304,7 @@ class LiveTuning:
             self._engine.report.note(f"what the trials found could not be remembered: {error}")
 
     def _put(self, choices: Choices) -> None:
+        self._switched()
         _rest(self._engine, self._arms, choices)
 
     def _recalled(self, key: Key) -> Tuning | None:

@@ -95,6 +95,7 @@ class Run:
             leave=self._leave_page,
         )
         self.net: SafetyNet | None = None
+        self._edges: Edges | None = None
         self.live: LiveTuning | None = None
         self._feeding: Feeding | None = None
         self._loaders: Loaders | None = None
@@ -135,7 +136,7 @@ class Run:
             self._hook(self._split.patches(strategy))
         precision = self._precision
         if isinstance(precision, AutocastingPrecision):  # XLA has another one, and runs a step when it is over
-            edges = Edges(self._module, engine, precision, self._can_repeat_step, self._withdraw)
+            edges = self._edges = Edges(self._module, engine, precision, self._can_repeat_step, self._withdraw)
             if self._is_in_force():
                 self._hook(edges.patches(strategy))
             if self._can_repeat and (self._is_in_force() or (is_answering and self.is_fitting)):
@@ -165,7 +166,9 @@ class Run:
         if self.is_fitting:
             has_something = self._is_in_force() or engine.is_at_work
             if plan.tune == "auto" and plan.verify and has_something:
-                self.live = LiveTuning(trainer, engine, own_arms, self._kept.tuning, self._loggers, repr(plan))
+                self.live = LiveTuning(
+                    trainer, engine, own_arms, self._kept.tuning, self._loggers, self._switched, repr(plan)
+                )
                 self._hook(self.live.turns.patches())
             if plan.log and not trainer.barebones and not speed_memory_loggers(trainer):
                 self._logger = SpeedMemoryLogger()
@@ -257,6 +260,10 @@ class Run:
     def _is_in_force(self) -> bool:
         """Whether a step runs otherwise than the user wrote it: edited, or in a precision that we chose."""
         return self.engine.has_edits or self._precision.is_ours
+
+    def _switched(self) -> None:
+        if self._edges is not None:
+            self._edges.mend()
 
     def _can_repeat_step(self) -> bool:
         return self.net is not None and self.net.can_repeat

@@ -280,6 +280,7 @@ class SafetyNet:
         remark = f"a step raised {one_line(error)}"
         args, kwargs = attempt.given
         step = functools.partial(attempt.step, *args, **kwargs)
+        self._take_back(attempt, error)
         certain = self._edges.mend()  # what is left of another turn may be what this one could not take
         certain += suspected if isinstance(error, EditError) else []
         for name in dict.fromkeys([*certain, *suspected]):

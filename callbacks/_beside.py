@@ -44,36 +44,26 @@ def beside(
     loop, strategy = trainer.fit_loop, trainer.strategy
     steps = loop.epoch_loop
     optimization: Any = steps.automatic_optimization if module.automatic_optimization else steps.manual_optimization
-    yield _after(loop, "on_run_start", lambda _: tell("on_train_start"))
-    yield _after(loop, "on_advance_start", lambda _: tell("on_train_epoch_start"))
-    yield _before(strategy, "on_train_batch_start", begin_step)
-    yield _before(strategy, "pre_backward", partial(tell, "on_before_backward"))
-    yield _after(optimization, "run", end_step)
-    yield _before(strategy, "on_validation_start", partial(tell, "on_validation_start"))
-    yield _before(strategy, "on_validation_end", partial(tell, "on_validation_end"))
-    yield _before(loop, "on_advance_end", partial(tell, "on_train_epoch_end"))
-    yield _before(loop, "on_run_end", partial(tell, "on_train_end"))
-    yield _before(strategy, "on_exception", partial(tell, "on_exception"))
+    yield _heard(loop, "on_run_start", after=lambda _: tell("on_train_start"))
+    yield _heard(loop, "on_advance_start", after=lambda _: tell("on_train_epoch_start"))
+    yield _heard(strategy, "on_train_batch_start", before=begin_step)
+    yield _heard(strategy, "pre_backward", before=partial(tell, "on_before_backward"))
+    yield _heard(optimization, "run", after=end_step)
+    for hook in ("on_validation_start", "on_validation_end", "on_exception"):
+        yield _heard(strategy, hook, before=partial(tell, hook))
+    yield _heard(loop, "on_advance_end", before=partial(tell, "on_train_epoch_end"))
+    yield _heard(loop, "on_run_end", before=partial(tell, "on_train_end"))
 
 
-def _before(owner: Any, name: str, tell: Callable[..., None]) -> Patch:
+def _heard(owner: Any, name: str, *, before: Callable[..., None] | None = None, after: Any = None) -> Patch:
     def telling(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(caller: Any, *args: Any) -> Any:
-            if caller is owner:  # and no copy of it, which somebody made meanwhile
-                tell(*args)
-            return original(caller, *args)
-
-        return method
-
-    return MethodPatch(f"{type(owner).__name__}.{name}", "is heard", owner, name, telling)
-
-
-def _after(owner: Any, name: str, tell: Callable[[Any], None]) -> Patch:
-    def telling(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(caller: Any, *args: Any) -> Any:
-            result = original(caller, *args)
-            if caller is owner:
-                tell(result)
+        def method(caller: Any, *args: Any, **kwargs: Any) -> Any:
+            is_owner = caller is owner  # and no copy of it, which somebody made meanwhile
+            if is_owner and before is not None:
+                before(*args, *kwargs.values())
+            result = original(caller, *args, **kwargs)
+            if is_owner and after is not None:
+                after(result)
             return result
 
         return method

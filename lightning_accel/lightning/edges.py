@@ -84,6 +84,7 @@ class Edges:
         self._memory_format = engine.technique(MemoryFormat)
         self._steps: Counter[str] = Counter()  # of each kind that were in another form
         self._mended: set[str] = set()  # kinds of steps of evaluation after each of which is looked
+        self._looked_at: _Form | None = None  # in which the step under way was, if it was looked at
         self._shown: list[AbstractContextManager[Any]] = []  # of the user's hooks under way
         self._leaving: dict[str, str] = {}  # what is to go before the next step, and why
         self._own: dict[int, Tensor] | None = None  # what the user has in such a form; kept, so that no id comes again
@@ -105,6 +106,11 @@ class Edges:
     def _hook_ends(self) -> None:
         self._shown.pop().__exit__(None, None, None)
 
+    def backward_ended(self) -> None:
+        """Looks for what hooks on the backward pass of a step have kept, where its forward pass was looked at."""
+        if self._looked_at is not None:
+            self._leaving |= self._brought_to_plain(self._looked_at)
+
     def mend(self) -> list[str]:
         """Brings to the plain form what former steps have left, before one runs that may not be able to take it.
 
@@ -120,7 +126,7 @@ class Edges:
         def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
             while self._leaving:
                 self._withdraw(*self._leaving.popitem())
-            form = self._form()
+            form, self._looked_at = self._form(), None
             if form == _Form(None, False):
                 return original(strategy, *args, **kwargs)
             self._steps[name] += 1
@@ -151,10 +157,11 @@ class Edges:
         reasons = self._brought_to_plain(form)
         for parameter, before in moved:
             parameter.data = before  # as it was before it was rounded
-        if not reasons:
-            return
         if name != "training_step":
-            self._mended.add(name)
+            self._mended |= {name} if reasons else set()
+            return
+        self._looked_at = form
+        if not reasons:
             return
         if moved and self._can_repeat():  # of a parameter in another dtype the gradient would be, too
             raise EditError("precision", reasons["precision"])

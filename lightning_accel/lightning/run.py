@@ -227,6 +227,11 @@ class Run:
         """
         if self._split is not None:
             run = self._split.after_earlier_parts(run)
+        self._go_backward(run, loss)
+        if self._edges is not None:
+            self._edges.backward_ended()
+
+    def _go_backward(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
         if self.net is None or not self.net.is_spread:
             run(loss)
             return

@@ -32,18 +32,17 @@ class Trained:
         self._parameters = [(p, p.data, p.detach().clone()) for p in module.parameters()]
         self._gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in module.parameters()]
         self._states = [_copied_state(one) for one in self._optimizers]
-        groups = [[dict(group) for group in one.param_groups] for one in self._optimizers]
-        self._groups = groups
+        self._groups = [[dict(group) for group in one.param_groups] for one in self._optimizers]
 
     def restore(self) -> None:
         """Brings all of it back; values go into the very tensors that were there."""
         for parameter, data, value in self._parameters:
             parameter.data = data
             parameter.copy_(value)
-        for parameter, gradient, value in self._gradients:
+        for parameter, gradient, its_value in self._gradients:
             parameter.grad = gradient
-            if gradient is not None and value is not None:
-                gradient.copy_(value)
+            if gradient is not None and its_value is not None:
+                gradient.copy_(its_value)
         for optimizer, state, groups in zip(self._optimizers, self._states, self._groups, strict=True):
             optimizer.state.clear()
             optimizer.state.update({p: dict(_copied(values)) for p, values in state.items()})

@@ -24,8 +24,7 @@ _MEMORY = (Tensor.data_ptr, Tensor.untyped_storage)
 
 # What code may ask of a weight whose layout it does not care for.
 _HARMLESS = frozenset(
-    attribute.__get__
-    for attribute in (Tensor.requires_grad, Tensor.grad, Tensor.shape, Tensor.dtype, Tensor.device, Tensor.is_leaf)
+    getattr(Tensor, name).__get__ for name in ("requires_grad", "grad", "shape", "dtype", "device", "is_leaf")
 )
 
 

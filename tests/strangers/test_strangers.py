@@ -26,7 +26,7 @@ QUICK = [
     ("dropout_on_the_images", "32-true, switching"),
     ("vit_with_dropout_on_patches", "32-true"),
     ("attention_followed_by_dropout", "32-true"),
-    ("mixture_of_experts_with_index_add", "defaults"),
+    ("gnn_with_index_add", "defaults"),
     ("arcface_that_moves_its_own_weight", "defaults"),
     ("lookahead_without_super_init", "32-true, resumed plain"),
     ("gradients_viewed_flat_after_backward", "32-true"),

@@ -94,6 +94,7 @@ class Run:
         callbacks: The types of the Trainer's callbacks.
         streams: The random streams afterwards.
         questions: How many comparisons live trials have ended.
+        report: The plugin's, as it reads; empty without it.
     """
 
     seen: Recorder
@@ -105,6 +106,7 @@ class Run:
     callbacks: list[str]
     streams: dict[str, str]
     questions: int
+    report: str
 
 
 Legs = Sequence[tuple[str, int]]
@@ -152,11 +154,10 @@ def _leg(training: Training, variant: str, epochs: int, checkpoint: Path | None)
         warnings.simplefilter("ignore")
         trainer = Trainer(callbacks=callbacks, **options)
         trainer.fit(parts.module, parts.train, parts.val, ckpt_path=checkpoint, weights_only=False)
-    tuning = None if plugin is None else plugin.tuning
-    return _left(parts.module, trainer, seen, 0 if tuning is None else len(tuning.results)), trainer
+    return _left(parts.module, trainer, seen, plugin), trainer
 
 
-def _left(module: LightningModule, trainer: Trainer, seen: Recorder, questions: int) -> Run:
+def _left(module: LightningModule, trainer: Trainer, seen: Recorder, plugin: AccelPlugin | None) -> Run:
     metrics = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
     named = [*module.named_parameters(), *outliving(module, seen.elsewhere)]
     return Run(
@@ -168,7 +169,8 @@ def _left(module: LightningModule, trainer: Trainer, seen: Recorder, questions: 
         metrics=[sorted(each) for each in metrics],
         callbacks=[type(callback).__name__ for callback in trainer.callbacks if not isinstance(callback, Move)],
         streams=streams(),
-        questions=questions,
+        questions=0 if plugin is None or plugin.tuning is None else len(plugin.tuning.results),
+        report="" if plugin is None else str(plugin.report),
     )
 
 

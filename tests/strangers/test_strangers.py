@@ -11,7 +11,7 @@ import pytest
 
 from strangers.cases import CASES, differs
 from strangers.differences import differences
-from strangers.harness import DETERMINISTIC, NUDGED, PLAIN, TRUE, UNTUNED, plain, run
+from strangers.harness import DEFAULTS, DETERMINISTIC, NUDGED, PLAIN, TRUE, UNTUNED, plain, run
 from strangers.table import Training, read_all
 
 pytestmark = pytest.mark.numbers
@@ -26,7 +26,7 @@ QUICK = [
     ("dropout_on_the_images", "32-true, switching"),
     ("vit_with_dropout_on_patches", "32-true"),
     ("attention_followed_by_dropout", "32-true"),
-    ("mixture_of_experts_with_index_add", "defaults"),
+    ("gnn_with_index_add", "defaults"),
     ("arcface_that_moves_its_own_weight", "defaults"),
     ("lookahead_without_super_init", "32-true, resumed plain"),
     ("gradients_viewed_flat_after_backward", "32-true"),
@@ -90,6 +90,14 @@ def test_it_has_the_same_bits_a_second_time(name: str, variant: str, tmp_path: P
     first, second = (run(training, legs, cache=str(tmp_path / "cache")) for _ in range(2))
     assert not differences(training, second, first, first)
     assert second.seen.losses == first.seen.losses
+
+
+@pytest.mark.parametrize("name", ["gnn_with_index_add", "neighbours_by_numpy_at_the_end_of_the_epoch"])
+def test_what_raises_in_bfloat16_costs_the_precision_alone(name: str) -> None:
+    training = TRAININGS[name]
+    report = run(training, ((DEFAULTS, training.epochs),)).report
+    assert "precision: 32-true" in report
+    assert "taken back" not in report
 
 
 def test_there_are_trainings_enough() -> None:

@@ -50,6 +50,8 @@ class Attempt:
         streams = random_streams(module.device).values()
         self._restores: list[Restore] = [functools.partial(write, read()) for read, write in streams]
         self._restores += _logged(module)
+        # An optimizer that is toggled has others' parameters wait; a repetition would take that for their own state.
+        self._restores.append(functools.partial(_have_required, [(p, p.requires_grad) for p in module.parameters()]))
         if state is None:
             self._restores += [Snapshot(module).restore, *_contents(given)]
         else:
@@ -195,6 +197,11 @@ def _contents(given: Any) -> Iterator[Restore]:
     for tensor in tensors_in(given):
         if not tensor.is_inference() and can_be_put_back(tensor):  # no count is kept of what is written into the former
             yield functools.partial(_put_back, tensor, tensor.clone(), version_of(tensor))
+
+
+def _have_required(before: list[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, is_required in before:
+        parameter.requires_grad = is_required
 
 
 def _put_back(tensor: Tensor, value: Tensor, version: int) -> None:

@@ -1,4 +1,4 @@
-"""What training itself changes: parameters, gradients, the states of optimizers; kept before a step on trial."""
+"""What training itself changes: parameters, gradients, optimizers, schedules; kept before a step on trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_BYTES = 1 << 28
 
 
 class Trained:
-    """Parameters, gradients, and the states of a module's optimizers as they are.
+    """Parameters, gradients, and the states of a module's optimizers and of their schedules as they are.
 
     With manual optimization, a step that raises may have stepped an optimizer, or several, before. Under Lightning's
     own loop, the optimizer's step is what raises.
@@ -32,6 +32,9 @@ class Trained:
         self._parameters = [(p, p.data, p.detach().clone()) for p in module.parameters()]
         self._gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in module.parameters()]
         self._states = [_copied_state(one) for one in self._optimizers]
+        self._schedules = [
+            (vars(one.scheduler), dict(vars(one.scheduler))) for one in module.trainer.lr_scheduler_configs
+        ]
         self._groups = [[dict(group) for group in one.param_groups] for one in self._optimizers]
 
     def restore(self) -> None:
@@ -48,6 +51,8 @@ class Trained:
             optimizer.state.update({p: dict(_copied(values)) for p, values in state.items()})
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group.update(before)
+        for schedule, its_state in self._schedules:
+            schedule.update(its_state)
         self._progress.load_state_dict(self._before_progress)
 
 

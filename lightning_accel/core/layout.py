@@ -94,6 +94,8 @@ class WeightLayout(Patch):
         """Lays the input out once: left to itself, a convolution does so again in its backward pass."""
 
         def convolve(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if module is not self.convolution:  # a copy, made in mid-run: it is the user's own
+                return original(module, x, weight.contiguous(), bias)
             if self.lays_input and x.dim() == weight.dim() and x.layout == torch.strided:  # no image without a batch
                 x = x.contiguous(memory_format=self._format)
             return original(module, x, weight, bias)

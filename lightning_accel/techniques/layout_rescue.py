@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_accel.core.layout import FORMAT_NAMES, is_channels_last
+from lightning_accel.core.torch_private.modes import without_function_modes
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.techniques.layout_draws import LayoutDraws
 
@@ -46,6 +47,15 @@ class LayoutShown(TorchFunctionMode):
             show, self._show = self._show, None
             show()
         return func(*args, **kwargs)
+
+    @override
+    def __exit__(self, *exception: object) -> None:
+        # The code in between may have entered a mode that stays, or left one of earlier: that took the uppermost.
+        with without_function_modes() as modes:
+            if self in modes:
+                modes.remove(self)
+            else:
+                del modes[-1:]
 
 
 class LayoutRescue(TorchFunctionMode):

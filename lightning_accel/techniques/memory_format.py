@@ -6,8 +6,9 @@ https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -21,6 +22,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.checks import SettingError, check_choice
 from lightning_accel.core.compiled import eager_where_compiled, is_inside_compiled
 from lightning_accel.core.device import device_of
+from lightning_accel.core.held import held_tensors
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import (
     FORMAT_NAMES,
@@ -30,6 +32,7 @@ from lightning_accel.core.layout import (
     reads_by_layout,
 )
 from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.tree import storage_of
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.layout_draws import LayoutDraws
@@ -59,6 +62,7 @@ def convert_weights(
     unsafe = [site for site, module in model.named_modules() if on_cpu and _breaks_the_heap(module)]
     claims: list[WeightLayout | Refusal] = []
     laid_out = [name for name, parameter in model.named_parameters() if is_channels_last(parameter)]
+    looked_into = _looked_into(model)
     is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
     for site, module in model.named_modules():
         dim = next((dim for dim in dims if isinstance(module, _CONVOLUTIONS[dim])), None)
@@ -72,10 +76,21 @@ def convert_weights(
             continue
         unmade = "the model has lazy parameters: run it once before, and they will be there"
         reason = unmade if is_unmade else _why_not(module)
+        for ways in (looked_into.get(storage_of(p), ()) for p in module.parameters(recurse=False)):
+            reason = reason or (f"{' and '.join(ways)} have their memory in common" if len(ways) > 1 else None)
         if is_inside_compiled(model, site):
             reason = "inside a compiled module: the compiler chooses layouts itself"
         claims.append(Refusal(site, reason) if reason else WeightLayout(site, module, dim))
     return claims
+
+
+def _looked_into(model: nn.Module) -> dict[Any, list[str]]:
+    """Whose memory the tensors of a model are, by the ways to them: a view of a weight would not follow it."""
+    found: defaultdict[Any, list[str]] = defaultdict(list)
+    with suppress(LookupError):
+        for way, tensor in held_tensors(("self", model)):
+            found[storage_of(tensor)].append(way)
+    return found
 
 
 def _why_not(convolution: nn.Module) -> str | None:

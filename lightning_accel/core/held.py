@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -19,34 +20,50 @@ MOST = 20_000
 # Objects of these lead on to all that a run consists of, and hold nothing of the user's that is a tensor.
 _HANDLES = frozenset(("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_accel", "logging"))
 _CONTAINERS = (list, tuple, set, frozenset, deque)
+_ATOMS = frozenset((str, bytes, int, float, bool, complex, type(None), type, types.ModuleType))
 
 
-def held_tensors(*roots: tuple[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def held_tensors(*roots: tuple[str, Any], most: int = MOST) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that can be reached from ``roots``, each once, with the way to it: ``self.pool.images[3]``.
 
     The way leads through attributes, containers, hooks, closures, and the global variables of the classes' own code.
 
     Args:
         roots: Names and objects.
+        most: Values that are looked at, in all and of each container.
+
+    Raises:
+        LookupError: At the end, where there is more than that, or something that does not like to be looked at.
     """
     waiting: deque[tuple[str, Any]] = deque(roots)
     seen: dict[int, Any] = {}  # with the object, so that no other gets its id
-    while waiting and len(seen) < MOST:
+    failure = ""
+    while waiting and len(seen) < most:
         name, value = waiting.popleft()
-        if id(value) in seen or isinstance(value, str | bytes | int | float | None | type | types.ModuleType):
+        if type(value) in _ATOMS or id(value) in seen:
             continue
         seen[id(value)] = value
-        if isinstance(value, Tensor):
-            yield name, value
-        else:
-            waiting.extend(_parts(name, value))
+        try:
+            if isinstance(value, Tensor):
+                yield name, value
+            elif not isinstance(value, type):
+                waiting.extend(_parts(name, value, most))
+        except Exception as error:  # whatever a property of the user's raises
+            failure = failure or f"{name} raised {type(error).__name__}: {error}"
+    if failure or waiting:
+        raise LookupError(failure or f"more than {most:,} values are held")
 
 
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(name: str, value: Any, most: int) -> Iterator[tuple[str, Any]]:
+    # Names are made for what may lead on only: of a vocabulary it takes longer than a step.
     if isinstance(value, dict):
-        yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items()))
+        items = itertools.islice(dict.items(value), most)
+        yield from [(f"{name}[{key!r}]", part) for key, part in items if type(part) not in _ATOMS]
     elif isinstance(value, _CONTAINERS):
-        yield from ((f"{name}[{at}]", part) for at, part in enumerate(list(value)))
+        parts = enumerate(itertools.islice(value, most))
+        yield from [(f"{name}[{at}]", part) for at, part in parts if type(part) not in _ATOMS]
+        if len(value) > most:
+            raise LookupError(f"it has more than {most:,} parts")
     elif isinstance(value, types.FunctionType):
         yield from _closure(name, value)
     elif isinstance(value, types.MethodType):

@@ -8,9 +8,10 @@ leaves behind, in attributes, lists, closures, is looked for in the first steps 
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +20,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_accel.core.held import held_tensors
+from lightning_accel.core.held import MOST, held_tensors
 from lightning_accel.core.layout import is_channels_last
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.report import EditError
 from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision
 from lightning_accel.lightning.out_of_memory import STEPS
 from lightning_accel.lightning.private import ActionPatch, hook_action
+from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.memory_format import MemoryFormat
+
+DRAWS_GOING_BACKWARD = "a hook on the backward pass draws random numbers, in the order of memory"
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,9 @@ class Edges:
         self._looked_at: _Form | None = None  # in which the step under way was, if it was looked at
         self._shown: list[AbstractContextManager[Any]] = []  # of the user's hooks under way
         self._leaving: dict[str, str] = {}  # what is to go before the next step, and why
+        self._draws: LayoutDraws | None = None  # of the backward pass under way
+        self._was_laid_out = False  # a step, by us
+        self._is_cut = False  # the latest look: there was too much to look at
         self._own: dict[int, Tensor] | None = None  # what the user has in such a form; kept, so that no id comes again
 
     def patches(self, strategy: Strategy) -> Iterator[Patch]:
@@ -106,10 +112,25 @@ class Edges:
     def _hook_ends(self) -> None:
         self._shown.pop().__exit__(None, None, None)
 
-    def backward_ended(self) -> None:
-        """Looks for what hooks on the backward pass of a step have kept, where its forward pass was looked at."""
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Looks for what hooks on the backward pass keep, where the forward pass was looked at, and for what they draw.
+
+        A gradient lies in memory as its weight, and so does the noise that is added to it.
+        """
+        self._draws = None if self._memory_format is None else LayoutDraws(self._module.device)
+        yield
+        if self.has_drawn():
+            self._leaving["memory_format"] = DRAWS_GOING_BACKWARD
         if self._looked_at is not None:
             self._leaving |= self._brought_to_plain(self._looked_at)
+
+    def has_drawn(self, *, laid_out: bool = False) -> bool:
+        """Whether the backward pass under way has drawn numbers, and a layout may be on; or ``laid_out``, was on."""
+        may_be_on = self._memory_format is not None and self._engine.has("memory_format")
+        if not may_be_on or self._draws is None or (laid_out and not self._form().is_laid_out):
+            return False
+        return self._draws.have_moved()
 
     def mend(self) -> list[str]:
         """Brings to the plain form what former steps have left, before one runs that may not be able to take it.
@@ -119,26 +140,28 @@ class Edges:
         """
         if not self._steps:
             return []
-        self._leaving |= self._brought_to_plain(_Form(self._precision.chosen_dtype, self._memory_format is not None))
+        self._leaving |= self._brought_to_plain(_Form(self._precision.chosen_dtype, self._was_laid_out))
         return list(self._leaving)
 
     def _as_plain(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+            if self._own is None:
+                self._find_own()
             while self._leaving:
                 self._withdraw(*self._leaving.popitem())
             form, self._looked_at = self._form(), None
             if form == _Form(None, False):
                 return original(strategy, *args, **kwargs)
             self._steps[name] += 1
+            self._was_laid_out |= form.is_laid_out
             is_look = name in self._mended or self._steps[name].bit_count() == 1  # the 1st, 2nd, 4th, 8th ...
             parameters: list[tuple[nn.Parameter, Tensor]] = []
             if is_look:
-                self._own = self._own or {id(tensor): tensor for _, tensor in self._left_behind(form)}
                 parameters = [(p, p.data) for p in self._module.parameters()]
             outputs = original(strategy, *args, **kwargs)
             if any(map(form.technique, tensors_in(outputs))):
                 outputs = map_tensors(form.plain, outputs)
-            if is_look:
+            if is_look or self._is_in_sight(form):
                 self._look(name, form, parameters)
             for technique, reason in self._engine.spoilt():
                 if self._can_repeat():
@@ -151,14 +174,33 @@ class Edges:
         dtype = self._precision.chosen_dtype if self._precision.is_ours else None
         return _Form(dtype, self._memory_format is not None and self._memory_format.acts())
 
+    def _find_own(self) -> None:
+        """Notes, before the first step, what the user has in such forms; a number format of theirs leaves us none."""
+        form = _Form(self._precision.chosen_dtype, is_laid_out=True)
+        found = [*self._left_behind(form)]
+        self._own = {id(tensor): tensor for _, tensor in found}
+        for way, tensor in found:
+            if form.technique(tensor) == "precision":
+                self._leaving["precision"] = f"{way} is in {str(tensor.dtype).removeprefix('torch.')} of its own"
+
+    def _is_in_sight(self, form: _Form) -> bool:
+        """Whether the module itself holds something in a form, or at the end of a list: every step can ask that."""
+        values = [part[-1] if type(part) is list and part else part for part in vars(self._module).values()]
+        own = self._own or {}
+        return any(isinstance(t, Tensor) and form.technique(t) is not None and id(t) not in own for t in values)
+
     def _look(self, name: str, form: _Form, parameters: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Looks for what a step has left in another form, and brings it to the plain one."""
         moved = [(p, before) for p, before in parameters if p.dtype != before.dtype]
-        reasons = self._brought_to_plain(form)
+        # What a backward pass will read stays until that is over; with manual optimization it is.
+        goes_backward = name == "training_step" and self._module.automatic_optimization
+        reasons = self._brought_to_plain(form, spares_graphs=goes_backward)
         for parameter, before in moved:
             parameter.data = before  # as it was before it was rounded
         if name != "training_step":
             self._mended |= {name} if reasons else set()
+            if reasons and self._is_cut:
+                self._leaving = reasons | self._brought_to_plain(form, most=sys.maxsize)
             return
         self._looked_at = form
         if not reasons:
@@ -167,32 +209,36 @@ class Edges:
             raise EditError("precision", reasons["precision"])
         self._leaving = reasons
 
-    def _brought_to_plain(self, form: _Form) -> dict[str, str]:
+    def _brought_to_plain(self, form: _Form, *, spares_graphs: bool = False, most: int = MOST) -> dict[str, str]:
         """Brings what is held in a form to the plain one, whoever holds it; why, by technique."""
         reasons: dict[str, str] = {}
-        for way, tensor in self._left_behind(form):
+        for way, tensor in self._left_behind(form, most):
             technique = form.technique(tensor)
             assert technique is not None, "it was found by that"
             written = str(tensor.dtype).removeprefix("torch.") if technique == "precision" else "channels_last"
             reasons.setdefault(technique, f"{way} would outlive a step in {written}")
+            if spares_graphs and tensor.grad_fn is not None:
+                continue
             with torch.no_grad():
                 tensor.data = form.plain(tensor.detach())
         return reasons
 
-    def _left_behind(self, form: _Form) -> list[tuple[str, Tensor]]:
+    def _left_behind(self, form: _Form, most: int = MOST) -> list[tuple[str, Tensor]]:
         """What the user's objects hold in a form, and the way to it; not what they had in it before the first step."""
         callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
         roots = [("self", self._module), *((type(callback).__name__, callback) for callback in callbacks)]
         own = self._own or {}
         found = []
+        self._is_cut = False
         try:
-            for way, tensor in held_tensors(*roots):
+            for way, tensor in held_tensors(*roots, most=most):
                 technique = form.technique(tensor)
                 is_ours = technique == "memory_format" and isinstance(tensor, nn.Parameter)  # which it restores itself
                 if technique is not None and not is_ours and id(tensor) not in own:
                     found.append((way, tensor))
-        except Exception as error:  # an object of the user's that does not like to be looked at
-            self._engine.report.note(f"not all that outlives a step could be looked at: {one_line(error)}")
+        except LookupError as error:
+            self._is_cut = True
+            self._engine.report.note(f"not all that outlives a step could be looked at: {error}")
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -227,9 +228,8 @@ class Run:
         """
         if self._split is not None:
             run = self._split.after_earlier_parts(run)
-        self._go_backward(run, loss)
-        if self._edges is not None:
-            self._edges.backward_ended()
+        with nullcontext() if self._edges is None else self._edges.backward():
+            self._go_backward(run, loss)
 
     def _go_backward(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
         if self.net is None or not self.net.is_spread:

@@ -26,7 +26,7 @@ from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.attempt import Attempt, SmallState, Step, begins_gradients
 from lightning_accel.lightning.autocasting import AutocastingPrecision
-from lightning_accel.lightning.edges import Edges
+from lightning_accel.lightning.edges import DRAWS_GOING_BACKWARD, Edges
 from lightning_accel.lightning.out_of_memory import STEPS, MemoryAnswers
 from lightning_accel.lightning.suspects import suspects
 
@@ -126,6 +126,9 @@ class SafetyNet:
         assert attempt is not None, "no net is spread"
         try:
             run()
+            is_first = begins_gradients(self._module.trainer) and not self._is_one_of_several()
+            if is_first and attempt.can_be_repeated() and self._edges.has_drawn(laid_out=True):
+                raise EditError("memory_format", DRAWS_GOING_BACKWARD)
             self._gone_backward = attempt if self._is_stepping else None
             return
         except Exception as error:

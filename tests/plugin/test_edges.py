@@ -2,81 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
-from lightning_accel.core.host import Host
-from support.techniques.memory_format_cases import clock
+from support.edges import Net, compute_in_bfloat16, run
 
 pytestmark = pytest.mark.numbers
-IMAGE = (3, 8, 8)
 
 
 @pytest.fixture(autouse=True)
 def _computes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine has: the precision that is chosen is bfloat16, and channels_last is the faster layout."""
-    host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
-    monkeypatch.setattr(Host, "detect", lambda device=None: host)
-    clock(monkeypatch, 2.0)
-
-
-class Net(LightningModule):
-    """A small network on images; what it hands on is for subclasses to say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.activation = nn.ReLU()
-        self.head = nn.Linear(8, 4)
-        self.losses: list[float] = []
-
-    def features(self, x: Tensor) -> Tensor:
-        return self.activation(self.conv(x))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        loss = F.cross_entropy(self.head(self.features(x).mean((2, 3))), y)
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return F.cross_entropy(self.head(self.features(batch[0]).mean((2, 3))), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(
-    model: LightningModule, plugin: AccelPlugin | None, steps: int = 8, callbacks: list[Callback] | None = None
-) -> Trainer:
-    data = TensorDataset(torch.randn(steps * 4, *IMAGE), torch.randint(4, (steps * 4,)))
-    trainer = Trainer(
-        plugins=[plugin] if plugin else [],
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        callbacks=callbacks,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True), *([DataLoader(data, batch_size=8)]))
-    return trainer
-
-
-def run(make: Callable[[], LightningModule], plugin: AccelPlugin | None, **settings: Any) -> Any:
-    seed_everything(0)
-    model = make()
-    fit(model, plugin, **settings)
-    return model
+    compute_in_bfloat16(monkeypatch)
 
 
 class Remembers(Net):

@@ -94,9 +94,9 @@ class Edges:
         for name in STEPS:
             as_plain = functools.partial(self._as_plain, name)
             yield MethodPatch(f"{name}, as plain", "hands on what it would plain", strategy, name, as_plain)
-        if self._memory_format is not None:
-            trainer = self._module.trainer
-            yield ActionPatch(trainer, users_hooks(trainer, self._module), self._hook_begins, self._hook_ends)
+        hooks = users_hooks(self._module.trainer, self._module)
+        if self._memory_format is not None and self._memory_format.has_weights and hooks:
+            yield ActionPatch(self._module.trainer, hooks, self._hook_begins, self._hook_ends)
 
     def _hook_begins(self) -> None:
         assert self._memory_format is not None, "without it nobody is told"
@@ -126,9 +126,12 @@ class Edges:
         def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
             while self._leaving:
                 self._withdraw(*self._leaving.popitem())
-            form, self._looked_at = self._form(), None
-            if form == _Form(None, False):
+            self._looked_at = None
+            is_cast = self._precision.is_ours
+            is_laid_out = self._memory_format is not None and self._memory_format.acts()
+            if not (is_cast or is_laid_out):
                 return original(strategy, *args, **kwargs)
+            form = _Form(self._precision.chosen_dtype if is_cast else None, is_laid_out)
             self._steps[name] += 1
             is_look = name in self._mended or self._steps[name].bit_count() == 1  # the 1st, 2nd, 4th, 8th ...
             parameters: list[tuple[nn.Parameter, Tensor]] = []
@@ -146,10 +149,6 @@ class Edges:
             return outputs
 
         return step
-
-    def _form(self) -> _Form:
-        dtype = self._precision.chosen_dtype if self._precision.is_ours else None
-        return _Form(dtype, self._memory_format is not None and self._memory_format.acts())
 
     def _look(self, name: str, form: _Form, parameters: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Looks for what a step has left in another form, and brings it to the plain one."""

@@ -140,7 +140,8 @@ class Arguments:
                 it has come to, where its time and memory went, what to do next. Where it cannot be written, it is
                 beside the run's record. ``"off"``: none, but for a run that dies of a lack of memory, which leaves
                 one beside its record.
-            log: Have a :class:`~lightning_accel.callbacks.SpeedMemoryLogger` tell the loggers, unless a callback does.
+            log: Have a :class:`~lightning_accel.callbacks.SpeedMemoryLogger` tell the loggers, unless a callback
+                does.
             strict: Raise where the default is to warn and go on.
             verify: Try every change on the first batch and keep only those that agree with the original. Switched
                 off, changes are applied untried.

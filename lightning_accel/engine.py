@@ -138,12 +138,8 @@ class Engine:
     def meet(self, optimizers: Iterable[Optimizer]) -> None:
         """Shows optimizers that train the model to the techniques. Those that they know already are passed over."""
         told = list(optimizers)
-        self._told += told
+        self._told += [one for one in told if all(one is not known for known in self._told)]
         self._take_up(told)
-
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Whether the techniques were shown an optimizer."""
-        return any(one is optimizer for one in self._optimizers)
 
     def _take_up(self, optimizers: Iterable[Optimizer]) -> None:
         known = {id(optimizer) for optimizer in self._optimizers}

@@ -11,8 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-
-from lightning_accel.core.clocks import perf_counter
+from time import perf_counter  # not of clocks.py, which imports torch: help and plans come without
 
 GLIBC, JEMALLOC, TCMALLOC = "glibc", "jemalloc", "tcmalloc"
 

@@ -33,6 +33,9 @@ TIMED_S = 1.0
 NOT_SLOWER = 1.02  # a median this close to the original's is a tie: the clocks of shared machines tell no more
 
 
+_NOT_TORCHS = frozenset(("random", "numpy.random"))
+
+
 @dataclass(frozen=True)
 class Contender:
     """One side of a trial.
@@ -126,6 +129,7 @@ class Trial:
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._batch_size = sizes[0] if sizes else 0
         self._passes = Passes(self.module, self.with_gradients, self.judged)
+        self._drawn: set[str] = set()  # from which streams of others than torch, which nobody replays
 
     def numbers(self, original: Contender, candidate: Contender, *, in_other_orders: bool = True) -> Comparison:
         """Compares outputs and, ``with_gradients``, the gradients of inputs and parameters.
@@ -145,6 +149,7 @@ class Trial:
             return Comparison(failure=f"failed in its trial: {one_line(error)}")
         if self._passes.writes_to_input:
             left_behind.append("its input")
+        left_behind += sorted(self._drawn)
         return replace(found, left_behind=tuple(left_behind))
 
     def rehearse(self, side: Contender) -> Comparison:
@@ -223,15 +228,17 @@ class Trial:
 
     def _once(self, side: Contender, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
         """What it computes, and where the random streams, which are the same for every run, have come to by then."""
-        streams = random_streams(self._device).values()
-        before = [get_state() for get_state, _ in streams]
+        streams = random_streams(self._device)
+        before = {name: get_state() for name, (get_state, _) in streams.items()}
         try:
             with own_rng(self._device), side.state():
                 results = self._passes.results(side.call, *side.given(args, kwargs))
-                return results, [get_state() for get_state, _ in streams]
+                after = {name: get_state() for name, (get_state, _) in streams.items()}
         finally:
-            for (_, set_state), state in zip(streams, before, strict=True):
-                set_state(state)
+            for name, (_, set_state) in streams.items():
+                set_state(before[name])
+        self._drawn |= {name for name in _NOT_TORCHS & after.keys() if not same_state(before[name], after[name])}
+        return results, list(after.values())
 
     def _samples(self, call: Call) -> tuple[Any, Any]:
         """The first few samples of the arguments; all of them where the computation wants its whole batch."""

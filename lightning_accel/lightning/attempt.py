@@ -20,7 +20,7 @@ from lightning_accel.core.torch_private.modules import buffer_slots
 from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.core.tree import leaves, tensors_in
 from lightning_accel.lightning.private import logged_results
-from lightning_accel.lightning.trained import trained_before, versions
+from lightning_accel.lightning.trained import trainable, trained_before, versions
 
 Step = Callable[..., Any]
 Restore = Callable[[], Any]
@@ -40,11 +40,11 @@ class Attempt:
         self.given = given
         self._module = module
         self._num_optimizer_steps = module.trainer.global_step
+        self._is_kept = True
+        self._state = state
         # What Lightning does not see: optimizers that are stepped, and losses that go backward, by the module itself.
         self._trained = self._versions()
         self._whole = trained_before(module) if state is None else None
-        self._is_kept = True
-        self._state = state
         self._given_versions: list[tuple[Tensor, int]] = []
         self._large_versions: list[tuple[Tensor, int]] = []
         streams = random_streams(module.device).values()
@@ -78,7 +78,8 @@ class Attempt:
         return self._is_kept and not (reads_its_loader or has_trained or has_written)
 
     def _versions(self) -> list[tuple[int, ...]]:
-        return versions(self._module.parameters(), gradients=not self._module.automatic_optimization)
+        parameters = trainable(self._module) if self._state is None else self._state.parameters
+        return versions(parameters, gradients=not self._module.automatic_optimization)
 
     def take_back(self) -> None:
         with torch.no_grad():
@@ -100,10 +101,12 @@ class SmallState:
     told whether it was written to.
 
     Attributes:
+        parameters: Of the module, as far as they count what is written to them.
         is_written_unseen: Whether some of that is written to by ``.data``, which its count of writes does not show.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.parameters = trainable(module)
         scripted = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
         parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._attributes = [vars(part) for part in parts]

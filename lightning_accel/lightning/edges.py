@@ -100,9 +100,9 @@ class Edges:
         for name in STEPS:
             as_plain = functools.partial(self._as_plain, name)
             yield MethodPatch(f"{name}, as plain", "hands on what it would plain", strategy, name, as_plain)
-        if self._memory_format is not None:
-            trainer = self._module.trainer
-            yield ActionPatch(trainer, users_hooks(trainer, self._module), self._hook_begins, self._hook_ends)
+        hooks = users_hooks(self._module.trainer, self._module)
+        if self._memory_format is not None and self._memory_format.has_weights and hooks:
+            yield ActionPatch(self._module.trainer, hooks, self._hook_begins, self._hook_ends)
 
     def _hook_begins(self) -> None:
         assert self._memory_format is not None, "without it nobody is told"
@@ -118,19 +118,19 @@ class Edges:
 
         A gradient lies in memory as its weight, and so does the noise that is added to it.
         """
-        self._draws = None if self._memory_format is None else LayoutDraws(self._module.device)
+        self._draws = LayoutDraws(self._module.device) if self._engine.has("memory_format") else None
         yield
-        if self.has_drawn():
+        if self._engine.has("memory_format") and self.has_drawn():
             self._leaving["memory_format"] = DRAWS_GOING_BACKWARD
         if self._looked_at is not None:
             self._leaving |= self._brought_to_plain(self._looked_at)
 
     def has_drawn(self, *, laid_out: bool = False) -> bool:
         """Whether the backward pass under way has drawn numbers, and a layout may be on; or ``laid_out``, was on."""
-        may_be_on = self._memory_format is not None and self._engine.has("memory_format")
-        if not may_be_on or self._draws is None or (laid_out and not self._form().is_laid_out):
+        if self._draws is None or (laid_out and not (self._memory_format and self._memory_format.acts())):
             return False
-        return self._draws.have_moved()
+        self._draws.has_drawn |= self._draws.have_moved()
+        return self._draws.has_drawn
 
     def mend(self) -> list[str]:
         """Brings to the plain form what former steps have left, before one runs that may not be able to take it.
@@ -149,9 +149,12 @@ class Edges:
                 self._find_own()
             while self._leaving:
                 self._withdraw(*self._leaving.popitem())
-            form, self._looked_at = self._form(), None
-            if form == _Form(None, False):
+            self._looked_at = None
+            is_cast = self._precision.is_ours
+            is_laid_out = self._memory_format is not None and self._memory_format.acts()
+            if not (is_cast or is_laid_out):
                 return original(strategy, *args, **kwargs)
+            form = _Form(self._precision.chosen_dtype if is_cast else None, is_laid_out)
             self._steps[name] += 1
             self._was_laid_out |= form.is_laid_out
             is_look = name in self._mended or self._steps[name].bit_count() == 1  # the 1st, 2nd, 4th, 8th ...
@@ -169,10 +172,6 @@ class Edges:
             return outputs
 
         return step
-
-    def _form(self) -> _Form:
-        dtype = self._precision.chosen_dtype if self._precision.is_ours else None
-        return _Form(dtype, self._memory_format is not None and self._memory_format.acts())
 
     def _find_own(self) -> None:
         """Notes, before the first step, what the user has in such forms; a number format of theirs leaves us none."""

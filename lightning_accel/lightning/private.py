@@ -131,29 +131,32 @@ class ActionPatch(Patch):
     def _apply(self) -> None:
         told = _TOLD_OF_ACTIONS.get(self._profiler)
         if told is None:
-            told = _TOLD_OF_ACTIONS[self._profiler] = PatchSet(self._telling()), []
+            wanted: set[str] = set()
+            told = _TOLD_OF_ACTIONS[self._profiler] = PatchSet(self._telling(wanted)), [], wanted
             told[0].apply()
         told[1].append(self._told)
+        told[2].update(self._told[0])
 
     @override
     def _undo(self) -> None:
-        patches, told = _TOLD_OF_ACTIONS.get(self._profiler, _NOBODY)
+        patches, told, _ = _TOLD_OF_ACTIONS.get(self._profiler, _NOBODY)
         if self._told in told:
             told.remove(self._told)
         if not told:
             patches.undo()
             _TOLD_OF_ACTIONS.pop(self._profiler, None)
 
-    def _telling(self) -> Iterator[Patch]:
+    def _telling(self, wanted: set[str]) -> Iterator[Patch]:
         all_told = _TOLD_OF_ACTIONS
 
         def told_before(original: Callable[..., Any]) -> Callable[..., Any]:
             profiles = original is not PassThroughProfiler.start  # which does nothing: that much need not be called
 
             def start(profiler: Any, action_name: str) -> None:
-                for actions, began, _ in all_told.get(profiler, _NOBODY)[1]:  # of a copy of it, nobody
-                    if action_name in actions:
-                        began()
+                if action_name in wanted:
+                    for actions, began, _ in all_told.get(profiler, _NOBODY)[1]:  # of a copy of it, nobody
+                        if action_name in actions:
+                            began()
                 if profiles:
                     original(profiler, action_name)
 
@@ -165,9 +168,10 @@ class ActionPatch(Patch):
             def stop(profiler: Any, action_name: str) -> None:
                 if profiles:
                     original(profiler, action_name)
-                for actions, _, ended in all_told.get(profiler, _NOBODY)[1]:
-                    if action_name in actions:
-                        ended()
+                if action_name in wanted:
+                    for actions, _, ended in all_told.get(profiler, _NOBODY)[1]:
+                        if action_name in actions:
+                            ended()
 
             return stop
 
@@ -183,8 +187,9 @@ class FetchPatch(ActionPatch):
         super().__init__(trainer, [fetch], began, ended)
 
 
-_NOBODY: tuple[PatchSet, list[Any]] = PatchSet(), []
-_TOLD_OF_ACTIONS: weakref.WeakKeyDictionary[Any, tuple[PatchSet, list[Any]]] = weakref.WeakKeyDictionary()
+_Told = tuple[PatchSet, list[Any], set[str]]  # the edit, who is told, and of which actions
+_NOBODY: _Told = PatchSet(), [], set()
+_TOLD_OF_ACTIONS: weakref.WeakKeyDictionary[Any, _Told] = weakref.WeakKeyDictionary()
 
 
 # -- command line --------------------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ class Run:
         )
         self.net: SafetyNet | None = None
         self._edges: Edges | None = None
+        self._stepping: Optimizer | None = None  # last
         self.live: LiveTuning | None = None
         self._feeding: Feeding | None = None
         self._loaders: Loaders | None = None
@@ -246,8 +247,9 @@ class Run:
 
     def optimizer_step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """An optimizer's step, above the net where there is one."""
-        if not self.engine.knows(optimizer):  # it was made in mid-run
-            self.engine.meet([optimizer])
+        if optimizer is not self._stepping:
+            self._stepping = optimizer
+            self.engine.meet([optimizer])  # it may be one that was made in mid-run
         try:
             if self.net is None or not self._module.automatic_optimization:
                 return run()

@@ -127,7 +127,7 @@ class SafetyNet:
         try:
             run()
             is_first = begins_gradients(self._module.trainer) and not self._is_one_of_several()
-            if is_first and attempt.can_be_repeated() and self._edges.has_drawn(laid_out=True):
+            if is_first and self._edges.has_drawn(laid_out=True) and attempt.can_be_repeated():
                 raise EditError("memory_format", DRAWS_GOING_BACKWARD)
             self._gone_backward = attempt if self._is_stepping else None
             return

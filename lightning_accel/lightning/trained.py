@@ -69,9 +69,14 @@ def trained_before(module: LightningModule) -> Trained | None:
 
 def versions(parameters: Iterable[nn.Parameter], *, gradients: bool) -> list[tuple[int, ...]]:
     """What differs once a parameter was written to or, with ``gradients``, got another gradient."""
-    return [
-        (version_of(p), *(_version_of_gradient(p) if gradients else ())) for p in parameters if not p.is_inference()
-    ]
+    if not gradients:
+        return [(version_of(p),) for p in parameters]
+    return [(version_of(p), *_version_of_gradient(p)) for p in parameters]
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that count what is written to them, as all do that were not made in inference mode."""
+    return [p for p in module.parameters() if not p.is_inference()]
 
 
 def _version_of_gradient(parameter: nn.Parameter) -> tuple[int, int]:

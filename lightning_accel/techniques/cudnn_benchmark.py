@@ -138,7 +138,8 @@ class CudnnBenchmark(Technique):
     @override
     def unavailable(self, host: Host) -> str | None:
         reason = self._not_on(host)
-        if reason is None and (torch.backends.cudnn.deterministic or not self.decides_by_clock):
+        is_asked_for = self.explicit and not torch.are_deterministic_algorithms_enabled()
+        if reason is None and (torch.backends.cudnn.deterministic or not (self.decides_by_clock or is_asked_for)):
             return "this run must not choose kernels by time"
         return reason
 

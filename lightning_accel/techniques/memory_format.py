@@ -322,6 +322,11 @@ class MemoryFormat(Technique):
                 weight.hold()
                 self.watches_on = True  # checkpoints are to have the user's layout
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is something to lay out."""
+        return bool(self._weights)
+
     def acts(self) -> bool:
         """Whether images may lie otherwise in a step than the user's would; the step of the trial runs as theirs."""
         return self._is_decided and self._is_in_force()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_accel.core.held import slots_of
 from lightning_accel.core.torch_private.modules import buffer_slots
 from lightning_accel.ops.arrays import tensor_as_numpy
 
@@ -149,7 +150,7 @@ class _Description:
         elif isinstance(value, _OPERATORS):
             yield str(getattr(value, "qualified_name", value))
         elif not _is_handle(kind):
-            slots = [name for each in kind.__mro__ for name in _slots_of(each)]
+            slots = [name for each in kind.__mro__ for name in slots_of(each)]
             own = getattr(value, "__dict__", None)
             if own is None and not slots:
                 raise UntoldError(f"a {_name(kind)} does not show what it holds")
@@ -174,12 +175,6 @@ def _is_handle(kind: type) -> bool:
     if module.startswith("torch.distributions."):
         return False
     return module.partition(".")[0] in _HANDLES or module.startswith("numpy.random.")
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _contents(cell: types.CellType) -> Any:

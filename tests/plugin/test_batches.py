@@ -78,12 +78,10 @@ class Takes(LightningModule):
     ],
     ids=["tensor", "tuple", "list", "dict", "nested", "dataclass", "namedtuple", "mixed"],
 )
-def test_images_become_channels_last_wherever_they_sit(make_trainer: MakeTrainer, batch: Any, read: Any) -> None:
+def test_images_stay_as_they_are_wherever_they_sit(make_trainer: MakeTrainer, batch: Any, read: Any) -> None:
     module = Takes(read)
     make_trainer(plugins=[channels_last()]).fit(module, DataLoader([batch] * 3, batch_size=None))
-    first, *others = module.seen
-    assert read(first).is_contiguous(), "the step of the trial runs in the user's own layout"
-    assert all(read(seen).is_contiguous(memory_format=torch.channels_last) for seen in others)
+    assert all(read(seen).is_contiguous() for seen in module.seen)
     assert all(torch.equal(read(seen), IMAGE) for seen in module.seen)
 
 
@@ -131,16 +129,16 @@ def test_a_module_that_moves_its_batches_itself(make_trainer: MakeTrainer) -> No
 
 
 class Views(Supervised):
-    """Takes its batch apart with ``view``, which channels_last does not allow."""
+    """Takes an activation apart with ``view``, which channels_last does not allow."""
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        rows = x.view(x.size(0), -1).mean()
+        rows = self.net[0](x).view(x.size(0), -1).mean()
         return F.cross_entropy(self.net(x), y) + 0 * rows
 
 
 @pytest.mark.filterwarnings("ignore:memory_format was asked for and is not in force")
-def test_a_step_that_views_its_batch_trains_and_says_where(make_trainer: MakeTrainer) -> None:
+def test_a_step_that_views_an_activation_trains_and_says_where(make_trainer: MakeTrainer) -> None:
     torch.manual_seed(0)
     plain = Views(cnn())
     torch.manual_seed(0)

@@ -64,18 +64,6 @@ def test_values_in_the_file_are_those_of_a_plain_run(make_trainer: MakeTrainer) 
     torch.testing.assert_close(ours["state_dict"], plain["state_dict"], rtol=1e-4, atol=1e-5)
 
 
-def test_saving_leaves_the_run_in_its_layout(make_trainer: MakeTrainer) -> None:
-    module, strides = new(), []
-
-    def save_and_look(trainer: Any, pl_module: Any) -> None:
-        trainer.save_checkpoint("mid.ckpt")
-        strides.append(pl_module.net[3].weight.stride())
-        strides.append(trainer.optimizers[0].state[pl_module.net[3].weight]["exp_avg"].stride())
-
-    make_trainer(callbacks=[Call(on_train_epoch_end=save_and_look)], plugins=[plugin()]).fit(module, images())
-    assert strides == [(72, 1, 24, 8)] * 2
-
-
 @pytest.mark.parametrize("first", ["plain", "accelerated"])
 @pytest.mark.parametrize("second", ["plain", "accelerated"])
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(make_trainer: MakeTrainer, first: str, second: str) -> None:

@@ -62,13 +62,6 @@ def test_of_a_precision_that_the_run_has_chosen_and_gives_up_they_come_in_float3
     assert {image.dtype for stage in ("train", "test") for image, _ in module.seen[stage]} == {torch.float32}
 
 
-def test_images_come_in_the_layout_of_the_model(make_trainer: MakeTrainer) -> None:
-    module = Sees()
-    fit(make_trainer, module, given=plugin([NORMALIZE], memory_format="channels_last"))
-    # The step of the trial runs in the user's own layout.
-    assert all(image.is_contiguous(memory_format=torch.channels_last) for image, _ in module.seen["train"][1:])
-
-
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_elsewhere_only_what_is_deterministic_happens(make_trainer: MakeTrainer, stage: str) -> None:
     module, data = Sees(), loader()

@@ -14,6 +14,8 @@ from lightning_accel import AccelPlugin
 from support.lightning_models import Supervised, cnn, images, sgd
 from support.wrapping_optimizers import WRAPPING, Wrapping
 
+pytestmark = pytest.mark.numbers
+
 MakeTrainer = Callable[..., Trainer]
 
 

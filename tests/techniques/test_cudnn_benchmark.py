@@ -45,7 +45,7 @@ def in_force() -> tuple[bool, bool]:
 
 def started(setting: CudnnBenchmarkSetting = "auto", host: Host = CARD, model: nn.Module | None = None) -> Handle:
     rest = {"precision": "32-true", "flash_attention": "off", "memory_format": "off", "inplace_activations": "off"}
-    return accelerate(model or TinyCNN(), Plan(**rest, cudnn_benchmark=setting, tune="off"), host=host)
+    return accelerate(model or TinyCNN(), Plan(**rest, cudnn_benchmark=setting, verify=False), host=host)
 
 
 def seen(handle: Handle, *sizes: int) -> list[bool]:

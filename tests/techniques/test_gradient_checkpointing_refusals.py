@@ -96,7 +96,10 @@ REFUSED: dict[str, tuple[Callable[[], Chain], str]] = {
     "a dict": (lambda: Chain(Remembering, lambda b, x: b(x)), "its forward changes 'seen'"),
     "a buffer": (lambda: Chain(Averaging, lambda b, x: b(x)), "its forward changes 'mean'"),
     "its input": (lambda: Chain(Overwriting, lambda b, x: b(x)), "modified in place"),
-    "python's random": (lambda: Chain(Gambling, lambda b, x: b(x)), "(other |its forward changes 'random'|failed)"),
+    "python's random": (
+        lambda: Chain(Gambling, lambda b, x: b(x)),
+        "(random numbers|its forward changes 'random'|failed)",
+    ),
     "power iteration": (lambda: Chain(OldSpectral, lambda b, x: b(x)), "(other |changes 'linear.parametrizations)"),
     "an object of the user's": (lambda: Chain(OnGraphs, lambda b, x: b(Graph(x)).x), "takes a Graph"),
     "a dict it is given": (lambda: Chain(IntoDict, lambda b, x: b({"x": x})["x"]), "(other |failed)"),

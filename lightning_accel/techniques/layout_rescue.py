@@ -43,6 +43,8 @@ class LayoutShown(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # what is done here cannot be traced, and is not the user's
+            return func(*args, **kwargs)
         if self._show is not None and func not in _HARMLESS and any(map(is_channels_last, tensors_in((args, kwargs)))):
             show, self._show = self._show, None
             show()
@@ -80,6 +82,8 @@ class LayoutRescue(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         if func not in (*_VIEWS, *_STRIDED, *_QUESTIONS, *_MEMORY) or not _is_laid_out(args[0]):
             return self._draws.call(func, args, kwargs)
         if func in _VIEWS:

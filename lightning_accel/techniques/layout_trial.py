@@ -79,13 +79,15 @@ class LayoutTrial(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name not in _TIMED:
             return self._draws.call(func, args, kwargs)
         # Weights that wait in channels_last must not put the step into it.
         args, kwargs = map_tensors(_own_layout, (args, kwargs))
         image = next(iter(tensors_in((args, kwargs))), None)
-        if image is not None and image.dim() in self._dims and not self._failure and not torch.compiler.is_compiling():
+        if image is not None and image.dim() in self._dims and not self._failure:
             self._try(func, image, args, kwargs)
         result = func(*args, **kwargs)
         self._draws.follow(result)

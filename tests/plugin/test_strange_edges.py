@@ -260,3 +260,34 @@ class CopiesItself(Net):
 def test_a_copy_that_was_made_in_mid_run_returns_what_lies_as_in_a_plain_run() -> None:
     model = run(CopiesItself, AccelPlugin(**FLOAT32))
     assert model.copied(torch.randn(2, 3, 8, 8)).is_contiguous()
+
+
+class ReadsCompiled(Callback):
+    """Calls compiled code on a weight, between two steps."""
+
+    def __init__(self) -> None:
+        self.norm = torch.compile(torch.linalg.vector_norm, backend="eager", fullgraph=True)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        self.norm(pl_module.conv.weight)
+
+
+def test_compiled_code_in_a_hook_is_traced_as_in_a_plain_run() -> None:
+    plugin = AccelPlugin(**FLOAT32)
+    run(Net, plugin, callbacks=[ReadsCompiled()])
+    assert plugin.report.of("memory_format").is_on
+
+
+class CompiledLoss(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)["loss"] = torch.compile(F.cross_entropy, backend="eager", fullgraph=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self.head(self.features(batch[0]).mean((2, 3))), batch[1])
+
+
+def test_a_compiled_loss_costs_no_edits() -> None:
+    plugin = AccelPlugin(**FLOAT32)
+    run(CompiledLoss, plugin)
+    assert plugin.report.of("memory_format").is_on

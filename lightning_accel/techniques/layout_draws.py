@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
 
 from lightning_accel.core.snapshot import random_streams
 from lightning_accel.core.tree import tensors_in
@@ -16,6 +18,15 @@ from lightning_accel.core.users_lines import users_line
 # These draw a number for each channel, or into memory of their own, whatever their input's strides are.
 _WITHOUT_ORDER = frozenset(
     (F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.feature_dropout, F.gumbel_softmax)
+)
+
+# These draw a number for each element, in the order of memory of their first argument.
+_IN_ORDER = frozenset(
+    (
+        *("dropout", "dropout_", "alpha_dropout", "rrelu", "rrelu_", "rand_like", "randn_like", "randint_like"),
+        *("bernoulli", "bernoulli_", "normal", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_"),
+        *("cauchy_", "random_", "poisson", "binomial"),
+    )
 )
 
 
@@ -34,27 +45,49 @@ class LayoutDraws:
     Attributes:
         has_drawn: Whether anything was drawn.
         place: What drew numbers in the order of memory, and where; empty if nothing did.
+        is_mended: Whether these are, all the same, the numbers that would have been drawn.
     """
 
     def __init__(self, device: torch.device, *, foresees: bool = False) -> None:
         self.has_drawn = False
         self.place = ""
+        self.is_mended = True
         self._follows = WeakTensorKeyDictionary() if foresees else None
         self._read = [read for name, (read, _) in random_streams(device).items() if name.startswith("torch")]
         self._states = self._now()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function of torch's, and looks at what it has drawn."""
+        if self.draws_in_order(func, args):
+            self.has_drawn = True
+            return self.drawn_in_order(func, args, kwargs)
         result = func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         if self.have_moved() or isinstance(kwargs.get("generator"), torch.Generator):
             self.has_drawn = True
-            if not self.place and func not in _WITHOUT_ORDER and any(map(self._has_another_order, tensors)):
-                name = getattr(func, "__name__", str(func))
-                self.place = f"{users_line()} draws by {name}() in the order in which a tensor lies in memory"
+            if func not in _WITHOUT_ORDER and any(map(self._has_another_order, tensors)):
+                self.is_mended = False
+                self._note(func)
         if self._follows is not None and any(tensor in self._follows for tensor in tensors):
             self.follow(result)
         return result
+
+    def draws_in_order(self, func: Any, args: Any) -> bool:
+        """Whether a function is about to draw for a tensor that lies in another order."""
+        if self._follows is not None or getattr(func, "__name__", "") not in _IN_ORDER:
+            return False
+        return bool(args) and isinstance(args[0], Tensor) and self._has_another_order(args[0])
+
+    def drawn_in_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Has it draw for the tensor as it would lie, so that every element gets the number that is its own."""
+        self._note(func)
+        result = func(args[0].contiguous(), *args[1:], **kwargs)
+        self._states = self._now()
+        return args[0].copy_(result) if func.__name__.endswith("_") else result
+
+    def _note(self, func: Any) -> None:
+        name = getattr(func, "__name__", str(func))
+        self.place = self.place or f"{users_line()} draws by {name}() in the order in which a tensor lies in memory"
 
     def follow(self, result: Any) -> None:
         """Notes what a convolution has made."""
@@ -75,3 +108,21 @@ class LayoutDraws:
         if self._follows is not None:
             return dims > 2 and (tensor in self._follows or isinstance(tensor, nn.Parameter))
         return dims > 1 and tensor.layout == torch.strided and not tensor.is_contiguous()
+
+
+class LayoutDrawsInOrder(TorchFunctionMode):
+    """Has numbers drawn for tensors as they would lie, in every step of a model that draws: light, for no step to feel.
+
+    Args:
+        draws: Does so.
+    """
+
+    def __init__(self, draws: LayoutDraws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._draws.draws_in_order(func, args):
+            return self._draws.drawn_in_order(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

@@ -20,7 +20,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import Self, override
 
 from lightning_accel.core.checks import SettingError, check_choice
-from lightning_accel.core.compiled import eager_where_compiled, is_inside_compiled
+from lightning_accel.core.compiled import eager_where_compiled, is_compiled, is_inside_compiled
 from lightning_accel.core.device import device_of
 from lightning_accel.core.held import held_tensors
 from lightning_accel.core.host import Host
@@ -35,7 +35,7 @@ from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.tree import storage_of
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
-from lightning_accel.techniques.layout_draws import LayoutDraws
+from lightning_accel.techniques.layout_draws import LayoutDraws, LayoutDrawsInOrder
 from lightning_accel.techniques.layout_rescue import LayoutRescue, LayoutShown
 from lightning_accel.techniques.layout_trial import BREAKS_THE_HEAP, LayoutTrial, breaks_the_heap
 from lightning_accel.techniques.notes import Verdict, Verdicts
@@ -215,7 +215,7 @@ class MemoryFormat(Technique):
             weight.lays_input = self._is_decided
         if stage not in self._rescued_stages:
             return self._rescued(stage)
-        return self._silent(stage) if stage in self._silent_stages else nullcontext()
+        return self._silent(stage) if stage in self._silent_stages else self._drawing()
 
     @contextmanager
     def _rescued(self, stage: str) -> Iterator[None]:
@@ -226,7 +226,7 @@ class MemoryFormat(Technique):
             self._rescued_stages.add(stage)
             if not draws.has_drawn:
                 self._silent_stages.add(stage)
-        if draws.place:
+        if not draws.is_mended:
             self.notes.spoilt = draws.place
         if draws.place or rescue.place:
             self._object(draws.place or rescue.place)
@@ -240,6 +240,16 @@ class MemoryFormat(Technique):
             self._silent_stages.discard(stage)
             self.notes.spoilt = "a step draws random numbers, perhaps in the order of memory, and none did before"
             self._object(self.notes.spoilt)
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Around a step of a stage that draws, though not, in its first step, for what lies otherwise."""
+        draws = LayoutDraws(device_of(self._model))
+        is_traced = any(map(is_compiled, self._model.modules()))  # what is compiled would be compiled anew for the mode
+        with nullcontext() if is_traced else LayoutDrawsInOrder(draws):
+            yield
+        if draws.place:
+            self._object(draws.place)
 
     def shown(self) -> AbstractContextManager[Any]:
         """Around code of the user's between two steps, which sees weights, gradients and states as they are plain."""

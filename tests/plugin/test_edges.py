@@ -212,7 +212,15 @@ class DropsLate(Net):
         return F.dropout(features, 0.2, self.training) if len(self.losses) >= 5 else features
 
 
-@pytest.mark.parametrize("kind", [DrawsForImages, DrawsForTheBatch, DropsPixels, DropsLate])
+class DropsLateBesideOthers(DropsLate):
+    """The same, where every step draws something."""
+
+    def features(self, x: Tensor) -> Tensor:
+        torch.rand(1)
+        return super().features(x)
+
+
+@pytest.mark.parametrize("kind", [DrawsForImages, DrawsForTheBatch, DropsPixels, DropsLate, DropsLateBesideOthers])
 def test_random_streams_are_those_of_a_plain_run(kind: type[Net]) -> None:
     settings: dict[str, Any] = {"precision": "32-true", "log": False}
     plain = run(kind, None)

@@ -43,6 +43,7 @@ class Attempt:
         self._is_kept = True
         self._state = state
         # What Lightning does not see: optimizers that are stepped, and losses that go backward, by the module itself.
+        self._parameters = trainable(module) if state is None else state.parameters
         self._trained = self._versions()
         self._whole = trained_before(module) if state is None else None
         self._given_versions: list[tuple[Tensor, int]] = []
@@ -51,7 +52,7 @@ class Attempt:
         self._restores: list[Restore] = [functools.partial(write, read()) for read, write in streams]
         self._restores += _logged(module)
         # An optimizer that is toggled has others' parameters wait; a repetition would take that for their own state.
-        self._restores.append(functools.partial(_have_required, [(p, p.requires_grad) for p in module.parameters()]))
+        self._restores.append(functools.partial(_have_required, [(p, p.requires_grad) for p in self._parameters]))
         if state is None:
             self._restores += [Snapshot(module).restore, *_contents(given)]
         else:
@@ -78,8 +79,7 @@ class Attempt:
         return self._is_kept and not (reads_its_loader or has_trained or has_written)
 
     def _versions(self) -> list[tuple[int, ...]]:
-        parameters = trainable(self._module) if self._state is None else self._state.parameters
-        return versions(parameters, gradients=not self._module.automatic_optimization)
+        return versions(self._parameters, gradients=not self._module.automatic_optimization)
 
     def take_back(self) -> None:
         with torch.no_grad():

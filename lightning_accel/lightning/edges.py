@@ -84,7 +84,8 @@ class Edges:
     ) -> None:
         self._module, self._engine, self._precision = module, engine, precision
         self._can_repeat, self._withdraw = can_repeat, withdraw
-        self._memory_format = engine.technique(MemoryFormat)
+        laid_out = engine.technique(MemoryFormat)
+        self._memory_format = laid_out if laid_out is not None and laid_out.has_weights else None
         self._steps: Counter[str] = Counter()  # of each kind that were in another form
         self._mended: set[str] = set()  # kinds of steps of evaluation after each of which is looked
         self._looked_at: _Form | None = None  # in which the step under way was, if it was looked at
@@ -100,8 +101,7 @@ class Edges:
         for name in STEPS:
             as_plain = functools.partial(self._as_plain, name)
             yield MethodPatch(f"{name}, as plain", "hands on what it would plain", strategy, name, as_plain)
-        hooks = users_hooks(self._module.trainer, self._module)
-        if self._memory_format is not None and self._memory_format.has_weights and hooks:
+        if self._memory_format is not None and (hooks := users_hooks(self._module.trainer, self._module)):
             yield ActionPatch(self._module.trainer, hooks, self._hook_begins, self._hook_ends)
 
     def _hook_begins(self) -> None:
@@ -111,6 +111,11 @@ class Edges:
 
     def _hook_ends(self) -> None:
         self._shown.pop().__exit__(None, None, None)
+
+    @property
+    def watches_backward(self) -> bool:
+        """Whether there is something to look for around the backward pass that comes."""
+        return self._looked_at is not None or self._memory_format is not None
 
     @contextmanager
     def backward(self) -> Iterator[None]:

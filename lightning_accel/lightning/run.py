@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -229,7 +228,10 @@ class Run:
         """
         if self._split is not None:
             run = self._split.after_earlier_parts(run)
-        with nullcontext() if self._edges is None else self._edges.backward():
+        if self._edges is None or not self._edges.watches_backward:
+            self._go_backward(run, loss)
+            return
+        with self._edges.backward():
             self._go_backward(run, loss)
 
     def _go_backward(self, run: Callable[[Tensor], None], loss: Tensor) -> None:

@@ -76,6 +76,7 @@ class Engine:
         self._techniques = [technique for technique in techniques if self._is_available(technique)]
         self._available = tuple(self._techniques)
         self._at_work: list[Technique] = []  # those that a step has to do with
+        self._preparing: list[Technique] = []  # of these, those that a batch has
         self._has_edits = False
         self._resting: set[str] = set()  # whose arms are off
         self._trial_step: int | None = 0 if self._techniques else None
@@ -122,10 +123,10 @@ class Engine:
             stage: As in :meth:`step`; None: that of the step that is under way, else ``"train"`` or ``"validate"`` as
                 the model's own mode has it.
         """
-        if not self._at_work:
+        if not self._preparing:
             return batch
         stage = stage or self._stage or ("train" if self.model.training else "validate")
-        for technique in self._at_work:
+        for technique in self._preparing:
             batch = self._ask(technique, "take a batch", technique.batch, batch, stage, otherwise=batch)
         return batch
 
@@ -180,7 +181,7 @@ class Engine:
         for technique in reversed(self._open):
             self._edits.undo(technique)
             self._ask(technique, "close", technique.close, otherwise=None)
-        self._techniques, self._at_work, self._open = [], [], []
+        self._techniques, self._at_work, self._preparing, self._open = [], [], [], []
         self._has_edits = False
         self._trial_step = None
 
@@ -474,6 +475,7 @@ class Engine:
     def _find_at_work(self) -> None:
         awake = [t for t in self._techniques if t.name not in self._resting]
         self._at_work = [t for t in awake if t.acts_without_sites or t.watches_on or self._edits.has(t)]
+        self._preparing = [t for t in self._at_work if type(t).batch is not Technique.batch]
         self._has_edits = any(
             t.alters_steps and (t.acts_without_sites or t.watches_on or self._edits.on_model[t.name]) for t in awake
         )

@@ -78,7 +78,7 @@ class Attempt:
         has_written |= self._state is not None and self._state.is_written_unseen
         return self._is_kept and not (reads_its_loader or has_trained or has_written)
 
-    def _versions(self) -> list[tuple[int, ...]]:
+    def _versions(self) -> list[Any]:
         return versions(self._parameters, gradients=not self._module.automatic_optimization)
 
     def take_back(self) -> None:

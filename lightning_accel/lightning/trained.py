@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_accel.core.torch_private.tensors import version_of
+from lightning_accel.core.torch_private.tensors import version_of, versions_of
 
 MOST_BYTES = 1 << 28
 """Of parameters, of which three copies may be made: a step on trial must not be what exhausts the memory."""
@@ -67,11 +67,10 @@ def trained_before(module: LightningModule) -> Trained | None:
         return None
 
 
-def versions(parameters: Iterable[nn.Parameter], *, gradients: bool) -> list[tuple[int, ...]]:
+def versions(parameters: Sequence[nn.Parameter], *, gradients: bool) -> list[Any]:
     """What differs once a parameter was written to or, with ``gradients``, got another gradient."""
-    if not gradients:
-        return [(version_of(p),) for p in parameters]
-    return [(version_of(p), *_version_of_gradient(p)) for p in parameters]
+    found: list[Any] = versions_of(parameters)
+    return found + [_version_of_gradient(p) for p in parameters] if gradients else found
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:

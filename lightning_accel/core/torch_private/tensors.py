@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 import torch
@@ -28,6 +28,11 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 Autograd compares it for what it saves, and so must whoever saves in its stead. Without it nothing is offloaded.
 """
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """The same of several, for every step to ask: without a call for each."""
+    return [tensor._version for tensor in tensors]
 
 
 def set_version(tensor: Tensor, version: int) -> None:

@@ -118,7 +118,7 @@ def _weights(actual: Run, expected: Run, noise: Run, formats: Sequence[Run]) -> 
         mine = actual.state.get(name)
         if not _is_like(mine, theirs):
             continue
-        scale = max(1.0, float(theirs.abs().double().nan_to_num().max())) if theirs.numel() else 1.0
+        scale = max(1.0, float(_wide(theirs).abs().nan_to_num().max())) if theirs.numel() else 1.0
         allowed = NOISE_FACTOR * _moved(name, theirs, [noise]) + ROUNDING * scale
         if formats:
             allowed += FORMAT_FACTOR * _moved(name, theirs, formats) + FORMAT_ROUNDING * scale
@@ -139,10 +139,14 @@ def _is_like(mine: Any, theirs: Any) -> bool:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    one, other = (t.to(torch.complex128) if t.is_complex() else t.double() for t in (one, other))
+    one, other = _wide(one), _wide(other)
     are_same = (one == other) | (one.isnan() & other.isnan())
     apart = torch.where(are_same, 0.0, (one - other).abs())
     return float(apart.max()) if one.numel() else 0.0
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _first(what: str, mine: list[Any], theirs: list[Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from strangers.cases import CASES, differs
 from strangers.differences import differences
@@ -127,6 +128,14 @@ def test_a_number_drawn_more_is_noticed() -> None:
         "the numpy stream, from step 3",
         "streams at the end: ['numpy']",
     ]
+
+
+def test_a_flag_among_the_weights_is_compared() -> None:
+    training = TRAININGS["mixup"]
+    legs = ((PLAIN, training.epochs),)
+    expected, other = run(training, legs), run(training, legs)
+    expected.state["started"], other.state["started"] = torch.tensor(True), torch.tensor(False)
+    assert differences(training, other, expected, expected) == ["weight started: off by 1 (allowed 6.1e-05)"]
 
 
 def test_a_training_goes_on_from_its_own_checkpoint() -> None:

@@ -44,6 +44,7 @@ class Attempt:
         self._state = state
         # What Lightning does not see: optimizers that are stepped, and losses that go backward, by the module itself.
         self._parameters = trainable(module) if state is None else state.parameters
+        self._is_automatic = module.automatic_optimization
         self._trained = self._versions()
         self._whole = trained_before(module) if state is None else None
         self._given_versions: list[tuple[Tensor, int]] = []
@@ -51,8 +52,10 @@ class Attempt:
         streams = random_streams(module.device).values()
         self._restores: list[Restore] = [functools.partial(write, read()) for read, write in streams]
         self._restores += _logged(module)
-        # An optimizer that is toggled has others' parameters wait; a repetition would take that for their own state.
-        self._restores.append(functools.partial(_have_required, [(p, p.requires_grad) for p in self._parameters]))
+        if not self._is_automatic or state is None:
+            # Toggling an optimizer has others' parameters wait; a repetition would take that for their own state.
+            required = [(p, p.requires_grad) for p in self._parameters]
+            self._restores.append(functools.partial(_have_required, required))
         if state is None:
             self._restores += [Snapshot(module).restore, *_contents(given)]
         else:
@@ -79,7 +82,7 @@ class Attempt:
         return self._is_kept and not (reads_its_loader or has_trained or has_written)
 
     def _versions(self) -> list[Any]:
-        return versions(self._parameters, gradients=not self._module.automatic_optimization)
+        return versions(self._parameters, gradients=not self._is_automatic)
 
     def take_back(self) -> None:
         with torch.no_grad():

@@ -253,9 +253,7 @@ class Run:
             self._stepping = optimizer
             self.engine.meet([optimizer])  # it may be one that was made in mid-run
         try:
-            if self.net is None or not self._module.automatic_optimization:
-                return run()
-            return self.net.optimizer_step(run)
+            return run() if self.net is None else self.net.optimizer_step(run)
         except Exception as error:
             self.memory.end(error, OPTIMIZER)
             raise

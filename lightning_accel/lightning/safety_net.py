@@ -290,7 +290,7 @@ class SafetyNet:
             if name not in certain and not self._is_in_force(name):
                 continue
             self._take_back(attempt, error)
-            self._withdraw(name, remark)
+            self._withdraw(name, str(error) if isinstance(error, EditError) else remark)
             try:
                 outputs = run(step)
             except Exception as again:

@@ -165,7 +165,7 @@ def test_what_one_technique_cannot_do_is_done_without_it_and_the_others_stay(
     plugin = AccelPlugin(precision="32-true", optimizer="off")
     make_trainer(plugins=[plugin], max_epochs=2).fit(model, data)
     make_trainer(max_epochs=2).fit(twin, data)
-    assert "taken back: a step raised EditError" in plugin.report.of("loss").status
+    assert "taken back: grad was called" in plugin.report.of("loss").status
     assert plugin.report.applied("inplace_activations") == ["body.1"]
     torch.testing.assert_close(model.state_dict(), twin.state_dict())
 

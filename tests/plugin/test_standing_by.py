@@ -93,10 +93,10 @@ def test_a_step_that_is_not_about_to_run_out_of_memory_is_looked_at_and_has_no_n
 
 
 @pytest.mark.parametrize("net", [linear, with_sites])
-def test_the_defaults_cost_a_step_a_tenth_of_lightnings_own(
+def test_the_defaults_cost_a_step_an_eighth_of_lightnings_own(
     make_trainer: Callable[..., Any], net: Callable[[], nn.Module]
 ) -> None:
-    assert added_calls(make_trainer, net, plugins=[AccelPlugin(precision="32-true")]) < 200
+    assert added_calls(make_trainer, net, plugins=[AccelPlugin(precision="32-true")]) < 225
 
 
 def test_the_logger_costs_little_more_than_its_two_hooks(make_trainer: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_accel.core.snapshot import Snapshot
 from lightning_accel.core.torch_private.modules import hooks_of
+from lightning_accel.core.users_lines import is_users
 
 MOST = 20_000
 """Values that are looked at: to go through more takes longer than a step."""
@@ -26,7 +28,7 @@ _ATOMS = frozenset((str, bytes, int, float, bool, complex, type(None), type, typ
 def held_tensors(*roots: tuple[str, Any], most: int = MOST) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that can be reached from ``roots``, each once, with the way to it: ``self.pool.images[3]``.
 
-    The way leads through attributes, containers, hooks, closures, and the global variables of the classes' own code.
+    The way leads through attributes, containers, hooks, closures, and global variables of code that the user has written.
 
     Args:
         roots: Names and objects.
@@ -85,7 +87,7 @@ def _parts(name: str, value: Any, most: int) -> Iterator[tuple[str, Any]]:
 
 def _code(kind: type) -> Iterator[tuple[str, Any]]:
     """What the methods of a class of the user's lead to: variables around them, and global ones."""
-    if not _is_users(kind):
+    if not _is_written_by_the_user(kind.__module__):
         return
     for attribute, part in list(vars(kind).items()):
         if isinstance(part, types.FunctionType):
@@ -102,6 +104,8 @@ def _closure(name: str, function: types.FunctionType) -> Iterator[tuple[str, Any
             yield f"{variable} of {name}", cell.cell_contents
         except ValueError:  # a name that is bound later
             continue
+    if not _is_written_by_the_user(function.__module__):  # those of libraries lead to all that is imported
+        return
     for variable in function.__code__.co_names:
         if variable in function.__globals__:
             yield variable, function.__globals__[variable]
@@ -112,6 +116,11 @@ def slots_of(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _is_written_by_the_user(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module == "__main__" or (file is not None and is_users(file))
 
 
 def _is_users(kind: type) -> bool:

@@ -28,7 +28,7 @@ _ATOMS = frozenset((str, bytes, int, float, bool, complex, type(None), type, typ
 def held_tensors(*roots: tuple[str, Any], most: int = MOST) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that can be reached from ``roots``, each once, with the way to it: ``self.pool.images[3]``.
 
-    The way leads through attributes, containers, hooks, closures, and global variables of code that the user has written.
+    The way leads through attributes, containers, hooks, closures, and global variables of code that the user wrote.
 
     Args:
         roots: Names and objects.

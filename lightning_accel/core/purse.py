@@ -1,0 +1,99 @@
+"""The purse: what a run may pay for everything that is not the user's own step, in seconds, and what it has paid."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from lightning_accel.core.clocks import perf_counter
+
+SHARE = 0.02
+"""Of what the run is expected to take."""
+
+FIRST_SHARE, FIRST_STEPS = 0.05, 100
+"""Of its first steps. Later, too, no more than this share of the steps so far: a run may end before it is expected to."""
+
+BEFORE_FIRST_STEP_S = 0.1
+"""While nobody knows what a step takes."""
+
+_LOOKED_AT = 15  # plain steps whose median is what a step takes; the latest
+
+
+class Purse:
+    """The money of one run. Whoever wants to do what is not the user's own step asks :meth:`can_pay`, and pays.
+
+    Args:
+        clock: Gives seconds.
+
+    Attributes:
+        steps: How many steps the run will have in all, about; infinite where it does not end by itself.
+        done: How many of them are over.
+        spent_s: What was paid for → seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self.steps = math.inf
+        self.done = 0
+        self.spent_s: defaultdict[str, float] = defaultdict(float)
+        self._clock = clock
+        self._plain_s: list[float] = []
+        self._payer: list[float] = []  # what those who pay within another's payment have paid, one for each of these
+
+    @property
+    def step_s(self) -> float | None:
+        """What a step takes as the user wrote it; None while none is over."""
+        return statistics.median(self._plain_s) if self._plain_s else None
+
+    @property
+    def left_s(self) -> float:
+        """What there is left to spend now."""
+        spent = sum(self.spent_s.values())
+        step_s = self.step_s
+        if step_s is None:
+            return BEFORE_FIRST_STEP_S - spent
+        # A run without an end is expected to go on for as long as it has been going.
+        steps = self.steps if math.isfinite(self.steps) else 2 * max(self.done, FIRST_STEPS)
+        first = FIRST_SHARE * min(max(self.done, FIRST_STEPS), steps)
+        return min(SHARE * steps, first) * step_s - spent
+
+    @property
+    def total_s(self) -> float:
+        """What there will have been to spend when the run ends; 0.0 while no step is over."""
+        steps = self.steps if math.isfinite(self.steps) else 2 * max(self.done, FIRST_STEPS)
+        return SHARE * steps * (self.step_s or 0.0)
+
+    def can_pay(self, seconds: float) -> bool:
+        """Whether there is as much."""
+        return seconds <= self.left_s
+
+    def step_took(self, seconds: float) -> None:
+        """Takes up what a step took that ran as the user wrote it."""
+        self._plain_s.append(seconds)
+        del self._plain_s[:-_LOOKED_AT]
+
+    def pay(self, what: str, seconds: float) -> None:
+        """Takes out what something has cost."""
+        self.spent_s[what] += seconds
+
+    @contextmanager
+    def paying(self, what: str) -> Iterator[None]:
+        """Pays for what is done inside. What is paid for within that, by others, is theirs."""
+        self._payer.append(0.0)
+        began = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - began
+            others = self._payer.pop()
+            self.pay(what, max(0.0, seconds - others))
+            if self._payer:
+                self._payer[-1] += seconds
+
+    def line(self) -> str:
+        """What was spent on what, for the report."""
+        spent = sorted(self.spent_s.items(), key=lambda item: -item[1])
+        words = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in spent if seconds >= 5e-4)
+        return f"{sum(self.spent_s.values()):.3g} s" + (f": {words}" if words else "")

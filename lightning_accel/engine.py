@@ -17,6 +17,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.optimizers import are_all, living_optimizers
 from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.purse import Purse
 from lightning_accel.core.report import AccelError, Report, TechniqueReport, difference
 from lightning_accel.core.trial import one_line
 from lightning_accel.edits import Edits
@@ -42,6 +43,8 @@ class Engine:
         gather: Maps a value of this process to those of all, in the order of their ranks; None with one process.
         is_sharded: Whether the model's parameters are, or will be, sharded over processes.
         decisions: Verdicts of an earlier run that hold without another trial.
+        purse: What the run may pay for trials; None: whatever they take.
+        begins: Whether the techniques go to work at once; else when :meth:`begin` is called.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class Engine:
         gather: Callable[[Any], list[Any]] | None = None,
         is_sharded: bool = False,
         decisions: Mapping[str, Verdicts] | None = None,
+        purse: Purse | None = None,
+        begins: bool = True,
     ) -> None:
         self.model = model
         self.host = host
@@ -65,7 +70,7 @@ class Engine:
         self._gather = gather or (lambda value: [value])
         self._is_sharded = is_sharded
         for technique in techniques:
-            technique.agree = agree
+            technique.agree, technique.purse = agree, purse
         self._stage: str | None = None  # of the step under way
         self._optimizers: list[Optimizer] = []  # that the techniques know
         self._told: list[Optimizer] = []  # and those of them that were not found
@@ -79,21 +84,56 @@ class Engine:
         self._preparing: list[Technique] = []  # of these, those that a batch has
         self._has_edits = False
         self._resting: set[str] = set()  # whose arms are off
-        self._trial_step: int | None = 0 if self._techniques else None
+        self._trial_step: int | None = None
         self._open = list(self._techniques)  # those that are not closed, among them such as stand aside
         self._owes_verdicts = False
-        try:
+        with self._undone_where_it_raises():
             for technique in self._techniques:
                 self._claim(technique)
+        if begins:
+            self.begin()
+
+    @property
+    def trial_steps(self) -> dict[str, float]:
+        """What the trials to come will take, in steps of the run, about: by technique, those without one left out."""
+        return {
+            one.name: one.trial_steps
+            for one in self._techniques
+            if one.trial_steps and one.name not in self.decisions and len(self._edits.on_model[one.name])
+        }
+
+    def begin(self, left_out: Mapping[str, str] | None = None) -> None:
+        """Has the techniques go to work: those that are not tried from now on, the others with the next step.
+
+        Args:
+            left_out: Techniques that do not, and why.
+        """
+        for name, reason in (left_out or {}).items():
+            self._leave_out(name, reason)
+        self._trial_step = 0 if self._techniques else None
+        with self._undone_where_it_raises():
             for technique in list(self._techniques):
                 if technique.applied_before_trial:
                     self._apply_early(technique)
-        except BaseException:
-            self.undo()
-            raise
         self._stay_together({name: {patch.site for patch in patches} for name, patches in self._edits.on_model.items()})
         self._find_at_work()
         self.carry_out(self.decisions)
+
+    @contextmanager
+    def _undone_where_it_raises(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        for technique in [one for one in self._techniques if one.name == name]:
+            for patch in list(self._edits.on_model[name]):
+                self._edits.refuse(technique, patch.site, reason)
+            self._techniques.remove(technique)
+            record = self.report.of(name)
+            record.is_on, record.status = False, reason
 
     def step(self, stage: str = "train", *, may_try: bool | None = None) -> AbstractContextManager[None]:
         """Enter it around forward and loss of every step.

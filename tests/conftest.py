@@ -110,6 +110,18 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture(autouse=True)
+def _money_is_no_object(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has plans work from the first step on, as if the run could pay for every trial.
+
+    Tests train small models for a few steps, which a run of a user's would leave as they are. Those of the plain
+    beginning itself are marked ``purse``.
+    """
+    plugin = sys.modules.get("lightning_accel.lightning.plugin")
+    if plugin is not None and request.node.get_closest_marker("purse") is None:
+        monkeypatch.setattr(plugin, "begins_plain", lambda *_: False)
+
+
+@pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)
     if "numpy" in sys.modules:

@@ -31,12 +31,14 @@ class Purse:
     Attributes:
         steps: How many steps the run will have in all, about; infinite where it does not end by itself.
         done: How many of them are over.
+        steps_a_turn: How many of them there are from one step of the optimizer to the next.
         spent_s: What was paid for → seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self.steps = math.inf
         self.done = 0
+        self.steps_a_turn = 1
         self.spent_s: defaultdict[str, float] = defaultdict(float)
         self._clock = clock
         self._plain_s: list[float] = []
@@ -46,6 +48,11 @@ class Purse:
     def step_s(self) -> float | None:
         """What a step takes as the user wrote it; None while none is over."""
         return statistics.median(self._plain_s) if self._plain_s else None
+
+    @property
+    def turn_s(self) -> float | None:
+        """The same from one step of the optimizer to the next."""
+        return None if self.step_s is None else self.step_s * self.steps_a_turn
 
     @property
     def left_s(self) -> float:

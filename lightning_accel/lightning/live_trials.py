@@ -15,8 +15,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.core.out_of_memory import is_out_of_memory
+from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.engine import Engine
@@ -29,7 +31,7 @@ from lightning_accel.tuning.questions import MIN_TURNS
 from lightning_accel.tuning.remembered import DamagedError, Key
 from lightning_accel.tuning.settled import Tuning
 from lightning_accel.tuning.trials import LiveTrials
-from lightning_accel.tuning.verdicts import Program
+from lightning_accel.tuning.verdicts import Known, Program
 
 _LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
 _TRIAL_BATCHES = 2  # on which the parts are tried
@@ -152,8 +154,10 @@ class LiveTuning:
         own_arms: Gives those that no technique of the engine has.
         resumed: What holds by the checkpoint that the run goes on from.
         loggers: Those to be told.
-        switched: Called where a turn is to run otherwise than the one before.
+        switched: Called where a turn is to run otherwise than the one before; told whether it is to run plain.
         settings: The plan, in words.
+        purse: What the run may pay for trials; None: what its length allows.
+        program: That is trained, and whose verdicts hold already; None: it is found out with the first batch.
 
     Attributes:
         turns: What has to be told of batches and interruptions.
@@ -167,23 +171,31 @@ class LiveTuning:
         own_arms: Callable[[], Sequence[Arm]],
         resumed: Tuning | None,
         loggers: Callable[[], Sequence[SpeedMemoryLogger]],
-        switched: Callable[[], Any],
+        switched: Callable[[bool], Any],
         settings: str = "",
+        purse: Purse | None = None,
+        program: Program | None = None,
     ) -> None:
         self._trainer, self._engine, self._loggers, self._settings = trainer, engine, loggers, settings
         self._own_arms, self.resumed, self._switched = own_arms, resumed, switched
+        self._purse, self._program = purse, program
         self._told: Choices | None = None  # what the console has heard that it holds
         self._searches = Searches(trainer)
         self._key: Key | None = None
         self._known: Tuning | None = None
-        self._program: Program | None = None
-        self._has_met = False  # its first batch
+        self._has_met = program is not None  # its first batch
         self._seen = 0  # batches to train on
         self._quiet_batches = 0
         self._arms: list[Arm] = []
-        self._is_too_short = False
+        self._is_too_short = self._is_nothing = False
         self._batches = itertools.count(1)  # since that was found
         self.turns = Turns(trainer, self._trials)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the rest of the run is the user's own, as nothing was faster or there is nothing to try."""
+        trials = self.turns.trials
+        return self._is_nothing if trials is None else trials.is_over
 
     @property
     def tuning(self) -> Tuning | None:
@@ -241,7 +253,7 @@ class LiveTuning:
             is_none = torch.are_deterministic_algorithms_enabled() or self._engine.is_trying
             self._arms = self._had_by_all([] if is_none else [*self._own_arms(), *self._engine.arms()])
             self._key = Key.of(trainer.lightning_module, batch, self._engine.host.described, self._arms)
-            self._known = self.resumed or (self._recalled(self._key) if self._arms else None)
+            self._known = self.resumed or self._known or (self._recalled(self._key) if self._arms else None)
             possible = {(arm.name, choice) for arm in self._arms for choice in arm.choices}
             if self._known is not None and self._known.choices.items() - possible:
                 self._known = None  # by another machine, or with other settings
@@ -254,6 +266,7 @@ class LiveTuning:
             known = None
         if not self._arms or (known is None and turns < MIN_TURNS):
             self._is_too_short = True  # which changes where fewer batches are accumulated later
+            self._is_nothing = self._purse is not None
             return None
         if known is not None:
             self._record(known)
@@ -266,6 +279,7 @@ class LiveTuning:
             gather=gather if trainer.world_size > 1 else None,
             known=known,
             is_trusted=known is not None and known is self.resumed,
+            purse=self._purse,
         )
 
     def _had_by_all(self, arms: list[Arm]) -> list[Arm]:
@@ -282,13 +296,18 @@ class LiveTuning:
             return
         if torch.are_deterministic_algorithms_enabled():  # in force from the first step on, an edit rounds otherwise
             return
-        settings = f"{self._settings}, {trainer.world_size} ranks, {trainer.precision}, {type(trainer.strategy)}"
-        self._program = Program.of(trainer.lightning_module, batch, self._engine.host.described, settings)
+        self._program = program_of(trainer, batch, self._engine.host, self._settings)
         known = None
         if trainer.is_global_zero and self._program is not None:
             known = verdicts.recall(self._program)
         known = trainer.strategy.broadcast(known)
-        if known is not None and known.decisions:
+        if known is not None:
+            self.recall(known)
+
+    def recall(self, known: Known) -> None:
+        """Has what an earlier run of this very program has found out hold."""
+        self._known = known.tuning
+        if known.decisions:
             self._engine.carry_out(known.decisions)
             self._engine.report.note(
                 f"{', '.join(known.decisions)}: as tried by a run of this very program on {known.written:%Y-%m-%d};"
@@ -299,12 +318,12 @@ class LiveTuning:
         if self._program is None or not self._trainer.is_global_zero:
             return
         try:
-            verdicts.remember(self._program, self._engine.decisions)
+            verdicts.remember(self._program, self._engine.decisions, self.settled)
         except OSError as error:
             self._engine.report.note(f"what the trials found could not be remembered: {error}")
 
     def _put(self, choices: Choices) -> None:
-        self._switched()
+        self._switched(not choices)
         _rest(self._engine, self._arms, choices)
 
     def _recalled(self, key: Key) -> Tuning | None:
@@ -351,6 +370,12 @@ class LiveTuning:
                 remembered.remember(self._key, tuning)
             except OSError as error:
                 self._engine.report.note(f"what was settled could not be remembered: {error}")
+
+
+def program_of(trainer: Trainer, batch: Any, host: Host, settings: str) -> Program | None:
+    """The program that is about to train on ``batch``, with a plan in words; None where it cannot be told apart."""
+    settings = f"{settings}, {trainer.world_size} ranks, {type(trainer.strategy)}"
+    return Program.of(trainer.lightning_module, batch, host.described, settings)
 
 
 def have(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:

@@ -5,30 +5,39 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, speed_memory_loggers
 from lightning_accel.core.host import Host
+from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import check_devices
+from lightning_accel.core.report import Report
+from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
+from lightning_accel.lightning.beginning import Beginning, asks_by_name, begins_plain
 from lightning_accel.lightning.kept import Kept
 from lightning_accel.lightning.planned import Planned, Reports
-from lightning_accel.lightning.run import Run
+from lightning_accel.lightning.run import Run, may_lack_memory
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import check_optimizer, resolve_precision
+from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.verdicts import Program
 
 XLA_MEND = ". For XLA devices there is lightning_accel.AccelXLAPlugin: Trainer(plugins=[AccelXLAPlugin()])"
 
@@ -54,7 +63,11 @@ class AccelPlugin(Planned, AutocastingPrecision):
         precision = self.plan.precision
         at_first: ResolvedPrecision = "32-true" if precision == "auto" else precision
         AutocastingPrecision.__init__(self, at_first, is_chosen=precision == "auto")
+        self.purse = Purse()
+        self._asks_by_name = asks_by_name(self.plan)
         self._run: Run | None = None
+        self._beginning: Beginning | None = None
+        self._added_logger: AddedLogger | None = None
         self._kept = Kept()
         self._reports = Reports()
         self._memory_schedule: MemorySchedule | None = None
@@ -91,39 +104,112 @@ class AccelPlugin(Planned, AutocastingPrecision):
         self.device = host.device_type
         if self.plan.precision == "auto" and (own := _own_format(module)):
             precision, reason = "32-true", f"the model has {own} of its own"
-        self._set_precision(cast(ResolvedPrecision, precision))
         self._kept.be_of(module)
-        self._run = Run(module, host, self.plan, self, self._kept)
-        if self._run.is_fitting:
+        self.purse = Purse()
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
             self._memory_schedule = None
-        report = self._run.engine.report
-        self._reports.begin(report, is_fitting=self._run.is_fitting)
+            self._added_logger = AddedLogger.where_wanted(self.plan, trainer, module)
+        is_plain = not self._asks_by_name and begins_plain(self.plan, module, host, precision)
+        make_run = functools.partial(self._make_run, module, host, self.purse if is_plain else None)
+        start = functools.partial(self._start, cast(ResolvedPrecision, precision), reason)
+        if not is_plain or (not is_fitting and self._has_proven()):
+            start(make_run())
+            return module
+        self._set_precision("32-true" if self.plan.precision == "auto" else cast(ResolvedPrecision, precision))
+        self._reports.begin(_plain_report(host, self.plan, self.precision), is_fitting=is_fitting)
+        if not is_fitting:
+            self._stay_plain("no fit has shown that it is faster")
+            return module
+        self._beginning = Beginning(
+            module, host, self.plan, self._kept, self.purse, make_run, start, self._stay_plain
+        )
+        if may_lack_memory(trainer.strategy.root_device):
+            self._run = make_run()
+            self._run.guard()
+            self._beginning.begin_with(self._run)
+        return module
+
+    def _has_proven(self) -> bool:
+        """Whether a fit, or what it has left in a checkpoint, has settled what evaluations are to do as well."""
+        return bool(self._kept.tuning or self._kept.decisions)
+
+    def _make_run(self, module: LightningModule, host: Host, purse: Purse | None) -> Run:
+        loggers = functools.partial(self._loggers, module.trainer)
+        return Run(module, host, self.plan, self, self._kept, purse, loggers)
+
+    def _start(
+        self,
+        precision: ResolvedPrecision,
+        reason: str,
+        run: Run,
+        left_out: Mapping[str, str] | None = None,
+        program: Program | None = None,
+    ) -> None:
+        """Puts the plan to work: when the run starts, or between two steps of a fit that began plain."""
+        self._run = run
+        self._set_precision(precision)
+        report = run.engine.report
+        self._reports.begin(report, is_fitting=run.is_fitting)
         record = report.of("precision")
         record.is_on, record.status = precision != "32-true", f"{precision}: {reason}"
-        self._run.start()
-        return module
+        run.start(left_out, program)
+        if self._beginning is not None:
+            self._meet(run.trainer.optimizers)
+
+    def _meet(self, optimizers: Sequence[Optimizer]) -> None:
+        assert self._run is not None
+        for optimizer in optimizers:
+            if isinstance(optimizer, LBFGS):
+                self.give_up(self._run.engine.report, "LBFGS compares the gradients of one step with those of others")
+            check_optimizer(optimizer, self.precision)
+        self._run.engine.meet(optimizers)
+
+    def _stay_plain(self, reason: str) -> None:
+        """Has the whole run be the user's own."""
+        for name, record in self._reports.running.techniques.items():
+            record.status = f"not tried: {reason}" if record.status == _WAITS else record.status
+            record.is_on &= name == "precision"
+        if self._run is None:
+            self._beginning = None
+
+    def _retire(self, run: Run) -> None:
+        """Has the rest of the run be the user's own: nothing was faster."""
+        if self._beginning is not None:
+            self._beginning.settled_on_nothing()
+            self._beginning = None
+        run.close()
+        self._run = None
+        self._set_precision("32-true" if self.plan.precision == "auto" else self.precision)
+
+    def _loggers(self, trainer: Trainer) -> list[SpeedMemoryLogger]:
+        added = [] if self._added_logger is None else [self._added_logger.logger]
+        return speed_memory_loggers(trainer) + added
 
     @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        for optimizer in optimizers:
-            if isinstance(optimizer, LBFGS) and self._run is not None:
-                self.give_up(self._run.engine.report, "LBFGS compares the gradients of one step with those of others")
-            check_optimizer(optimizer, self.precision)
         if self.scaler is not None:
             self.scaler.watch(optimizers)
-        if self._run is not None:
-            self._run.engine.meet(optimizers)
+        if self._run is not None and self._run.is_started:
+            self._meet(optimizers)
+        else:
+            for optimizer in optimizers:
+                check_optimizer(optimizer, self.precision)
         return super().connect(model, optimizers, lr_schedulers)
 
     # -- a step ------------------------------------------------------------------------------------------------
 
     @override
     def convert_input(self, data: Any) -> Any:
+        if self._beginning is not None and self._beginning.trains:
+            self._beginning.batch(data)
         live = None if self._run is None else self._run.live
         if live is not None and live.turns.expects_batch:
             live.turns.batch(data)
+        if live is not None and live.has_ended and self._run is not None and self._run.may_retire:
+            self._retire(self._run)
         return super().convert_input(data)
 
     @override
@@ -133,8 +219,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
 
     @override
     def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        if self._run is not None:
-            self._run.interrupt()
+        self._interrupt()
         return self._step("validate")
 
     @override
@@ -144,6 +229,15 @@ class AccelPlugin(Planned, AutocastingPrecision):
     @override
     def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return self._step("predict")
+
+    def _interrupt(self) -> None:
+        """Tells all who time steps that what comes next is none of training."""
+        if self._beginning is not None:
+            self._beginning.interrupt()
+        if self._run is not None:
+            self._run.interrupt()
+        if self._added_logger is not None:
+            self._added_logger.logger.interrupt()
 
     def _step(self, stage: str) -> AbstractContextManager[None]:
         forward = self.forward_context()
@@ -192,7 +286,8 @@ class AccelPlugin(Planned, AutocastingPrecision):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         decisions = self._kept.load(state_dict)
-        if self._run is not None:
+        self._kept.decisions.update(decisions)
+        if self._run is not None and self._run.is_started:
             self._run.resume(decisions)
         # The bare state of a scaler: what Lightning kept as "native_amp_scaling_state" before 1.6.
         scaler_state = state_dict if "scale" in state_dict else state_dict.get("scaler")
@@ -201,8 +296,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self._run is not None:
-            self._run.interrupt()
+        self._interrupt()
         if self.scaler is not None:
             # Where Lightning's own precision="16-mixed" looks for it.
             checkpoint[MixedPrecision.__qualname__] = self.scaler.state_dict()
@@ -222,8 +316,12 @@ class AccelPlugin(Planned, AutocastingPrecision):
     @override
     def teardown(self) -> None:
         self._runs_in_float32 = False
+        self._beginning = None
         if self.scaler is not None:
             self.scaler.forget()
+        if self._added_logger is not None:
+            self._added_logger.close()
+            self._added_logger = None
         if self._run is not None:
             self._run.close()
             self._memory_schedule = self.memory_schedule
@@ -233,7 +331,8 @@ class AccelPlugin(Planned, AutocastingPrecision):
     def __reduce__(self) -> Any:
         # Copies and other processes get the settings, the scaler and what is kept; a run in progress stays here.
         make, (kind, state) = super().__reduce__()
-        state |= {"_run": None, "_kept": copy(self._kept), "_unscaled": None, "_runs_in_float32": False}
+        running = ("_run", "_beginning", "_added_logger", "_unscaled")
+        state |= {**dict.fromkeys(running), "purse": Purse(), "_kept": copy(self._kept), "_runs_in_float32": False}
         return make, (kind, state)
 
     @override
@@ -243,6 +342,21 @@ class AccelPlugin(Planned, AutocastingPrecision):
         asks = sys._getframe(1).f_locals.get("self")
         mend = "" if not isinstance(asks, SingleDeviceXLAStrategy | XLAStrategy) else XLA_MEND
         return format(repr(self), format_spec) + mend
+
+
+_WAITS = "waiting for plain steps that tell what it may cost"
+
+
+def _plain_report(host: Host, plan: Plan, precision: str) -> Report:
+    """What there is to say of a run that begins as the user wrote it."""
+    report = Report(device=host.described)
+    for name in declarations():
+        report.of(name).status = "off" if plan.is_off(name) else _WAITS
+    record = report.of("precision")
+    record.is_on = precision != "32-true"
+    if plan.precision != "auto":
+        record.status = f"{precision}: as asked"
+    return report
 
 
 def _own_format(module: nn.Module) -> str:

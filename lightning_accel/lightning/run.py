@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accel.assembly import surroundings_for
-from lightning_accel.callbacks._beside import beside
-from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, leave_page_of_evaluation, speed_memory_loggers
+from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, leave_page_of_evaluation
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather
 from lightning_accel.engine import Decisions, Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision
@@ -29,14 +29,15 @@ from lightning_accel.lightning.live_trials import LiveTuning, have
 from lightning_accel.lightning.loaders import Loaders
 from lightning_accel.lightning.out_of_memory import OPTIMIZER, MemoryAnswers
 from lightning_accel.lightning.safety_net import SafetyNet
-from lightning_accel.lightning.searches import Searches
 from lightning_accel.lightning.split_batches import SplitBatches
+from lightning_accel.memory.inventory import has_limit_of_its_own
 from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.registry import declarations
+from lightning_accel.tuning.verdicts import Program
 
 
 class RunPrecision(Protocol):
@@ -64,22 +65,36 @@ class Run:
         plan: The settings.
         precision: The run's.
         kept: What earlier runs have left.
+        purse: What a fit that began plain may pay for trials; None: whatever they take.
+        loggers: Those to be told of what is settled.
 
     Attributes:
-        engine: At work on the module.
+        engine: At work on the module once the run is started.
         is_fitting: Whether it is fitted.
+        is_started: Whether the plan is at work.
         memory: What there is against a lack of memory.
         net: Below its steps, where they may need one.
         live: The live trials, where there are some.
     """
 
-    def __init__(self, module: LightningModule, host: Host, plan: Plan, precision: RunPrecision, kept: Kept) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        host: Host,
+        plan: Plan,
+        precision: RunPrecision,
+        kept: Kept,
+        purse: Purse | None = None,
+        loggers: Callable[[], Sequence[SpeedMemoryLogger]] = tuple,
+    ) -> None:
         self._module, self._plan, self._precision, self._kept = module, plan, precision, kept
+        self._purse, self._loggers = purse, loggers
         trainer = module.trainer
         self.is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self.is_started = False
         self._around = surroundings_for(plan, module, host, device=trainer.strategy.root_device)
         self.engine = self._make_engine(host)
-        is_answering = plan.out_of_memory != "off"
+        self._is_answering = plan.out_of_memory != "off"
         # FSDP's ranks gather parameters within a step, which none can repeat alone.
         self._can_repeat = not isinstance(trainer.strategy, ModelParallelStrategy)
         self._split: SplitBatches | None = None
@@ -89,7 +104,7 @@ class Run:
             module,
             self.engine,
             self._around,
-            is_on=is_answering,
+            is_on=self._is_answering,
             interrupt=self.interrupt,
             split=self._split,
             leave=self._leave_page,
@@ -100,8 +115,9 @@ class Run:
         self.live: LiveTuning | None = None
         self._feeding: Feeding | None = None
         self._loaders: Loaders | None = None
-        self._logger: SpeedMemoryLogger | None = None  # where the user has none
         self._hooks = PatchSet()
+        self._around_steps = PatchSet()  # what a step that runs as the user wrote it does without
+        self._is_bare = False  # the step under way is without
 
     def _make_engine(self, host: Host) -> Engine:
         trainer, kept = self._module.trainer, self._kept
@@ -120,6 +136,8 @@ class Run:
             is_sharded=is_sharded,
             # What was tried without gradients does not hold with them: fitting decides for evaluating, not the reverse.
             decisions=kept.decisions if self.is_fitting else kept.decisions_without_gradients | kept.decisions,
+            purse=self._purse,
+            begins=False,
         )
         if self.is_fitting:
             kept.decisions = engine.decisions
@@ -127,39 +145,41 @@ class Run:
             kept.decisions_without_gradients = engine.decisions
         return engine
 
-    def start(self) -> None:
-        """Puts its parts to work. Whatever it raises: :meth:`close` undoes what was done."""
+    @property
+    def trainer(self) -> Trainer:
+        """Whose run it is."""
+        return self._module.trainer
+
+    @property
+    def may_retire(self) -> bool:
+        """Whether the rest of the fit can do without it: it began plain, and nothing answers a lack of memory."""
+        return self._purse is not None and not (self.memory.put_on or may_lack_memory(self._around.device))
+
+    def guard(self) -> None:
+        """Has the steps before :meth:`start` answer a lack of memory, where there may be one."""
+        if self._is_answering and may_lack_memory(self._module.trainer.strategy.root_device):
+            self._hook(self._guards(), self._around_steps)
+
+    def start(self, left_out: Mapping[str, str] | None = None, program: Program | None = None) -> None:
+        """Puts its parts to work. Whatever it raises: :meth:`close` undoes what was done.
+
+        Args:
+            left_out: Techniques that the run cannot pay for, and why.
+            program: That the module belongs to, where that was found out before.
+        """
         trainer, plan, engine = self._module.trainer, self._plan, self.engine
         strategy, techniques = trainer.strategy, self._around.techniques
+        self.is_started = True
+        self._around_steps.undo()
+        self._around_steps = PatchSet()
+        engine.begin(left_out)
         self.memory.have(self._kept.put_on if self.is_fitting else [])
-        is_answering = plan.out_of_memory != "off"
-        if self._split is not None:
-            self._hook(self._split.patches(strategy))
-        precision = self._precision
-        if isinstance(precision, AutocastingPrecision):  # XLA has another one, and runs a step when it is over
-            edges = self._edges = Edges(self._module, engine, precision, self._can_repeat_step, self._withdraw)
-            if self._is_in_force():
-                self._hook(edges.patches(strategy))
-            if self._can_repeat and (self._is_in_force() or (is_answering and self.is_fitting)):
-                self.net = SafetyNet(
-                    self._module,
-                    engine,
-                    self._is_in_force,
-                    precision,
-                    edges,
-                    self.memory,
-                    self._withdraw,
-                    self._yields,
-                    self._gives_up,
-                )
-                self._hook(self.net.patches(strategy))
+        self._hook(self._guards(), self._around_steps)
         if self._is_in_force():
-            self._hook(self._passages(strategy))
+            self._hook(self._passages(strategy), self._around_steps)
         if self.is_fitting and any(type(one).loader is not Technique.loader for one in techniques):
             self._loaders = Loaders(trainer, engine, is_piped=getattr(strategy, "wants_pipeline", False))
             self._hook(self._loaders.patches())
-        if is_answering:
-            self._hook(self.memory.patches(strategy))
         if plan.preprocess or getattr(strategy, "wants_pipeline", False):
             self._feeding = Feeding(trainer, engine, plan.of("preprocess").transforms, self._precision.image_dtype)
             self._hook(self._feeding.patches())
@@ -168,24 +188,51 @@ class Run:
             has_something = self._is_in_force() or engine.is_at_work
             if plan.tune == "auto" and plan.verify and has_something:
                 self.live = LiveTuning(
-                    trainer, engine, own_arms, self._kept.tuning, self._loggers, self._switched, repr(plan)
+                    trainer,
+                    engine,
+                    own_arms,
+                    self._kept.tuning,
+                    self._loggers,
+                    self._switched,
+                    repr(plan),
+                    self._purse,
+                    program,
                 )
                 self._hook(self.live.turns.patches())
-            if plan.log and not trainer.barebones and not speed_memory_loggers(trainer):
-                self._logger = SpeedMemoryLogger()
-                is_aside = Searches(trainer).are_running
-                self._hook(beside(trainer, self._module, self._logger, is_aside))
         elif self._kept.tuning is not None and plan.tune == "auto":
             have(engine, [*own_arms(), *engine.arms()], self._kept.tuning.choices)
 
+    def _guards(self) -> Iterator[Patch]:
+        """The edits that stand between a step of the strategy and the user's own, from the inside out."""
+        strategy, precision = self._module.trainer.strategy, self._precision
+        if self._split is not None:
+            yield from self._split.patches(strategy)
+        if isinstance(precision, AutocastingPrecision):  # XLA has another one, and runs a step when it is over
+            edges = self._edges = Edges(self._module, self.engine, precision, self._can_repeat_step, self._withdraw)
+            if self._is_in_force():
+                yield from edges.patches(strategy)
+            if self._can_repeat and (self._is_in_force() or (self._is_answering and self.is_fitting)):
+                self.net = SafetyNet(
+                    self._module,
+                    self.engine,
+                    self._is_in_force,
+                    precision,
+                    edges,
+                    self.memory,
+                    self._withdraw,
+                    self._yields,
+                    self._gives_up,
+                )
+                yield from self.net.patches(strategy)
+        if self._is_answering:
+            yield from self.memory.patches(strategy)
+
     def close(self) -> None:
         """Leaves the module and the Trainer as they were, and writes down what the next run is to know."""
-        if self._logger is not None:
-            self._logger.on_fit_end(self._module.trainer, self._module)
-            self._logger.teardown(self._module.trainer, self._module, "fit")
         self.keep()
         self.memory.close()
         self._hooks.undo()
+        self._around_steps.undo()
         if self._feeding is not None:
             self._feeding.close()
         if self._loaders is not None:
@@ -211,8 +258,6 @@ class Run:
         """Told that what comes next is no step of training."""
         if self.live is not None:
             self.live.turns.interrupt()
-        if self._logger is not None:
-            self._logger.interrupt()
 
     def _leave_page(self, page: StepMemoryError) -> None:
         """Leaves it as a file; of a fit its SpeedMemoryLogger does."""
@@ -226,6 +271,9 @@ class Run:
             run: Goes backward from a loss.
             loss: The step's.
         """
+        if self._is_bare:
+            run(loss)
+            return
         if self._split is not None:
             run = self._split.after_earlier_parts(run)
         if self._edges is None or not self._edges.watches_backward:
@@ -253,7 +301,7 @@ class Run:
             self._stepping = optimizer
             self.engine.meet([optimizer])  # it may be one that was made in mid-run
         try:
-            return run() if self.net is None else self.net.optimizer_step(run)
+            return run() if self.net is None or self._is_bare else self.net.optimizer_step(run)
         except Exception as error:
             self.memory.end(error, OPTIMIZER)
             raise
@@ -268,9 +316,22 @@ class Run:
         """Whether a step runs otherwise than the user wrote it: edited, or in a precision that we chose."""
         return self.engine.has_edits or self._precision.is_ours
 
-    def _switched(self) -> None:
+    def _switched(self, is_plain: bool) -> None:
+        """Told, between two steps, that the next one runs otherwise than the last one.
+
+        Args:
+            is_plain: Whether it runs as the user wrote it. Then nothing of ours stands around it, or what the plan
+                gains would be measured from a plain run that is slower than the user's.
+        """
         if self._edges is not None:
             self._edges.mend()
+        if self._purse is None or may_lack_memory(self._module.trainer.strategy.root_device):
+            return
+        self._is_bare = is_plain
+        if is_plain:
+            self._around_steps.undo()
+        else:
+            self._around_steps.apply()
 
     def _can_repeat_step(self) -> bool:
         return self.net is not None and self.net.can_repeat
@@ -285,10 +346,6 @@ class Run:
         else:
             self.engine.stand_aside(reason, name)
 
-    def _loggers(self) -> list[SpeedMemoryLogger]:
-        added = [] if self._logger is None else [self._logger]
-        return speed_memory_loggers(self._module.trainer) + added
-
     def _yields(self, error: Exception) -> bool:
         return self.live is not None and self.live.yields(error)
 
@@ -296,10 +353,11 @@ class Run:
         if self.live is not None:
             self.live.give_up()
 
-    def _hook(self, patches: Iterable[Patch]) -> None:
+    def _hook(self, patches: Iterable[Patch], hooks: PatchSet | None = None) -> None:
+        hooks = self._hooks if hooks is None else hooks
         for patch in patches:
-            self._hooks.add(patch)
-        self._hooks.apply()
+            hooks.add(patch)
+        hooks.apply()
 
     def _passages(self, strategy: Strategy) -> Iterator[Patch]:
         """The edits that have a strategy's batches and weights go through the engine."""
@@ -326,3 +384,8 @@ class Run:
     def _with_own_layouts(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         self.restore_layouts(checkpoint := {"state_dict": state_dict})
         return checkpoint["state_dict"]
+
+
+def may_lack_memory(device: torch.device) -> bool:
+    """Whether a step that fits plain is to be answered where it does not: a machine's own memory is the kernel's."""
+    return device.type != "cpu" or has_limit_of_its_own()

@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
 from lightning_accel.techniques.relief import Relief
@@ -120,6 +121,7 @@ class Technique:
             wait for the trial's verdict.
         trial_step: Which step tries this technique: 0, or 1 for what must see the model as the others leave it; None:
             none does, and ranks need not agree on its sites once they are at work.
+        trial_steps: What its trial takes, about, in steps of the run, where it has sites.
         remembers: Whether verdicts hold for later runs and travel in checkpoints. Not where they are cheap to
             find again and a changed program would make them wrong.
         acts_without_sites: Whether it acts though it edits no module (mixed precision does).
@@ -136,11 +138,13 @@ class Technique:
         explicit: Whether the user asked for it by name, so that finding nothing to do is worth a warning.
         timed: Whether the run may decide by times; two runs of one seed are then not the same to the bit.
         agree: Maps a value of this process to that of rank 0, called on every rank alike; None with one process.
+        purse: What the run may pay for trials; None: whatever they take.
     """
 
     name: ClassVar[str]
     applied_before_trial: bool = False
     trial_step: ClassVar[Literal[0, 1] | None] = 0
+    trial_steps: ClassVar[float] = 0.0
     remembers: ClassVar[bool] = True
     acts_without_sites: ClassVar[bool] = False
     alters_steps: ClassVar[bool] = True
@@ -153,6 +157,7 @@ class Technique:
     explicit: bool = False
     timed: bool = True
     agree: Callable[[Any], Any] | None = None
+    purse: Purse | None = None
 
     @classmethod
     def planned(cls, settings: Any, surroundings: Surroundings) -> Self | None:

@@ -118,7 +118,6 @@ class Comparison:
         has_setup: bool = False,
     ) -> None:
         self.name = name
-        self.cost = 0.0  # in turns of a plain run
         self.original, self.candidate = original, candidate
         self._sides = original, candidate
         self._settle = settle
@@ -130,6 +129,8 @@ class Comparison:
         self._length = 1 + settle  # turns of a side in a row: the dearer the switch, the more
         self._halves: dict[int, tuple[list[float | None], list[float | None]]] = {}
         self._uncounted: list[float] = []  # of the candidate
+        self._excess: list[float] = []  # of its counted turns over a plain one, in these
+        self._excess_uncounted = 0.0
         self._schedule = self._turns()
         self._peaks: dict[int, int] = {}
         self._failure: Verdict | None = None
@@ -174,8 +175,8 @@ class Comparison:
         original = statistics.fmean(originals)
         self._test.add(original, statistics.fmean(candidates))
         plain = original * self._original_gain
-        self.cost += sum(each / plain - 1 for each in candidates)
-        self.cost += sum(max(0.0, each / plain - 1) for each in self._uncounted)
+        self._excess += [each / plain - 1 for each in candidates]
+        self._excess_uncounted += sum(max(0.0, each / plain - 1) for each in self._uncounted)
         self._uncounted = []
         return True
 
@@ -186,6 +187,16 @@ class Comparison:
     def failed(self, verdict: Verdict) -> None:
         """Ends the comparison: the candidate cannot run."""
         self._failure = verdict
+
+    @property
+    def _counted_cost(self) -> float:
+        """By the sum, or by the median: one turn with a hiccup in it may take longer than all the others."""
+        return min(sum(self._excess), len(self._excess) * statistics.median_low(self._excess or [0.0]))
+
+    @property
+    def cost(self) -> float:
+        """What the candidate has cost, in turns of a plain run."""
+        return self._counted_cost + self._excess_uncounted
 
     @property
     def gain_s(self) -> float:
@@ -218,9 +229,7 @@ class Comparison:
             return "needs more memory"
         if outcome:
             return outcome
-        # One turn with a hiccup in it may cost more than all the others: one that is faster in most pairs has twice as
-        # much to spend.
-        if len(self._test) > self._first_pair and self.cost > self._allowance * (1 + self._test.is_mostly_faster):
+        if len(self._test) > self._first_pair + 1 and self._counted_cost > self._allowance * (1 + self._test.is_mostly_faster):
             return "too dear to try on"
         most = self._most_pairs if self._test.is_promising else self._max_pairs
         return "cannot tell" if len(self._test) >= most else None

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import Choices, Comparison, Result
 from lightning_accel.tuning.pairs import PairTest
@@ -63,6 +64,7 @@ class Questions:
         say: Told of what is decided, in a line each.
         gather: Maps a value of this process to those of all, in the order of their ranks; None with one process.
         known: What holds by earlier trials.
+        purse: What the run may pay; None: what its length allows.
 
     Attributes:
         tuning: What they have come to.
@@ -76,12 +78,13 @@ class Questions:
         say: Callable[[str], None],
         gather: Callable[[Any], list[Any]] | None,
         known: Tuning | None,
+        purse: Purse | None = None,
     ) -> None:
         whole = {arm.name: arm.choices[0] for arm in arms if arm.setup is None and not arm.asked_alone}
         self.tuning = known or Tuning(whole)
         self._arms = {arm.name: arm for arm in sorted(arms, key=_order)}
         self._setups = Setups(arms, self.tuning, gather)
-        self._left, self._allowance = turns, allowance(turns)
+        self._left, self._own_allowance, self._purse = turns, allowance(turns), purse
         self._drop_what_pays_later(turns)
         self._say = say
         self._latest: deque[float] = deque(maxlen=LATEST)
@@ -99,6 +102,26 @@ class Questions:
             # The whole plan of the first question is without such arms.
             whole = tuning.results.get(WHOLE)
             tuning.whole = whole if tuning.choices and whole is not None and whole.is_won else None
+
+    @property
+    def _allowance(self) -> float:
+        """What slower arms may still cost this run, in turns."""
+        if self._purse is None or self._purse.turn_s is None:
+            return self._own_allowance
+        return self._purse.left_s / self._purse.turn_s
+
+    def _waits_for_money(self) -> bool:
+        """Whether the run cannot afford a question yet, and will be able to."""
+        if self._purse is None or self._purse.turn_s is None or self._allowance >= 1:
+            return False
+        to_come_s = self._purse.total_s - sum(self._purse.spent_s.values())
+        return to_come_s > self._purse.turn_s and self._left > 2 * MIN_TURNS
+
+    def _spend(self, turns: float) -> None:
+        turns = max(0.0, turns)
+        self._own_allowance -= turns
+        if self._purse is not None and self._purse.turn_s is not None:
+            self._purse.pay("slower ways on trial", turns * self._purse.turn_s)
 
     def _all_questions(self, is_trusted: bool) -> Course:
         """Yields one comparison after the other, is sent how each ended, and yields None while there is none."""
@@ -157,7 +180,7 @@ class Questions:
         with_it = {**without, arm.name: choice}
         is_first = choice == arm.choices[0]
         original = without if is_first else held
-        while arm.setup is not None and len(self._latest) < LEAST_LATEST:
+        while (arm.setup is not None and len(self._latest) < LEAST_LATEST) or self._waits_for_money():
             yield None
         if arm.name in self._setups.lost or not arm.has(choice):
             return
@@ -273,7 +296,8 @@ class Questions:
             test=test,
             max_pairs=max_pairs,
             most_pairs=most_pairs,
-            allowance=max(0.0, self._allowance / 2),
+            # Half of it, as an audit may follow; but a turn at least, or a single hiccup would decide.
+            allowance=max(1.0 if self._purse is not None else 0.0, self._allowance / 2),
             original_gain=self._gain() if original else 1.0,
             has_setup=self._setups.pending_in(candidate),
         )

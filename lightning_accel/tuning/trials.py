@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import Choices, Comparison, Result, Turn, Verdict
 from lightning_accel.tuning.questions import Course, Questions
@@ -31,6 +32,7 @@ class LiveTrials(Questions):
         peak: A window on the memory of the device; None where none can be had.
         gather: Maps a value of this process to those of all, in the order of their ranks; None with one process.
         known: What holds by earlier trials.
+        purse: What the run may pay; None: what its length allows.
         is_trusted: Whether it does without an audit: a resumed run's own, say. Else a run that is long enough has one.
 
     Attributes:
@@ -49,8 +51,9 @@ class LiveTrials(Questions):
         gather: Callable[[Any], list[Any]] | None = None,
         known: Tuning | None = None,
         is_trusted: bool = False,
+        purse: Purse | None = None,
     ) -> None:
-        super().__init__(arms, turns, say=say, gather=gather, known=known)
+        super().__init__(arms, turns, say=say, gather=gather, known=known, purse=purse)
         self._set_up: Turn | None = None  # the turn in which something is
         self._put, self._peak, self._gather = put, peak, gather
         self._in_force: dict[str, str] = {
@@ -193,14 +196,14 @@ class LiveTrials(Questions):
         assert self._comparison is not None
         result = self._comparison.result()
         if result is not None:
-            self._allowance -= max(0.0, self._comparison.cost)
+            self._spend(self._comparison.cost)
             self._setups.note_gain(result, self._comparison.gain_s)
             self._advance(result)
 
     def _end_setups(self) -> None:
         seconds = self._setups.end()
         if self._latest:  # else it is an earlier run's plan that was set up, and this run is not charged for trials
-            self._allowance -= seconds / statistics.median(self._latest)
+            self._spend(seconds / statistics.median(self._latest))
         if self._comparison is not None and self._comparison.name.partition("=")[0] in self._setups.lost:
             self._comparison.failed("refused in its trial")
             self._conclude()

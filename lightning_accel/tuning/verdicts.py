@@ -31,8 +31,9 @@ from lightning_accel.core.whole_file import write_whole
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.tuning.described import described
 from lightning_accel.tuning.remembered import Key, folder
+from lightning_accel.tuning.settled import Tuning
 
-FORMAT = 1
+FORMAT = 2
 GOOD_FOR = timedelta(days=7)
 
 _FAILED = ("failed", "raised", "could not be applied", "not called")
@@ -45,10 +46,17 @@ class Known:
     Attributes:
         decisions: Of each technique, site by site.
         written: When, in UTC.
+        tuning: What live trials had settled; None: they had not.
     """
 
     decisions: dict[str, Verdicts]
     written: datetime
+    tuning: Tuning | None = None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether live trials have shown that nothing is faster than the plain run."""
+        return self.tuning is not None and self.tuning.is_settled and not (self.tuning.choices or self.tuning.is_open)
 
 
 @dataclass(frozen=True)
@@ -114,12 +122,15 @@ def recall(program: Program) -> Known | None:
             technique: {where: Verdict.from_dict(verdict) for where, verdict in verdicts.items()}
             for technique, verdicts in content["decisions"].items()
         }
+        tuning = None if content["tuning"] is None else Tuning.from_dict(content["tuning"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Known(decisions, written)
+    if tuning is not None:
+        tuning.is_earlier = True
+    return Known(decisions, written, tuning)
 
 
-def remember(program: Program, decisions: Mapping[str, Verdicts]) -> None:
+def remember(program: Program, decisions: Mapping[str, Verdicts], tuning: Tuning | None = None) -> None:
     """Keeps what the trials have found, without what failed: that may have been the moment's fault.
 
     Raises:
@@ -130,6 +141,7 @@ def remember(program: Program, decisions: Mapping[str, Verdicts]) -> None:
         "format": FORMAT,
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "decisions": {name: {site: v.to_dict() for site, v in verdicts.items()} for name, verdicts in sound.items()},
+        "tuning": None if tuning is None else tuning.to_dict(),
     }
     write_whole(program.path, json.dumps(content, indent=1))
 

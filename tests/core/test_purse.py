@@ -1,0 +1,85 @@
+"""The purse: 2% of a run, 5% of its first steps, a tenth of a second before the first one is over."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lightning_accel.core.purse import Purse
+
+
+class Clock:
+    """Stands still but for what is spent."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def purse_of(steps: float, *, step_s: float = 1.0, done: int = 3) -> Purse:
+    purse = Purse()
+    purse.steps, purse.done = steps, done
+    purse.step_took(step_s)
+    return purse
+
+
+def test_before_the_first_step_is_over_there_is_a_tenth_of_a_second() -> None:
+    assert Purse().left_s == 0.1
+
+
+@pytest.mark.parametrize(
+    ("steps", "done", "left"),
+    [
+        pytest.param(20, 3, 0.4, id="2% of a short run"),
+        pytest.param(100_000, 3, 5.0, id="5% of the first 100 steps of a long one"),
+        pytest.param(100_000, 1_000, 50.0, id="5% of the steps so far: it may end early"),
+        pytest.param(1_000, 900, 20.0, id="2% of the whole"),
+        pytest.param(math.inf, 3, 4.0, id="2% of twice the steps so far, where no end is known"),
+    ],
+)
+def test_what_there_is_to_spend_after_so_many_steps_of_a_second(steps: float, done: int, left: float) -> None:
+    assert purse_of(steps, done=done).left_s == pytest.approx(left)
+
+
+def test_a_step_takes_the_median_of_the_latest() -> None:
+    purse = purse_of(1_000, step_s=1.0)
+    for seconds in (9.0, 1.0):  # a hiccup among them
+        purse.step_took(seconds)
+    assert purse.step_s == 1.0
+
+
+def test_what_was_paid_is_no_longer_there() -> None:
+    purse = purse_of(100)
+    purse.pay("trials", 1.5)
+    assert purse.left_s == pytest.approx(0.5)
+    assert purse.can_pay(0.5)
+    assert not purse.can_pay(0.6)
+
+
+def test_what_is_paid_within_another_payment_is_counted_once() -> None:
+    clock = Clock()
+    purse = Purse(clock)
+    with purse.paying("setting up"):
+        clock.now += 2.0
+        with purse.paying("logging"):
+            clock.now += 1.0
+    assert dict(purse.spent_s) == {"logging": 1.0, "setting up": 2.0}
+
+
+def test_a_payment_that_raises_is_made_all_the_same() -> None:
+    clock = Clock()
+    purse = Purse(clock)
+    with pytest.raises(RuntimeError), purse.paying("trials"):
+        clock.now += 1.0
+        raise RuntimeError
+    assert purse.spent_s["trials"] == 1.0
+
+
+def test_it_tells_what_was_spent_on_what_the_most_first() -> None:
+    purse = purse_of(100)
+    purse.pay("logging", 0.25)
+    purse.pay("trials", 1.5)
+    assert purse.line() == "1.75 s: trials 1.5 s, logging 0.25 s"

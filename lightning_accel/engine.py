@@ -64,7 +64,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.host = host
-        self.report = Report(device=host.described)
+        self.report = Report(device=host.described, purse=purse)
         self._edits = Edits(self.report, strict=strict)
         self.decisions: Decisions = dict(decisions or {})
         self._gather = gather or (lambda value: [value])

@@ -18,6 +18,11 @@ monotonic, perf_counter = time.monotonic, time.perf_counter
 perf_counter_ns, thread_time_ns = time.perf_counter_ns, time.thread_time_ns
 
 
+def seconds() -> float:
+    """Of the clock that times steps."""
+    return perf_counter_ns() / 1e9
+
+
 @dataclass
 class Tally:
     """What the steps of an epoch took.

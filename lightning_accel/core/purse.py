@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightning_accel.core.clocks import perf_counter
+from lightning_accel.core.clocks import seconds
 
 SHARE = 0.02
 """Of what the run is expected to take."""
@@ -19,6 +19,7 @@ FIRST_SHARE, FIRST_STEPS = 0.05, 100
 BEFORE_FIRST_STEP_S = 0.1
 """While nobody knows what a step takes."""
 
+_TRIFLE_S = 5e-4
 _LOOKED_AT = 15  # plain steps whose median is what a step takes; the latest
 
 
@@ -35,7 +36,7 @@ class Purse:
         spent_s: What was paid for → seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = seconds) -> None:
         self.steps = math.inf
         self.done = 0
         self.steps_a_turn = 1
@@ -93,14 +94,14 @@ class Purse:
         try:
             yield
         finally:
-            seconds = self._clock() - began
+            took = self._clock() - began
             others = self._payer.pop()
-            self.pay(what, max(0.0, seconds - others))
+            self.pay(what, max(0.0, took - others))
             if self._payer:
-                self._payer[-1] += seconds
+                self._payer[-1] += took
 
     def line(self) -> str:
-        """What was spent on what, for the report."""
+        """What was spent, and on what, for the report; empty while that is nothing."""
         spent = sorted(self.spent_s.items(), key=lambda item: -item[1])
-        words = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in spent if seconds >= 5e-4)
-        return f"{sum(self.spent_s.values()):.3g} s" + (f": {words}" if words else "")
+        words = [f"{what} {seconds:.3g} s" for what, seconds in spent if seconds >= _TRIFLE_S]
+        return f"{sum(self.spent_s.values()):.3g} s ({', '.join(words)})" if words else ""

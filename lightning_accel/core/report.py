@@ -12,6 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_accel.core.measured import Measured, together
+from lightning_accel.core.purse import Purse
 
 
 class AccelWarning(UserWarning):
@@ -106,10 +107,17 @@ class Report:
     model itself is site ``""``, written ``(model)``.
     """
 
-    def __init__(self, device: str = "") -> None:
+    def __init__(self, device: str = "", purse: Purse | None = None) -> None:
         self.device = device
         self.techniques: dict[str, TechniqueReport] = {}
         self.notes: list[str] = []
+        self.purse = purse
+
+    @property
+    def remarks(self) -> list[str]:
+        """The notes, and what the run has paid for all that is not the user's own step."""
+        paid = self.purse.line() if self.purse is not None else ""
+        return [*self.notes, *([f"paid so far, beside the user's own steps: {paid}"] if paid else [])]
 
     def of(self, technique: str) -> TechniqueReport:
         """The record of a technique, made when first asked for."""
@@ -157,7 +165,7 @@ class Report:
             counts += [f"{len(record.refusals)} left alone"] if record.refusals else []
             tail = f" ({', '.join(counts)})" if counts else ""
             lines.append(f"  {'+' if record.acts else '-'} {name}: {record.line}{tail}")
-        lines += [f"  ! {note}" for note in self.notes]
+        lines += [f"  ! {remark}" for remark in self.remarks]
         return "\n".join(lines)
 
     def to_text(self) -> str:
@@ -176,7 +184,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         return {
             "device": self.device,
-            "notes": list(self.notes),
+            "notes": self.remarks,
             "techniques": {
                 name: {
                     "on": record.acts,

@@ -7,6 +7,8 @@ nothing of ours stands around a step.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +17,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 
-from lightning_accel.core.clocks import perf_counter
+from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
 from lightning_accel.core.purse import Purse
+from lightning_accel.core.tree import tensors_in
 from lightning_accel.lightning.kept import Kept
 from lightning_accel.lightning.live_trials import program_of, turns_left
 from lightning_accel.lightning.run import Run
@@ -26,12 +30,15 @@ from lightning_accel.lightning.searches import Searches
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning import verdicts
+from lightning_accel.tuning.described import described
 from lightning_accel.tuning.questions import MIN_TURNS
+from lightning_accel.tuning.settled import Tuning
 from lightning_accel.tuning.verdicts import Known, Program
 
 PLAIN_STEPS = 3
 """That are timed at least; the first one fills caches, and does not count."""
 
+_LEAST_TURNS = 3.0  # that a run may pay for slower arms: fewer show nothing
 _WAIT = 0.1  # of the run at most, until it can pay for all that it will be able to pay for
 _SAID_S = 1.0  # trials that take longer are announced
 _MOST_MET = 256
@@ -44,12 +51,12 @@ class Met:
     Attributes:
         step_s: What a plain step took.
         opening_s: What it took to put the plan to work.
-        is_nothing: Whether nothing was faster than the plain run.
+        tuning: What live trials have settled.
     """
 
     step_s: float
-    opening_s: float = 0.0
-    is_nothing: bool = False
+    opening_s: float
+    tuning: Tuning | None = None
 
 
 _met: dict[Any, Met] = {}
@@ -111,8 +118,13 @@ class Beginning:
         self._known: Known | None = None
         self._signature: Any = None
         self._began: float | None = None  # the step under way, where its time counts
-        self._was_trying = False
+        self._is_charged = False  # the step under way, to the purse
         self._cycles = 0
+        self._met_tuning: Tuning | None = None
+        self._held = ""  # by the module before its first step, which changes it: in words
+        self._first: list[Tensor] = []  # the first batch, without its data
+        self._is_short = ""  # too short for trials, and why
+        self._is_open = False  # the program and its sites were looked at
         self.is_over = False
 
     @property
@@ -125,69 +137,91 @@ class Beginning:
         self._run = run
 
     def interrupt(self) -> None:
-        """Told that something else than training goes on: the time until the next step is not a step's."""
+        """Told that something else than training goes on: the step is over, and the time until the next is not its."""
+        self._take_time()
         self._began = None
+
+    def _take_time(self) -> None:
+        if self._began is None:
+            return
+        took = seconds() - self._began
+        if self._run is not None and self._run.is_started:
+            self._follow(self._run, took)
+            return
+        self._cycles += 1
+        if self._cycles > 1:  # the first one fills caches
+            self._purse.step_took(took)
 
     def batch(self, batch: Any) -> None:
         """Told of every batch that is about to be trained on, before its step."""
         if self._searches.are_running():
             self._began = None
             return
-        now = perf_counter()
-        seconds = None if self._began is None else now - self._began
-        if self._run is not None and self._run.is_started:
-            self._follow(self._run, seconds)
-        else:
-            self._cycles += seconds is not None
-            if seconds is not None and self._cycles > 1:
-                self._purse.step_took(seconds)
+        self._take_time()
+        if self._run is None or not self._run.is_started:
             if self._purse.done == 0:
-                self._meet()
+                self._meet(batch)
             if not self.is_over and (self._cycles >= PLAIN_STEPS or self._is_known()):
-                self._consider(batch)
+                self._consider()
         self._purse.done += 1
-        self._began = perf_counter()
+        self._began = seconds()
 
-    def _follow(self, run: Run, seconds: float | None) -> None:
-        """Has the purse pay for what the step that is over took more than a plain one, as parts were tried in it."""
-        if self._was_trying and seconds is not None and self._purse.step_s is not None:
-            self._purse.pay("trials of parts", max(0.0, seconds - self._purse.step_s))
-        self._was_trying = run.engine.is_trying
+    def _follow(self, run: Run, took: float) -> None:
+        """Has the purse pay for what a step that was not plain, and is no turn of live trials, took more than plain."""
+        if self._is_charged and self._purse.step_s is not None:
+            self._purse.pay("trials of parts", max(0.0, took - self._purse.step_s))
+        self._is_charged = run.live is not None and run.live.turns.trials is None
 
-    def _meet(self) -> None:
+    def _meet(self, batch: Any) -> None:
         """Before the first step: how long the run is, and what this process knows of the program."""
         trainer = self._trainer
         self._purse.steps_a_turn = max(1, trainer.accumulate_grad_batches)
         turns = turns_left(trainer)
         self._purse.steps = turns * self._purse.steps_a_turn
         is_rehearsal = trainer.fast_dev_run or trainer.overfit_batches  # type: ignore[attr-defined]
+        if trainer.fast_dev_run or trainer.overfit_batches:  # type: ignore[attr-defined]
+            self._is_short = "a rehearsal"
+        elif turns < MIN_TURNS:
+            self._is_short = f"the run is too short: {turns:.0f} steps"
         self._signature = _signature(self._module, self._plan)
         met = _met.get(self._signature)
         if met is not None:
             self._purse.step_took(met.step_s)
-        if self._is_known():
+            self._met_tuning = copy.deepcopy(met.tuning)
+        if self._ends_with_nothing(turns):
             return
-        if is_rehearsal or turns < MIN_TURNS:
-            self._end("a rehearsal" if is_rehearsal else f"the run is too short: {turns:.0f} steps")
-            return
-        if met is not None and met.is_nothing:
-            self._end("nothing was faster for sure in an earlier run of this process")
-        elif met is not None and self._purse.can_pay(met.opening_s):
+        if met is not None and self._purse.can_pay(met.opening_s):
             self._cycles = PLAIN_STEPS
+        if turns > PLAIN_STEPS or self._cycles:
+            with self._purse.paying("setting up"), contextlib.suppress(Exception):  # of objects of any library's
+                self._held = described(self._module)
+                self._first = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors_in(batch)]
+
+    def _tuning(self) -> Tuning | None:
+        """What an earlier run has settled: of this module, of this program, or of one that looks like it."""
+        of_program = None if self._known is None else self._known.tuning
+        return self._kept.tuning or of_program or self._met_tuning
+
+    def _ends_with_nothing(self, turns: float) -> bool:
+        tuning = self._tuning()
+        if tuning is None or self._kept.put_on or not tuning.is_nothing_for(turns):
+            return False
+        self._end("nothing was faster for sure in an earlier run")
+        return True
 
     def _is_known(self) -> bool:
         """Whether an earlier run of the module, or the checkpoint that this one goes on from, has decided."""
         return self._kept.tuning is not None or bool(self._kept.decisions or self._kept.put_on)
 
-    def _consider(self, batch: Any) -> None:
+    def _consider(self) -> None:
         purse = self._purse
-        if self._run is None or self._program is None:
+        if not self._is_open:
             opening_s = _opening_s(self._module)
             if not (self._kept.put_on or purse.can_pay(opening_s)):
                 if purse.step_s is not None and purse.total_s < opening_s:
                     self._end(f"the run is too short: {purse.total_s:.2g} s is what it may pay, of {opening_s:.2g} s")
                 return
-            if not self._open(batch):
+            if not self._open():
                 return
         assert self._run is not None
         left_out = self._left_out(self._run)
@@ -196,26 +230,35 @@ class Beginning:
         with purse.paying("setting up"):
             self._say(self._run, left_out)
             self._start(self._run, left_out, self._program)
-            if self._known is not None and self._run.live is not None:
-                self._run.live.recall(self._known)
-        self._was_trying = self._run.engine.is_trying
+            if self._run.live is not None:
+                self._run.live.recall(self._known, self._met_tuning)
+        self._is_charged = True
         if self._signature is not None and purse.step_s is not None:
-            _met[self._signature] = Met(purse.step_s, purse.spent_s["setting up"])
+            _met[self._signature] = Met(purse.step_s, purse.spent_s["setting up"], self._tuning())
 
-    def _open(self, batch: Any) -> bool:
+    def _open(self) -> bool:
         """Looks at the program and its sites; whether there may be something to win."""
         purse = self._purse
         with purse.paying("setting up"):
             if not self._is_known():
-                self._program = program_of(self._trainer, batch, self._host, repr(self._plan))
+                if self._held:
+                    self._program = program_of(self._trainer, self._first, self._host, repr(self._plan), self._held)
                 self._known = None if self._program is None else verdicts.recall(self._program)
-            if self._known is not None and self._known.is_nothing:
-                self._end(f"nothing was faster for sure in a run of this very program on {self._known.written:%Y-%m-%d}")
+            turns, tuning = turns_left(self._trainer), self._tuning()
+            if self._ends_with_nothing(turns):
+                return False
+            is_proven = tuning is not None and tuning.is_proven
+            to_come_s = purse.total_s - sum(purse.spent_s.values())
+            if purse.turn_s is not None and to_come_s < _LEAST_TURNS * purse.turn_s:
+                self._is_short = self._is_short or f"the run is too short: {turns:.0f} steps"
+            if self._is_short and not (is_proven or self._kept.put_on):
+                self._end(self._is_short)
                 return False
             if self._run is None:
                 self._run = self._make_run()
             if self._known is not None:
                 self._run.engine.decisions.update(self._known.decisions)
+        self._is_open = True
         return True
 
     def _left_out(self, run: Run) -> dict[str, str] | None:
@@ -250,10 +293,11 @@ class Beginning:
         self.is_over = True
         self._stay_plain(reason)
 
-    def settled_on_nothing(self) -> None:
-        """Told that live trials have found nothing faster: the next fit of this program need not look."""
-        if self._signature is not None and self._signature in _met:
-            _met[self._signature].is_nothing = True
+    def close(self) -> None:
+        """Keeps, for the next fit of this program, what live trials have settled."""
+        met = _met.get(self._signature)
+        if met is not None and self._run is not None and self._run.live is not None:
+            met.tuning = copy.deepcopy(self._run.live.settled) or met.tuning
 
 
 def _opening_s(module: LightningModule) -> float:

@@ -262,7 +262,7 @@ class LiveTuning:
                 if self._known is None and turns < MIN_TURNS:
                     self._arms = []
         known = self._known
-        if known is not None and known.is_open and known is not self.resumed and turns >= MIN_TURNS:
+        if known is not None and known.is_open_for(turns) and known is not self.resumed and turns >= MIN_TURNS:
             known = None
         if not self._arms or (known is None and turns < MIN_TURNS):
             self._is_too_short = True  # which changes where fewer batches are accumulated later
@@ -304,10 +304,10 @@ class LiveTuning:
         if known is not None:
             self.recall(known)
 
-    def recall(self, known: Known) -> None:
-        """Has what an earlier run of this very program has found out hold."""
-        self._known = known.tuning
-        if known.decisions:
+    def recall(self, known: Known | None, tuning: Tuning | None = None) -> None:
+        """Has what an earlier run of this very program has found out hold; of speed, also what one like it has."""
+        self._known = tuning if known is None or known.tuning is None else known.tuning
+        if known is not None and known.decisions:
             self._engine.carry_out(known.decisions)
             self._engine.report.note(
                 f"{', '.join(known.decisions)}: as tried by a run of this very program on {known.written:%Y-%m-%d};"
@@ -372,10 +372,10 @@ class LiveTuning:
                 self._engine.report.note(f"what was settled could not be remembered: {error}")
 
 
-def program_of(trainer: Trainer, batch: Any, host: Host, settings: str) -> Program | None:
-    """The program that is about to train on ``batch``, with a plan in words; None where it cannot be told apart."""
-    settings = f"{settings}, {trainer.world_size} ranks, {type(trainer.strategy)}"
-    return Program.of(trainer.lightning_module, batch, host.described, settings)
+def program_of(trainer: Trainer, batch: Any, host: Host, plan: str, held: str | None = None) -> Program | None:
+    """The program that trains on ``batch``, with a plan in words, as :meth:`Program.of`."""
+    settings = f"{plan}, {trainer.world_size} ranks, {type(trainer.strategy)}"
+    return Program.of(trainer.lightning_module, batch, host.described, settings, held)
 
 
 def have(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:

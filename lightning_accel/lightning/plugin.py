@@ -121,9 +121,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
         if not is_fitting:
             self._stay_plain("no fit has shown that it is faster")
             return module
-        self._beginning = Beginning(
-            module, host, self.plan, self._kept, self.purse, make_run, start, self._stay_plain
-        )
+        self._beginning = Beginning(module, host, self.plan, self._kept, self.purse, make_run, start, self._stay_plain)
         if may_lack_memory(trainer.strategy.root_device):
             self._run = make_run()
             self._run.guard()
@@ -175,12 +173,15 @@ class AccelPlugin(Planned, AutocastingPrecision):
 
     def _retire(self, run: Run) -> None:
         """Has the rest of the run be the user's own: nothing was faster."""
-        if self._beginning is not None:
-            self._beginning.settled_on_nothing()
-            self._beginning = None
+        self._end_beginning()
         run.close()
         self._run = None
         self._set_precision("32-true" if self.plan.precision == "auto" else self.precision)
+
+    def _end_beginning(self) -> None:
+        if self._beginning is not None:
+            self._beginning.close()
+            self._beginning = None
 
     def _loggers(self, trainer: Trainer) -> list[SpeedMemoryLogger]:
         added = [] if self._added_logger is None else [self._added_logger.logger]
@@ -208,7 +209,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
         live = None if self._run is None else self._run.live
         if live is not None and live.turns.expects_batch:
             live.turns.batch(data)
-        if live is not None and live.has_ended and self._run is not None and self._run.may_retire:
+        if self._run is not None and self._run.is_over:
             self._retire(self._run)
         return super().convert_input(data)
 
@@ -316,7 +317,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
     @override
     def teardown(self) -> None:
         self._runs_in_float32 = False
-        self._beginning = None
+        self._end_beginning()
         if self.scaler is not None:
             self.scaler.forget()
         if self._added_logger is not None:

@@ -151,9 +151,11 @@ class Run:
         return self._module.trainer
 
     @property
-    def may_retire(self) -> bool:
-        """Whether the rest of the fit can do without it: it began plain, and nothing answers a lack of memory."""
-        return self._purse is not None and not (self.memory.put_on or may_lack_memory(self._around.device))
+    def is_over(self) -> bool:
+        """Whether the rest of a fit that began plain is the user's own again: there is nothing to win, or to answer."""
+        if self._purse is None or not self.is_started or self.memory.put_on or may_lack_memory(self._around.device):
+            return False
+        return self.live is None or self.live.has_ended
 
     def guard(self) -> None:
         """Has the steps before :meth:`start` answer a lack of memory, where there may be one."""

@@ -229,7 +229,9 @@ class Comparison:
             return "needs more memory"
         if outcome:
             return outcome
-        if len(self._test) > self._first_pair + 1 and self._counted_cost > self._allowance * (1 + self._test.is_mostly_faster):
+        if len(self._test) > self._first_pair + 1 and self._counted_cost > self._allowance * (
+            1 + self._test.is_mostly_faster
+        ):
             return "too dear to try on"
         most = self._most_pairs if self._test.is_promising else self._max_pairs
         return "cannot tell" if len(self._test) >= most else None

@@ -39,6 +39,7 @@ DRIFT = 1.2
 
 WHOLE, AUDIT = "whole plan", "audit"
 LATEST = 16  # turns, whose median tells of drift
+_ENDLESS = 1e9  # turns
 _MAX_PAIRS = 200  # of one comparison, in the longest of runs
 _MIN_PAIRS = 14  # that can prove anything, a bad pair among them
 _WHOLE_SHARE, _ARM_SHARE = 0.25, 0.1  # of the turns left, that a comparison may take
@@ -136,6 +137,7 @@ class Questions:
 
     def _settled_by(self, questions: Course) -> Course:
         self.tuning.is_settled = False
+        self.tuning.of_turns = max(self.tuning.of_turns, min(self._left, _ENDLESS))
         yield from questions
         self.tuning.is_settled = True
         self._say(self.tuning.line())

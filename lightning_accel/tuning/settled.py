@@ -22,6 +22,7 @@ class Tuning:
         is_earlier: Whether ``whole`` was measured by an earlier run, and no audit of this one has replaced it.
         setup_s: Seconds that arms took before they could be had, by their names.
         gain_s: Seconds that such an arm wins in a turn.
+        of_turns: How many turns the run had that has settled it.
     """
 
     choices: dict[str, str] = field(default_factory=dict)
@@ -31,16 +32,21 @@ class Tuning:
     is_earlier: bool = False
     setup_s: dict[str, float] = field(default_factory=dict)
     gain_s: dict[str, float] = field(default_factory=dict)
+    of_turns: float = 0.0
 
     @property
     def is_proven(self) -> bool:
         """Whether what holds was shown to be faster than the plain run."""
         return bool(self.choices) and self.whole is not None and self.whole.is_won
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the plain run holds only because there were too few turns to tell: more of them may."""
-        return not self.choices and self.whole is not None and self.whole.verdict == "cannot tell"
+    def is_open_for(self, turns: float) -> bool:
+        """Whether the plain run holds only because there was too little to spend, and a run of so many turns has more."""
+        is_open = self.whole is not None and self.whole.verdict in ("cannot tell", "too dear to try on")
+        return not self.choices and is_open and turns >= 2 * self.of_turns
+
+    def is_nothing_for(self, turns: float) -> bool:
+        """Whether a run of so many turns need not look for anything that is faster than the plain run."""
+        return self.is_settled and not (self.choices or self.is_open_for(turns))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for checkpoints and JSON."""
@@ -62,6 +68,7 @@ class Tuning:
             is_earlier=bool(state["is_earlier"]),
             setup_s=dict(state.get("setup_s", {})),
             gain_s=dict(state.get("gain_s", {})),
+            of_turns=float(state.get("of_turns", 0.0)),
         )
 
     def pays_after(self, name: str) -> int | None:

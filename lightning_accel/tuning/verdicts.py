@@ -53,11 +53,6 @@ class Known:
     written: datetime
     tuning: Tuning | None = None
 
-    @property
-    def is_nothing(self) -> bool:
-        """Whether live trials have shown that nothing is faster than the plain run."""
-        return self.tuning is not None and self.tuning.is_settled and not (self.tuning.choices or self.tuning.is_open)
-
 
 @dataclass(frozen=True)
 class Program:
@@ -78,15 +73,24 @@ class Program:
     settings: str
 
     @classmethod
-    def of(cls, model: nn.Module, batch: Any, host: str, settings: str) -> Program | None:
-        """The program that is about to train ``model`` on ``batch``; None where it cannot be told from another one."""
+    def of(cls, model: nn.Module, batch: Any, host: str, settings: str, held: str | None = None) -> Program | None:
+        """The program that is about to train ``model`` on ``batch``; None where it cannot be told from another one.
+
+        Args:
+            model: As it is before its first step.
+            batch: The first.
+            host: In words.
+            settings: In words.
+            held: What :func:`~lightning_accel.tuning.described.described` said of the model before its first step,
+                where that is over; None: it is not.
+        """
         try:
-            return cls._of(model, batch, host, settings)
+            return cls._of(model, batch, host, settings, held)
         except Exception:  # of objects of any library's: no run is to end for what is to spare it a trial
             return None
 
     @classmethod
-    def _of(cls, model: nn.Module, batch: Any, host: str, settings: str) -> Program | None:
+    def _of(cls, model: nn.Module, batch: Any, host: str, settings: str, held: str | None) -> Program | None:
         source = _source(model)
         if source is None or any(map(is_lazy, model.parameters())):
             return None
@@ -100,7 +104,7 @@ class Program:
         return cls(
             Key.of(model, batch, host, ()),
             repr(tensors),
-            described(model),
+            described(model) if held is None else held,
             source,
             _digest(repr((settings, switches, sys.argv, _installed())).encode()),
         )

@@ -82,4 +82,4 @@ def test_it_tells_what_was_spent_on_what_the_most_first() -> None:
     purse = purse_of(100)
     purse.pay("logging", 0.25)
     purse.pay("trials", 1.5)
-    assert purse.line() == "1.75 s: trials 1.5 s, logging 0.25 s"
+    assert purse.line() == "1.75 s (trials 1.5 s, logging 0.25 s)"

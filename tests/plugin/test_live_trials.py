@@ -232,7 +232,8 @@ def test_a_run_that_could_not_tell_has_a_later_one_ask_again() -> None:
         fit(Timed(time), 70)
         (entry,) = remembered.entries()
         assert isinstance(entry, remembered.Entry)
-        assert entry.tuning.is_open
+        assert entry.tuning.is_open_for(200)
+        assert entry.tuning.is_nothing_for(70)  # as long as it was itself
         time.noise = 0.01
         plugin = fit(Timed(time), 200)
     assert status(plugin).endswith("of your own steps")

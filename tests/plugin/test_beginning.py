@@ -1,0 +1,257 @@
+"""A fit begins as the user wrote it; its plan goes to work once the purse can pay for it. The clock is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_accel import AccelPlugin
+from lightning_accel.core.patch import AttributePatch, Patch
+from lightning_accel.lightning import beginning
+from lightning_accel.techniques.notes import Verdict
+from support.live_runs import BATCH_SIZE, OTHERS_OFF, SimulatedTime, Speed, Timed, batches, fit, simulated
+
+pytestmark = pytest.mark.purse
+
+STEP_S = 0.01
+
+
+class Beginner(Timed):
+    """Its steps take 10 ms; ``seen`` has "plain" for those that run before there is a technique, or after."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen.append("on" if There.is_around else "plain")
+        self.time.advance(10 / (Speed.speedup if There.is_around else 1.0) * len(batch[0]) / BATCH_SIZE)
+        return self.layer(batch[0]).square().mean()
+
+
+class There(Speed):
+    """Makes faster only those steps that it is around."""
+
+    is_around = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        Speed.latest = self
+
+    @contextmanager
+    def step(self, stage: str) -> Iterator[None]:  # type: ignore[override]
+        There.is_around = self.now == "on"
+        yield
+        There.is_around = False
+
+
+@pytest.fixture(autouse=True)
+def _new_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beginning, "_met", {})
+    monkeypatch.setattr(Speed, "planned", classmethod(lambda cls, *_: There()))
+
+
+@contextmanager
+def begun(speedup: float) -> Iterator[SimulatedTime]:
+    with simulated(speedup) as time:
+        time.noise = 0.001
+        yield time
+
+
+def test_the_first_steps_are_the_users_own() -> None:
+    with begun(2.0) as time:
+        model = Beginner(time)
+        fit(model, 300)
+    assert model.seen[: beginning.PLAIN_STEPS] == ["plain"] * beginning.PLAIN_STEPS
+    assert "on" in model.seen[:10]
+
+
+def test_a_run_that_can_pay_ends_with_what_is_faster() -> None:
+    with begun(2.0) as time:
+        model = Beginner(time)
+        plugin = fit(model, 300)
+        assert time.now_ms < 300 * 10 / 1.8
+    assert model.seen[-100:].count("on") > 90  # a pair every so often keeps the promise
+    assert plugin.tuning is not None and plugin.tuning.is_proven
+
+
+@pytest.mark.parametrize("steps", [1, 3, 20, 59])
+def test_a_short_run_is_the_users_own_from_end_to_end(steps: int) -> None:
+    with begun(2.0) as time:
+        model = Beginner(time)
+        plugin = fit(model, steps)
+    assert set(model.seen) == {"plain"}
+    assert "too short" in plugin.report.of("speed").status or "waiting" in plugin.report.of("speed").status
+
+
+@pytest.mark.parametrize("rehearsal", [{"fast_dev_run": True}, {"overfit_batches": 5, "max_epochs": 80}])
+def test_a_rehearsal_is_the_users_own(rehearsal: dict[str, Any]) -> None:
+    with begun(2.0) as time:
+        model = Beginner(time)
+        fit(model, 300, **rehearsal)
+    assert set(model.seen) == {"plain"}
+
+
+@pytest.mark.parametrize("steps", [200, 1000])
+def test_what_is_slower_costs_at_most_2_percent(steps: int) -> None:
+    with begun(0.7) as time:
+        model = Beginner(time)
+        fit(model, steps)
+        assert time.now_ms < 1.02 * steps * 10
+    assert set(model.seen[-steps // 2 :]) == {"plain"}
+
+
+def test_once_nothing_is_faster_no_method_of_the_strategy_is_ours() -> None:
+    patched: list[set[str]] = []
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            patched.append({name for name in vars(trainer.strategy) if callable(getattr(trainer.strategy, name))})
+
+    with begun(0.7) as time:
+        fit(Beginner(time), 300, callbacks=[Looks()])
+    assert patched[-1] == patched[0]
+    assert "training_step" in set.union(*patched)
+
+
+def test_the_report_tells_what_was_paid_for() -> None:
+    with begun(0.7) as time:
+        plugin = fit(Beginner(time), 300)
+    assert "slower ways on trial" in str(plugin.report)
+
+
+def test_the_time_of_a_validation_is_not_a_steps() -> None:
+    with begun(2.0) as time:
+        plugin = fit(Beginner(time), 30, val=batches(1), val_check_interval=1)
+    assert plugin.purse.step_s == pytest.approx(STEP_S, rel=0.05)
+
+
+# -- trials of parts ---------------------------------------------------------------------------------------------------
+
+
+class Tried(There):
+    """A site whose trial takes so many steps of 10 ms, by an estimate that is right."""
+
+    acts_without_sites = False
+    trial_steps = 4.0
+    time: SimulatedTime
+    tried_at: list[int]
+
+    def patches(self, model: nn.Module, host: Any) -> list[Patch]:
+        return [AttributePatch("layer", "is faster", model.get_submodule("layer"), "is_faster", True)]
+
+    @contextmanager
+    def trial(self, patches: Any) -> Iterator[Any]:
+        type(self).time.advance(self.trial_steps * 10)
+        self.tried_at.append(1)
+        yield {patch.site: Verdict(keep=True) for patch in patches}
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> type[Tried]:
+    monkeypatch.setattr(Speed, "planned", classmethod(lambda cls, *_: Tried()))
+    monkeypatch.setattr(Tried, "tried_at", [], raising=False)
+    return Tried
+
+
+@pytest.mark.parametrize(("steps", "is_tried"), [(1_000, True), (150, False)])
+def test_a_part_is_tried_where_the_run_can_pay_for_it(steps: int, is_tried: bool, tried: type[Tried]) -> None:
+    with begun(2.0) as time:
+        tried.time = time
+        plugin = fit(Beginner(time), steps)
+        assert bool(tried.tried_at) is is_tried
+        if not is_tried:
+            assert time.now_ms < 1.02 * steps * 10
+            assert "than this run can pay" in plugin.report.of("speed").status
+
+
+def test_what_a_trial_took_is_paid_from_the_purse(tried: type[Tried]) -> None:
+    with begun(2.0) as time:
+        tried.time = time
+        plugin = fit(Beginner(time), 1_000)
+    assert plugin.purse.spent_s["trials of parts"] == pytest.approx(4 * STEP_S, rel=0.2)
+
+
+def test_a_trial_that_is_too_dear_for_the_first_100_steps_waits(
+    tried: type[Tried], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tried, "trial_steps", 8.0)  # 5% of 100 steps are 5, of 160 steps 8
+
+    class Notes(Beginner):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if tried.tried_at == [1]:
+                tried.tried_at = [batch_idx]
+            return loss
+
+    with begun(2.0) as time:
+        tried.time = time
+        fit(Notes(time), 3_000)
+    assert 160 <= tried.tried_at[0] <= 170
+
+
+# -- many fits of one program -----------------------------------------------------------------------------------------
+
+
+def test_the_next_fit_of_a_program_begins_with_what_was_proven() -> None:
+    with begun(2.0) as time:
+        fit(Beginner(time), 1_000)
+        model = Beginner(time)
+        fit(model, 1_000)
+    assert model.seen[0] == "on"
+
+
+def test_the_next_fit_of_a_program_in_which_nothing_was_faster_does_not_look() -> None:
+    with begun(0.7) as time:
+        fit(Beginner(time), 1_000)
+        model = Beginner(time)
+        fit(model, 1_000)
+    assert set(model.seen) == {"plain"}
+
+
+def test_a_fit_in_another_process_knows_it_after_its_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with begun(2.0) as time:
+        fit(Beginner(time), 1_000)
+    monkeypatch.setattr(beginning, "_met", {})  # as another process has it
+    with begun(2.0) as time:  # which the model holds
+        model = Beginner(time)
+        plugin = fit(model, 120)  # too short for trials of its own
+    assert set(model.seen[10:]) == {"on"}
+    assert "steps of an earlier run" in plugin.report.of("tuning").status
+
+
+def test_a_resumed_run_goes_on_with_its_plan(tmp_path: Path) -> None:
+    with begun(2.0) as time:
+        trainer_of: dict[str, Any] = {"enable_checkpointing": False, "max_epochs": 1}
+        plugin = AccelPlugin(log=False, **OTHERS_OFF)
+        quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+        trainer = Trainer(plugins=[plugin], accelerator="cpu", **quiet, **trainer_of)
+        trainer.fit(Beginner(time), batches(300))
+        trainer.save_checkpoint(tmp_path / "resumed.ckpt")
+        model = Beginner(time)
+        fit(model, 300, ckpt_path=tmp_path / "resumed.ckpt", max_epochs=2)
+    assert set(model.seen[:50]) == {"on"}
+
+
+# -- what does not begin plain ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accel", [{"tune": "off"}, {"threads": 1}])
+def test_what_is_asked_for_is_at_work_from_the_first_step(accel: dict[str, Any]) -> None:
+    with begun(2.0) as time:
+        model = Beginner(time)
+        fit(model, 3, accel=accel)
+    assert set(model.seen) == {"on"}
+
+
+def test_an_evaluation_that_no_fit_has_come_before_is_plain() -> None:
+    class Evaluated(LightningModule):
+        def test_step(self, batch: list[Tensor], batch_idx: int) -> None: ...
+
+    with begun(2.0):
+        plugin = AccelPlugin(log=False, **OTHERS_OFF)
+        quiet: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "enable_model_summary": False}
+        Trainer(plugins=[plugin], accelerator="cpu", **quiet).test(Evaluated(), batches(3), verbose=False)
+    assert "no fit has shown" in plugin.evaluation_report.of("speed").status

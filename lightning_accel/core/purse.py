@@ -14,7 +14,7 @@ SHARE = 0.02
 """Of what the run is expected to take."""
 
 FIRST_SHARE, FIRST_STEPS = 0.05, 100
-"""Of its first steps. Later, too, no more than this share of the steps so far: a run may end before it is expected to."""
+"""Of its first steps. Later, too, no more than this share of the steps so far: a run may end earlier than expected."""
 
 BEFORE_FIRST_STEP_S = 0.1
 """While nobody knows what a step takes."""

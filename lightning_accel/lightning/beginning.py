@@ -178,7 +178,6 @@ class Beginning:
         self._purse.steps_a_turn = max(1, trainer.accumulate_grad_batches)
         turns = turns_left(trainer)
         self._purse.steps = turns * self._purse.steps_a_turn
-        is_rehearsal = trainer.fast_dev_run or trainer.overfit_batches  # type: ignore[attr-defined]
         if trainer.fast_dev_run or trainer.overfit_batches:  # type: ignore[attr-defined]
             self._is_short = "a rehearsal"
         elif turns < MIN_TURNS:

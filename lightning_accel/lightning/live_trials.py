@@ -14,8 +14,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.clocks import StepClock, clock_for
-from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.host import Host
+from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.purse import Purse
@@ -265,6 +265,8 @@ class LiveTuning:
         if known is not None and known.is_open_for(turns) and known is not self.resumed and turns >= MIN_TURNS:
             known = None
         if not self._arms or (known is None and turns < MIN_TURNS):
+            if not self._is_too_short:
+                have(self._engine, self._arms, {})  # what no steps can prove is not to stay
             self._is_too_short = True  # which changes where fewer batches are accumulated later
             self._is_nothing = self._purse is not None
             return None

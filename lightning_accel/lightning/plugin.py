@@ -176,7 +176,8 @@ class AccelPlugin(Planned, AutocastingPrecision):
         self._end_beginning()
         run.close()
         self._run = None
-        self._set_precision("32-true" if self.plan.precision == "auto" else self.precision)
+        if self.plan.precision == "auto":
+            self._set_precision("32-true")
 
     def _end_beginning(self) -> None:
         if self._beginning is not None:

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_accel.core import cache, xla
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, PatchSet
+from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocasting import nested
 from lightning_accel.lightning.kept import Kept
 from lightning_accel.lightning.planned import Planned, Reports
@@ -66,6 +67,7 @@ class AccelXLAPlugin(Planned, XLAPrecision):
             raise ModuleNotFoundError(f"AccelXLAPlugin: {why}.")
         XLAPrecision.__init__(self, "32-true")
         self._run: Run | None = None
+        self._added_logger: AddedLogger | None = None
         self._compilations: Compilations | None = None
         self._marks = PatchSet()
         self._is_recording = False  # a step of training, since the latest end of one
@@ -101,6 +103,8 @@ class AccelXLAPlugin(Planned, XLAPrecision):
         self._compilations = Compilations(report, kept)
         self._mark_steps(strategy)
         self._run.start()
+        if self._run.is_fitting:
+            self._added_logger = AddedLogger.where_wanted(self.plan, module.trainer, module)
         return module
 
     def _mark_steps(self, strategy: Strategy) -> None:
@@ -171,6 +175,8 @@ class AccelXLAPlugin(Planned, XLAPrecision):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._run is not None:
             self._run.interrupt()
+        if self._added_logger is not None:
+            self._added_logger.logger.interrupt()
 
     # -- what a run asks of a precision ------------------------------------------------------------------------
 
@@ -202,6 +208,9 @@ class AccelXLAPlugin(Planned, XLAPrecision):
         if self._compilations is not None:
             self._compilations.close()
             self._compilations = None
+        if self._added_logger is not None:
+            self._added_logger.close()
+            self._added_logger = None
         if self._run is not None:
             self._run.close()
             self._run = None
@@ -209,7 +218,8 @@ class AccelXLAPlugin(Planned, XLAPrecision):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Copies and other processes get the settings; a run in progress stays here.
-        return vars(self) | {"_run": None, "_compilations": None, "_marks": PatchSet()}
+        running = ("_run", "_added_logger", "_compilations")
+        return vars(self) | {**dict.fromkeys(running), "_marks": PatchSet()}
 
 
 @contextmanager

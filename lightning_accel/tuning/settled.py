@@ -40,7 +40,7 @@ class Tuning:
         return bool(self.choices) and self.whole is not None and self.whole.is_won
 
     def is_open_for(self, turns: float) -> bool:
-        """Whether the plain run holds only because there was too little to spend, and a run of so many turns has more."""
+        """Whether the plain run holds only because too little could be spent, and a run of so many turns has more."""
         is_open = self.whole is not None and self.whole.verdict in ("cannot tell", "too dear to try on")
         return not self.choices and is_open and turns >= 2 * self.of_turns
 

@@ -72,9 +72,14 @@ def test_what_is_paid_within_another_payment_is_counted_once() -> None:
 def test_a_payment_that_raises_is_made_all_the_same() -> None:
     clock = Clock()
     purse = Purse(clock)
-    with pytest.raises(RuntimeError), purse.paying("trials"):
-        clock.now += 1.0
-        raise RuntimeError
+
+    def trial() -> None:
+        with purse.paying("trials"):
+            clock.now += 1.0
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        trial()
     assert purse.spent_s["trials"] == 1.0
 
 

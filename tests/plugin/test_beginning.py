@@ -74,7 +74,8 @@ def test_a_run_that_can_pay_ends_with_what_is_faster() -> None:
         plugin = fit(model, 300)
         assert time.now_ms < 300 * 10 / 1.8
     assert model.seen[-100:].count("on") > 90  # a pair every so often keeps the promise
-    assert plugin.tuning is not None and plugin.tuning.is_proven
+    assert plugin.tuning is not None
+    assert plugin.tuning.is_proven
 
 
 @pytest.mark.parametrize("steps", [1, 3, 20, 59])
@@ -218,7 +219,8 @@ def test_a_fit_in_another_process_knows_it_after_its_plain_steps(monkeypatch: py
     with begun(2.0) as time:  # which the model holds
         model = Beginner(time)
         plugin = fit(model, 120)  # too short for trials of its own
-    assert set(model.seen[10:]) == {"on"}
+    assert model.seen[4] == "on"
+    assert model.seen.count("on") > 60
     assert "steps of an earlier run" in plugin.report.of("tuning").status
 
 

@@ -70,8 +70,7 @@ class Purse:
     @property
     def total_s(self) -> float:
         """What there will have been to spend when the run ends; 0.0 while no step is over."""
-        steps = self.steps if math.isfinite(self.steps) else 2 * max(self.done, FIRST_STEPS)
-        return SHARE * steps * (self.step_s or 0.0)
+        return SHARE * self.steps * self.step_s if self.step_s else 0.0
 
     def can_pay(self, seconds: float) -> bool:
         """Whether there is as much."""

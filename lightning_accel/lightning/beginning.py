@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
+from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.lightning.kept import Kept
@@ -39,7 +40,8 @@ PLAIN_STEPS = 3
 """That are timed at least; the first one fills caches, and does not count."""
 
 _LEAST_TURNS = 3.0  # that a run may pay for slower arms: fewer show nothing
-_WAIT = 0.1  # of the run at most, until it can pay for all that it will be able to pay for
+# A run waits so long at most until it can pay for all that it will be able to pay for.
+_WAIT, _WAIT_STEPS = 0.1, 300  # of the run, and steps
 _SAID_S = 1.0  # trials that take longer are announced
 _MOST_MET = 256
 
@@ -78,7 +80,7 @@ def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str
     """
     strategy: Strategy = module.trainer.strategy
     by_clock = plan.tune == "auto" and plan.verify and not torch.are_deterministic_algorithms_enabled()
-    is_alone = not isinstance(strategy, ParallelStrategy) and host.kind != "xla"
+    is_alone = not isinstance(strategy, ParallelStrategy) or _is_rehearsal(module.trainer)
     has_scaler = precision == "16-mixed" and plan.precision == "auto"  # with which a step is of another kind
     feeds = getattr(strategy, "wants_pipeline", False) and host.kind != "cpu"
     return by_clock and is_alone and not (has_scaler or feeds)
@@ -141,6 +143,11 @@ class Beginning:
         self._take_time()
         self._began = None
 
+    def raised(self, error: Exception) -> None:
+        """Told what a plain step raised: of a lack of memory it leaves a page in the place of the bare error."""
+        if is_out_of_memory(error) and self._plan.out_of_memory != "off":
+            (self._run or self._make_run()).memory.end(error, "forward pass")
+
     def _take_time(self) -> None:
         if self._began is None:
             return
@@ -161,7 +168,9 @@ class Beginning:
         if self._run is None or not self._run.is_started:
             if self._purse.done == 0:
                 self._meet(batch)
-            if not self.is_over and (self._cycles >= PLAIN_STEPS or self._is_known()):
+            # Edits come between two steps of the optimizer, as switches do.
+            begins_turn = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready % self._purse.steps_a_turn == 0
+            if not self.is_over and begins_turn and (self._cycles >= PLAIN_STEPS or self._is_known()):
                 self._consider()
         self._purse.done += 1
         self._began = seconds()
@@ -178,8 +187,11 @@ class Beginning:
         self._purse.steps_a_turn = max(1, trainer.accumulate_grad_batches)
         turns = turns_left(trainer)
         self._purse.steps = turns * self._purse.steps_a_turn
-        if trainer.fast_dev_run or trainer.overfit_batches:  # type: ignore[attr-defined]
+        if _is_rehearsal(trainer):
             self._is_short = "a rehearsal"
+            if isinstance(trainer.strategy, ParallelStrategy):  # where no rank may decide alone
+                self._end(self._is_short)
+                return
         elif turns < MIN_TURNS:
             self._is_short = f"the run is too short: {turns:.0f} steps"
         self._signature = _signature(self._module, self._plan)
@@ -267,7 +279,7 @@ class Beginning:
             return {}
         costs = sorted((steps * step_s, name) for name, steps in run.engine.trial_steps.items())
         now = ever = 0.0
-        left_out, is_early = {}, purse.done < _WAIT * purse.steps
+        left_out, is_early = {}, purse.done < min(_WAIT * purse.steps, _WAIT_STEPS)
         to_come_s = purse.total_s - sum(purse.spent_s.values())
         for cost_s, name in costs:
             ever += cost_s
@@ -297,6 +309,10 @@ class Beginning:
         met = _met.get(self._signature)
         if met is not None and self._run is not None and self._run.live is not None:
             met.tuning = copy.deepcopy(self._run.live.settled) or met.tuning
+
+
+def _is_rehearsal(trainer: Trainer) -> bool:
+    return bool(trainer.fast_dev_run or trainer.overfit_batches)  # type: ignore[attr-defined]
 
 
 def _opening_s(module: LightningModule) -> float:

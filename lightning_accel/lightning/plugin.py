@@ -180,9 +180,12 @@ class AccelPlugin(Planned, AutocastingPrecision):
             self._set_precision("32-true")
 
     def _end_beginning(self) -> None:
-        if self._beginning is not None:
-            self._beginning.close()
-            self._beginning = None
+        if self._beginning is None:
+            return
+        self._beginning.close()
+        if self._run is None or not self._run.is_started:
+            self._stay_plain("the run was over before it could pay for that")
+        self._beginning = None
 
     def _loggers(self, trainer: Trainer) -> list[SpeedMemoryLogger]:
         added = [] if self._added_logger is None else [self._added_logger.logger]
@@ -272,7 +275,14 @@ class AccelPlugin(Planned, AutocastingPrecision):
         self, optimizer: Optimizer, model: LightningModule, closure: Any, **kwargs: Any
     ) -> Any:
         run = functools.partial(super().optimizer_step, optimizer, model=model, closure=closure, **kwargs)
-        return run() if self._run is None else self._run.optimizer_step(optimizer, run)
+        if self._run is not None and self._run.is_started:
+            return self._run.optimizer_step(optimizer, run)
+        try:
+            return run()
+        except Exception as error:
+            if self._beginning is not None:
+                self._beginning.raised(error)
+            raise
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.lightning import beginning
+from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.techniques.notes import Verdict
 from support.live_runs import BATCH_SIZE, OTHERS_OFF, SimulatedTime, Speed, Timed, batches, fit, simulated
 
@@ -257,3 +259,12 @@ def test_an_evaluation_that_no_fit_has_come_before_is_plain() -> None:
         quiet: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "enable_model_summary": False}
         Trainer(plugins=[plugin], accelerator="cpu", **quiet).test(Evaluated(), batches(3), verbose=False)
     assert "no fit has shown" in plugin.evaluation_report.of("speed").status
+
+
+def test_a_lack_of_memory_in_a_plain_step_leaves_a_page() -> None:
+    class Greedy(Beginner):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + torch.empty(1 << 60)[0]
+
+    with begun(2.0) as time, pytest.raises(StepMemoryError, match="ran out of memory"):
+        fit(Greedy(time), 100)

@@ -6,13 +6,14 @@ STAMP := $(VENV)/.installed
 XLA := .venv-xla
 XLA_STAMP := $(XLA)/.installed
 SUITE := .venv-lightning
+DOWNSTREAM := .venv-downstream
 SUITE_STAMP := $(SUITE)/.installed
 SOURCES := lightning_accel callbacks tests examples benchmarks
 WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-strangers test-cpus test-browser test-xla test-lightning lint types docs format stub bench column results gpu clean
+.PHONY: help demo test test-slow test-strangers test-cpus test-browser test-xla test-lightning lint types docs format stub bench column results downstream gpu clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -87,6 +88,10 @@ results: $(STAMP)  ## Measure everything again, and write the tables of README.m
 		echo "== $$script"; $(BIN)/python "$$script" --json docs/results || exit 1; done
 	@$(MAKE) column
 
+# It makes $(DOWNSTREAM) itself.
+downstream: $(STAMP)  ## Fits of six libraries that are built on Lightning, plain and with the plugin (makes .venv-downstream: 3 GB)
+	$(BIN)/python benchmarks/downstream.py
+
 # No network, no venv, no install: PYTHON is the machine's own, with torch and Lightning in it. The package is laid out
 # as it would be installed (callbacks/ and benchmarks/claims/ inside it) in a temporary folder, and everything runs from
 # there: `python -m` puts the current folder first on the path, where the checkout's lightning_accel/ has neither.
@@ -102,7 +107,7 @@ gpu:  ## GPU tests, then GPU benchmarks, with the machine's own PYTHON=python3 a
 	exit $$status
 
 clean:  ## Remove everything that make and the tests have made, .venv too
-	rm -rf $(VENV) $(XLA) $(SUITE) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
+	rm -rf $(VENV) $(XLA) $(SUITE) $(DOWNSTREAM) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
 	find lightning_accel callbacks tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

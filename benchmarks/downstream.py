@@ -12,7 +12,9 @@ with an empty cache folder, and two fits in it, each of a new model: a *fresh* o
 program. The plugin's turn has a third fit in a *new process*, which finds what the first one's has left in the cache.
 The first two are beside the same of plain, the third beside plain's first, too. Each figure is the median over the
 rounds of plain's by the other's, in seconds of the clock, and in processor seconds of all threads, which are to be
-trusted where the machine has other work. A fit is the library's own call, with its Trainer and its data's preparation.
+trusted where the machine has other work; there set OMP_NUM_THREADS=1 too, since threads that wait for each other while
+others have their cores make steps ten times as slow. A fit is the library's own call, with its Trainer and its data's
+preparation.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ from _measure import publish
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = ROOT / ".venv-downstream"
 PYTHON = ENVIRONMENT / "bin" / "python"
-LIBRARIES = tuple(dict.fromkeys(title.split()[0] for title in MODELS))
+LIBRARIES = (
+    *("neuralforecast==3.3.0", "darts==0.48.1", "pytorch-forecasting==1.8.0", "chemprop==2.3.1", "scvi-tools==1.4.2"),
+    *("torch-geometric==2.8.1", "setuptools"),  # the last to build the package with
+)
 FITS = {"fresh": "fresh", "second": "second", "new process": "fresh"}  # with the plugin: plain, that it is beside
 CLOCKS = {"speed": "wall_s", "CPU": "cpu_s"}
 COLUMNS = ("", "plugin", "steps", "plain step, ms", *(f"{clock}, {fit}" for clock in CLOCKS for fit in FITS))
@@ -46,13 +51,14 @@ Round = dict[str, dict[str, dict[str, float]]]  # side, fit, what was measured
 def installed(package: Path) -> None:
     """Makes the environment, if there is none, and has ``package`` measured by it."""
     install = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install += ["--constraint", ROOT / "constraints.txt"]
     stamp = ENVIRONMENT / ".installed"
     if not stamp.exists():
         print(f"installing {', '.join(LIBRARIES)} into {ENVIRONMENT.name}, which takes minutes", flush=True)
-        venv.create(ENVIRONMENT, clear=True, with_pip=True)
-        subprocess.run([*install, "--constraint", ROOT / "constraints.txt", *LIBRARIES], check=True)
+        venv.create(ENVIRONMENT, clear=True, symlinks=True, with_pip=True)
+        subprocess.run([*install, *LIBRARIES], check=True)
         stamp.touch()
-    subprocess.run([*install, "--constraint", ROOT / "constraints.txt", "--editable", package], check=True)
+    subprocess.run([*install, "--no-build-isolation", "--editable", package], check=True)
 
 
 def rounds_of(title: str, rounds: int, settings: Sequence[str], limit_s: float) -> list[Round]:

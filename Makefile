@@ -6,13 +6,14 @@ STAMP := $(VENV)/.installed
 XLA := .venv-xla
 XLA_STAMP := $(XLA)/.installed
 SUITE := .venv-lightning
+DOWNSTREAM := .venv-downstream
 SUITE_STAMP := $(SUITE)/.installed
 SOURCES := lightning_accel callbacks tests examples benchmarks
 WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-strangers test-cpus test-browser test-xla test-lightning lint types docs format stub bench column results gpu clean
+.PHONY: help demo test test-slow test-strangers test-cpus test-browser test-xla test-lightning lint types docs format stub bench column results downstream gpu clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -73,8 +74,8 @@ stub: $(STAMP)  ## Write what editors see of the settings, and the schema of rep
 	$(BIN)/python tests/arguments_stub.py
 	$(BIN)/python tests/report_schema.py
 
-bench: $(STAMP)  ## Every benchmark that runs on a CPU (an hour on 2 slow cores, and an hour for tuning.py)
-	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e '/_'); do \
+bench: $(STAMP)  ## Every benchmark that runs on a CPU, downstream apart (an hour on 2 slow cores, and an hour for tuning.py)
+	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e /downstream.py -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 column: $(STAMP)  ## Measure this machine's column of README.md and docs/claims.md (10 minutes, nothing else running)
@@ -83,9 +84,14 @@ column: $(STAMP)  ## Measure this machine's column of README.md and docs/claims.
 	$(BIN)/python benchmarks/render.py
 
 results: $(STAMP)  ## Measure everything again, and write the tables of README.md and docs (75 minutes on 2 slow cores, and an hour for tuning.py)
-	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e '/_'); do \
+	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e /downstream.py -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" --json docs/results || exit 1; done
 	@$(MAKE) column
+
+# Not among the others: it installs those libraries, with the script's own hands.
+downstream: $(STAMP)  ## Fits of six libraries built on Lightning, plain and with the plugin (makes .venv-downstream: 3 GB; half an hour)
+	$(BIN)/python benchmarks/downstream.py --json docs/results
+	$(BIN)/python benchmarks/render.py
 
 # No network, no venv, no install: PYTHON is the machine's own, with torch and Lightning in it. The package is laid out
 # as it would be installed (callbacks/ and benchmarks/claims/ inside it) in a temporary folder, and everything runs from
@@ -102,7 +108,7 @@ gpu:  ## GPU tests, then GPU benchmarks, with the machine's own PYTHON=python3 a
 	exit $$status
 
 clean:  ## Remove everything that make and the tests have made, .venv too
-	rm -rf $(VENV) $(XLA) $(SUITE) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
+	rm -rf $(VENV) $(XLA) $(SUITE) $(DOWNSTREAM) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
 	find lightning_accel callbacks tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

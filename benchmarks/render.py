@@ -27,6 +27,7 @@ TITLES = {
     "false_wins": "Searches where there is nothing to find",
     "techniques": "What each technique adds to a step",
     "second_run": "A second run of the same training",
+    "downstream": "Libraries that are built on Lightning, plain and with `AccelPlugin()`",
     "plugin_overhead": "What standing by costs",
     "deploying": "Models in the forms in which they are served",
     "deploying_int8": "INT8 on a CPU, by all its kernels",
@@ -80,6 +81,11 @@ REMARKS = {
     " kernels from the cache and trials. *Plain* is a run without the plugin, whose first steps are slow, too."
     " *Imports* and *to the first step* come before it. Each run is a process of its own. `auto` is told of 20,000"
     " steps, has compilation alone on trial, and is ended early.",
+    "downstream": "Asked for: at least 0.98x in each. Short fits of other people's models, on drawn data. *Speed* is"
+    " plain's time by that with the plugin, of the clock, *CPU* the same of all threads' processor time; medians over"
+    " rounds. *Fresh* has an empty cache folder, *second* is the next fit in the same process, and *new process* finds"
+    " what an earlier process has left there. A fit is the library's own call, with its Trainer and what it prepares."
+    ' darts tells the Trainer its precision, 32-true, and has the plugin by `strategy="accel"`.',
     "plugin_overhead": "Asked for: at most 15 µs a step with everything off and 50 µs with the defaults, which log."
     " Steps are in processor time, calls forward passes of tiny tensors.",
     "deploying": "Asked for: INT8 at batch 1 at least twice as fast as eager float32, in a quarter of the size, for"

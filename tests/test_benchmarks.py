@@ -118,6 +118,37 @@ def test_a_dry_run_of_serving_goes_through_and_leaves_its_table(
     assert len({row[0] for row in record["rows"]}) == 3
 
 
+# -- downstream -------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_of_downstream_lists_models_and_installs_nothing(
+    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = benchmark("downstream")
+    monkeypatch.setattr(script, "installed", lambda package: pytest.fail("it installs"))
+    monkeypatch.setattr(sys, "argv", ["downstream.py", "--dry-run", "--models", "scvi,nhits"])
+    script.main()
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == {"scvi-tools", "neuralforecast"}
+
+
+def test_a_fit_in_a_new_process_is_beside_plains_first(benchmark: Callable[[str], Any]) -> None:
+    plain, ours = ({"steps": 5, "wall_s": wall, "cpu_s": 2 * wall} for wall in (3.0, 1.5))
+    warm = {"steps": 5, "wall_s": 1.0, "cpu_s": 2.0}
+    one = {
+        "plain": {"fresh": plain, "second": warm},
+        "defaults": dict.fromkeys(("fresh", "second", "new process"), ours),
+    }
+    speeds = ["2.00x", "0.67x", "2.00x"]
+    assert benchmark("downstream").row("model", "defaults", [one]) == [
+        "model",
+        "defaults",
+        "5",
+        "200.0",
+        *speeds,
+        *speeds,
+    ]
+
+
 # -- techniques --------------------------------------------------------------------------------------------------------
 
 

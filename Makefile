@@ -74,7 +74,7 @@ stub: $(STAMP)  ## Write what editors see of the settings, and the schema of rep
 	$(BIN)/python tests/arguments_stub.py
 	$(BIN)/python tests/report_schema.py
 
-bench: $(STAMP)  ## Every benchmark that runs on a CPU, downstream apart (an hour on 2 slow cores, and an hour for tuning.py)
+bench: $(STAMP)  ## Every benchmark that runs on a CPU, downstream apart (80 minutes on 2 slow cores, and an hour for tuning.py)
 	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e /downstream.py -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
@@ -83,7 +83,7 @@ column: $(STAMP)  ## Measure this machine's column of README.md and docs/claims.
 	$(BIN)/lightning-accel claims
 	$(BIN)/python benchmarks/render.py
 
-results: $(STAMP)  ## Measure everything again, and write the tables of README.md and docs (75 minutes on 2 slow cores, and an hour for tuning.py)
+results: $(STAMP)  ## Measure everything again, and write the tables of README.md and docs (95 minutes on 2 slow cores, and an hour for tuning.py)
 	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e /downstream.py -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" --json docs/results || exit 1; done
 	@$(MAKE) column

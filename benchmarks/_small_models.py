@@ -1,4 +1,4 @@
-"""Small models of nine kinds for :mod:`never_slower` and :mod:`tuning`, and how one is trained in turns.
+"""Small models of nine kinds for :mod:`never_slower`, :mod:`tuning` and others, and how one is trained in turns.
 
 All learn from what is on every machine: scikit-learn's digits and the text of Python's standard library. The first two
 are the demo's, as it sizes them.
@@ -138,6 +138,10 @@ def cnn() -> Task:
     return DigitsNet(), Digits(size=40, batch_size=32)
 
 
+def small_cnn() -> Task:
+    return DigitsNet(width=16), Digits(size=20, batch_size=16)
+
+
 def demo_gpt() -> Task:
     return BytesGPT(seq_len=512), StdlibText(seq_len=512, batch_size=4)
 
@@ -192,6 +196,7 @@ class Small:
 
 MODELS = {
     "cnn": Small(title="the demo's residual CNN, 40x40 digits", task=cnn, steps=10),
+    "small_cnn": Small(title="a residual CNN, 16 digits of 20x20", task=small_cnn, steps=100),
     "demo_gpt": Small(title="the demo's GPT, 4 x 512 bytes", task=demo_gpt, steps=4),
     "small_gpt": Small(title="a GPT, 4 x 256 bytes, two blocks of 96", task=small_gpt, steps=30),
     "gpt_1024": Small(title="a GPT, 1 x 1,024 bytes, two blocks of 64", task=gpt_1024, steps=15),

@@ -236,6 +236,20 @@ def test_a_second_run_that_was_to_be_compiled_and_was_not_is_an_error(
         complain("gpt", compiles, a_run(1.0, 1.0), a_run(1.0, 1.0, compiled=False))
 
 
+# -- short fits --------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_short_fit_is_held_against_plains_second_and_the_worst_run_counts(
+    benchmark: Callable[[str], Any],
+) -> None:
+    script = benchmark("short_runs")
+    costs = {"plain": 3.0, "plain again": 1.0, "fresh": 4.0, "again": 1.25, "in a new process": 3.5}
+    rounds = [{run: (wall_s, 1.0) for run, wall_s in costs.items()}]
+    assert script.ratios(rounds, "again", 0) == [0.8]
+    assert (script.worst(rounds), script.later_s(rounds)) == (0.75, 1.0)
+    assert len(script.row("a model", 20, rounds)) == len(script.COLUMNS)
+
+
 # -- a linear head -----------------------------------------------------------------------------------------------------
 
 

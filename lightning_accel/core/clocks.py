@@ -83,6 +83,11 @@ class StepClock:
         """Whether a cycle has begun, and has not ended."""
         return bool(self._fetches)
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether time that passes now is a step's: a cycle is open, and no fetch."""
+        return self.is_open and len(self._fetches) % 2 == 0
+
     def fetch_began(self) -> None:
         self._fetches.append(self._mark())
 

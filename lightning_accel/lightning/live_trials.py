@@ -22,7 +22,7 @@ from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.engine import Engine
-from lightning_accel.lightning.private import FetchPatch
+from lightning_accel.lightning.private import ActionPatch, FetchPatch, hook_action
 from lightning_accel.lightning.searches import Searches
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning import remembered, verdicts
@@ -36,16 +36,20 @@ from lightning_accel.tuning.verdicts import Known, Program
 _LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
 _TRIAL_BATCHES = 2  # on which the parts are tried
 _QUIET_BATCHES = 2  # after that, for caches to fill
+_WHOLE = 0.9  # of what the turn before had: a turn with less at the end of an epoch is the rest that was left
+_REPEATS = 3  # of a turn that does not count
 
 
 @dataclass
 class _Turn:
-    """From one optimizer step to the next; a batch of it is a cycle of the clock."""
+    """From one optimizer step to the next; the step of each of its batches is a cycle of the clock."""
 
     batches: int = 0
     timed: int = 0  # of those
     seconds: float = 0.0
     elements: int = 0  # of the tensors in its batches
+    repeats: int = 0  # of turns in a row that did not count
+    ends_epoch: bool = False
     is_interrupted: bool = False
     is_over: bool = False
 
@@ -53,9 +57,10 @@ class _Turn:
 class Turns:
     """Cuts a fit into turns, and has live trials take them.
 
-    A turn begins where the next batch is asked for, once an optimizer has stepped. So a switch is over before the
-    clock goes on, and the batch comes to the device in the layout that its step wants. Until there are trials, hardly
-    anything is done.
+    A turn begins where the next batch is asked for, once an optimizer has stepped: arms are switched there, and the
+    batch comes to the device in the layout that its step wants. Its time is that of its batches, each from its transfer
+    to the end of ``on_train_batch_end``, checkpoints left out. What comes then, an epoch's end, say, or a validation,
+    belongs to no turn. Until there are trials, hardly anything is done.
 
     Args:
         trainer: In its fit.
@@ -77,12 +82,16 @@ class Turns:
         self._cycles: deque[_Turn] = deque()  # whose time is not known yet
         self._unheard: deque[_Turn] = deque()  # turns of the trials, in their order
         self._steps = 0
-        self._has_batch = False
+        self._elements = 0  # of the latest turn that counts
         self._typical_elements = 0
 
     def patches(self) -> Iterator[Patch]:
-        """The edit by which it is told of every fetch."""
-        yield FetchPatch(self._trainer, self._fetch_begins, self._fetch_ends)
+        """The edits by which it is told of every fetch, and of every step's end."""
+        trainer, hook = self._trainer, "on_train_batch_end"
+        yield FetchPatch(trainer, self._fetch_begins, self._fetch_ends)
+        yield ActionPatch(trainer, [hook_action(trainer.lightning_module, hook)], lambda: None, self._step_ends)
+        if checkpoints := [hook_action(callback, hook) for callback in trainer.checkpoint_callbacks]:
+            yield ActionPatch(trainer, checkpoints, self._checkpoint_begins, self._checkpoint_ends)
 
     def batch(self, batch: Any) -> None:
         """Tells which batch the turn under way is about to train on."""
@@ -95,34 +104,52 @@ class Turns:
                 self._clock = clock_for(self._trainer.strategy.root_device)
                 self._steps = self._trainer.global_step
             return
-        self._has_batch = True
+        self._clock.step_began()
         self._turn.batches += 1
         self._turn.elements += sum(tensor.numel() for tensor in tensors_in(batch))
-        self._turn.is_interrupted |= self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        self._turn.ends_epoch |= self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     def interrupt(self) -> None:
-        """Tells that something else than training goes on: the turn does not count."""
-        self._turn.is_interrupted = True
+        """Tells that something else than training goes on: where that is timed as a step, the turn does not count."""
+        self._turn.is_interrupted |= self._clock.is_in_step
 
     def _fetch_begins(self) -> None:
         if self.trials is None or self.trials.is_over:
             return
-        if self._has_batch:  # not where a fetcher looks ahead, or an epoch begins
-            self._has_batch = False
-            self._clock.step_ended(0)
-            self._cycles.append(self._turn)
+        if self._clock.is_open:  # `on_train_batch_start` has skipped the step, and the rest of the epoch
+            self.interrupt()
+            self._step_ends()
         if self._trainer.global_step != self._steps:
             self._steps = self._trainer.global_step
             self._begin(self.trials)
-        self._clock.fetch_began()
 
     def _fetch_ends(self) -> None:
         self.expects_batch = self.trials is None or not self.trials.is_over
-        if self.trials is not None and self._clock.is_open:
+
+    def _step_ends(self) -> None:
+        if self._clock.is_open:
+            self._clock.step_ended(0)
+            self._cycles.append(self._turn)
+
+    def _checkpoint_begins(self) -> None:
+        if self._clock.is_open:
+            self._clock.fetch_began()  # as of a fetch, its time is not the step's
+
+    def _checkpoint_ends(self) -> None:
+        if self._clock.is_open:
             self._clock.fetch_ended()
 
     def _begin(self, trials: LiveTrials) -> None:
-        self._turn.is_over = True
+        turn = self._turn
+        turn.is_over = True
+        if turn.ends_epoch and turn.elements < _WHOLE * self._elements:  # of which fixed costs are a larger part
+            turn.is_interrupted = True
+        if not turn.is_interrupted:
+            self._elements = turn.elements
+        elif self._unheard and turn.repeats < _REPEATS and self._trainer.world_size == 1:
+            # Else every pair of an epoch of two steps might lack the same one. Ranks may not agree on what counts.
+            self._unheard[-1] = self._turn = _Turn(repeats=turn.repeats + 1)
+            return
         self._hear(trials)
         self._turn = _Turn()
         trials.begin()
@@ -138,11 +165,12 @@ class Turns:
             self._read += 1
         while self._unheard and self._unheard[0].is_over and self._unheard[0].timed == self._unheard[0].batches:
             turn = self._unheard.popleft()
+            if turn.is_interrupted or turn.seconds <= 0:  # somebody has stopped all clocks, as freezegun does
+                trials.took(None)
+                continue
             self._typical_elements = self._typical_elements or turn.elements
             # By element, as if every batch were as large as the first.
-            scale = self._typical_elements / turn.elements if turn.elements else 1.0
-            # A turn takes no time where somebody has stopped all clocks, as freezegun does.
-            trials.took(turn.seconds * scale if turn.seconds > 0 and not turn.is_interrupted else None)
+            trials.took(turn.seconds * (self._typical_elements / turn.elements if turn.elements else 1.0))
 
 
 class LiveTuning:
@@ -394,10 +422,10 @@ def _rest(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
 
 def turns_left(trainer: Trainer) -> float:
     """How many optimizer steps a fit still has, about; infinite where it does not end by itself."""
-    batches = trainer.num_training_batches
+    batches, accumulated = trainer.num_training_batches, max(1, trainer.accumulate_grad_batches)
     epochs = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
-    left = epochs * batches - trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    turns = left / max(1, trainer.accumulate_grad_batches)
+    an_epoch = batches if batches == float("inf") else -(-batches // accumulated)  # its last batch ends a turn, too
+    turns = epochs * an_epoch - trainer.fit_loop.epoch_loop.batch_progress.current.ready / accumulated
     return turns if trainer.max_steps == -1 else min(turns, trainer.max_steps - trainer.global_step)
 
 

@@ -32,12 +32,14 @@ class Purse:
         steps: How many steps the run will have in all, about; infinite where it does not end by itself.
         done: How many of them are over.
         spent_s: What was paid for → seconds.
+        owed_s: What trials have taken and nobody has paid for yet.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self.steps = math.inf
         self.done = 0
         self.spent_s: defaultdict[str, float] = defaultdict(float)
+        self.owed_s = 0.0
         self._clock = clock
         self._plain_s: list[float] = []
         self._payer: list[float] = []  # what those who pay within another's payment have paid, one for each of these
@@ -50,7 +52,7 @@ class Purse:
     @property
     def left_s(self) -> float:
         """What there is left to spend now."""
-        spent = sum(self.spent_s.values())
+        spent = sum(self.spent_s.values()) + self.owed_s
         step_s = self.step_s
         if step_s is None:
             return BEFORE_FIRST_STEP_S - spent
@@ -77,6 +79,7 @@ class Purse:
     def pay(self, what: str, seconds: float) -> None:
         """Takes out what something has cost."""
         self.spent_s[what] += seconds
+        self.owed_s = max(0.0, self.owed_s - seconds)
 
     @contextmanager
     def paying(self, what: str) -> Iterator[None]:

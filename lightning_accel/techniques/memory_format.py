@@ -302,6 +302,7 @@ class MemoryFormat(Technique):
             self._dims,
             LayoutDraws(device_of(self._model), foresees=True),
             by_clock=self._is_auto and self.decides_by_clock,
+            purse=self.purse,
         ) as trial:
             yield verdicts
         verdict = trial.verdict()

@@ -35,6 +35,8 @@ _BIAS_FLOOR = 1e-3
 
 _HALF_PRECISION = 1e-4
 
+_SMALLEST = 0.01  # of the largest norm: what is smaller may be zero but for rounding
+
 _AT_ONCE = 1 << 15  # numbers that are widened together on a CPU: they stay in its cache
 
 Call = Callable[..., Any]
@@ -122,14 +124,15 @@ class Measuring:
 
     def judged(self, actual: Sequence[Tensor]) -> tuple[Deviation, str]:
         """How far a candidate's result is off, and the objection to that."""
-        found = deviation(actual, self._expected)
-        # Whatever the yardstick turns out to be, the original is at most one spread off it: what is not off from the
-        # original by more than the other three passes. Their norms may differ by the square root of the rounding, and
-        # no error along a result is larger than the whole.
-        known = self.spread.allowed
-        if not found.noise * (1 + math.sqrt(self._rounding)) <= (1 - 1 / FACTOR) * min(known.noise, known.bias):
-            yardstick = self._ask_oracle()
-            found = found if yardstick is self._expected else deviation(actual, yardstick)
+        found = deviation(actual, self._expected, smallest=0.25 * _SMALLEST)
+        # Whatever the yardstick is, the original is a spread off it at the most: a candidate that is not off from the
+        # original by more than the other three passes. Norms by the one differ from those by the other by the square
+        # root of the rounding at the most (hence a quarter above), and so do errors along them, of the whole error.
+        near = math.sqrt(self._rounding)
+        most = Deviation((1 + near) * found.noise, (1 + near) ** 2 * (found.bias + near * found.noise))
+        if not self.spread.objection(most, 1 - 1 / FACTOR):
+            return found, ""
+        found = deviation(actual, self._ask_oracle())
         return found, self.objection(found)
 
     def objection(self, found: Deviation, times: float = 1.0) -> str:
@@ -168,11 +171,11 @@ class Measuring:
         return True
 
 
-def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Deviation:
+def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor], *, smallest: float = _SMALLEST) -> Deviation:
     """How far results are from what they should be; infinitely far for a NaN where none belongs.
 
     A tensor whose true value is zero but for rounding (the bias before a batch norm has such a gradient) is measured
-    against a hundredth of the largest tensor's norm. Infinities and NaNs must stand in the same places.
+    against ``smallest`` of the largest tensor's norm, a hundredth. Infinities and NaNs must stand in the same places.
     """
     pairs = list(zip(actual, expected, strict=True))
     sums = list(itertools.starmap(_sums, pairs))
@@ -181,7 +184,7 @@ def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Deviation
         if not all(torch.equal(is_odd(got), is_odd(want)) for got, want in pairs for is_odd in odd):
             return Deviation(math.inf, math.inf)
         sums = [_sums(*(torch.nan_to_num(t, nan=0.0, posinf=0.0, neginf=0.0) for t in pair)) for pair in pairs]
-    floor = math.sqrt(max((size for _, _, size in sums), default=0.0)) / 100
+    floor = smallest * math.sqrt(max((size for _, _, size in sums), default=0.0))
     worst = Deviation()
     for off, along, size in sums:
         norm = math.sqrt(size)

@@ -153,6 +153,7 @@ class FlashAttention(Technique):
 
     @override
     def step(self, stage: str) -> AbstractContextManager[None]:
+        self._judge.purse = self.purse
         for dispatch in self._dispatches.values():
             if dispatch.tried:
                 dispatch.adopt_tried()

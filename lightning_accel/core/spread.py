@@ -259,7 +259,7 @@ def _sums(got: Tensor, want: Tensor) -> list[float]:
     flat = [(tensor.cpu() if tensor.device.type == "mps" else tensor).reshape(-1) for tensor in (got, want)]
     at_once = _AT_ONCE if flat[1].device.type == "cpu" else max(1, want.numel())
     sums = torch.zeros(3, dtype=torch.float64, device=flat[1].device)
-    for some, wide in zip(*(tensor.split(at_once) for tensor in flat), strict=True):
+    for some, wide in zip(*(torch.split(tensor, at_once) for tensor in flat), strict=True):
         wide = wide.double()
         off = some.double() - wide
         sums += torch.stack([(off * off).sum(), (off * wide).sum(), (wide * wide).sum()])

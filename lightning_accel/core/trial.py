@@ -30,7 +30,7 @@ from lightning_accel.core.tree import map_tensors, tensors_in
 ORACLE_SAMPLES = 4
 ORACLE_MAX_BYTES = 2 << 30
 ORACLE_MAX_SAVED_BYTES = 1 << 29  # of activations: more would take longer in float64 than it tells
-MIN_PAIRS, MAX_PAIRS = 1, 4  # that are timed; live trials on whole steps are what judges in the end
+MIN_PAIRS, MAX_PAIRS = 1, 3  # that are timed; live trials on whole steps are what judges in the end
 CLEARLY = 0.15  # by so much one side has to be the faster for less than the most pairs
 NOT_SLOWER = 1.02  # a time this close to the original's is a tie: the clocks of shared machines tell no more
 

@@ -50,6 +50,8 @@ class FlashAttention(Technique):
 
     applied_before_trial = True
 
+    trial_steps: ClassVar[float] = 4.5
+
     def __init__(self, plan: FlashAttentionPlan, *, verify: bool = True) -> None:
         self._plan = plan
         self._verify = verify

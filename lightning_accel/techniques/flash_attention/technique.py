@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import ClassVar
 
 import torch.compiler.config
 from torch import nn
@@ -49,7 +50,6 @@ class FlashAttention(Technique):
     """
 
     applied_before_trial = True
-
     trial_steps: ClassVar[float] = 4.5
 
     def __init__(self, plan: FlashAttentionPlan, *, verify: bool = True) -> None:

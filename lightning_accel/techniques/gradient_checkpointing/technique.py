@@ -61,7 +61,6 @@ class GradientCheckpointing(Technique):
     """
 
     applied_before_trial = True
-
     trial_steps: ClassVar[float] = 4.0
 
     def __init__(self, mode: Recomputation, names: Sequence[str] = (), *, verify: bool = True) -> None:

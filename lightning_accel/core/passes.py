@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -92,10 +93,18 @@ def _fresh_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
+_DRAWN = 65_537  # a prime: over and over, these lie otherwise in every row and sample of a result
+
+
+@functools.cache
+def _draws(device: torch.device, dtype: torch.dtype) -> Tensor:
+    # Drawn in float32 and rounded, so that every dtype is asked for the gradient in the same direction.
+    return torch.randn(_DRAWN, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(device, dtype)
+
+
 def _random_cotangent(output: Tensor) -> Tensor:
-    # Drawn in float64 and rounded, so that every dtype is asked for the gradient in the same direction.
-    generator = torch.Generator().manual_seed(output.numel())
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)
+    draws = _draws(output.device, output.dtype)
+    return draws.repeat(-(-output.numel() // _DRAWN))[: output.numel()].view(output.shape)
 
 
 def _has_numbers(tensor: Tensor) -> bool:

@@ -34,6 +34,7 @@ class Purse:
         done: How many of them are over.
         steps_a_turn: How many of them there are from one step of the optimizer to the next.
         spent_s: What was paid for → seconds.
+        owed_s: What trials have taken and nobody has paid for yet.
     """
 
     def __init__(self, clock: Callable[[], float] = seconds) -> None:
@@ -41,6 +42,7 @@ class Purse:
         self.done = 0
         self.steps_a_turn = 1
         self.spent_s: defaultdict[str, float] = defaultdict(float)
+        self.owed_s = 0.0
         self._clock = clock
         self._plain_s: list[float] = []
         self._payer: list[float] = []  # what those who pay within another's payment have paid, one for each of these
@@ -58,7 +60,7 @@ class Purse:
     @property
     def left_s(self) -> float:
         """What there is left to spend now."""
-        spent = sum(self.spent_s.values())
+        spent = sum(self.spent_s.values()) + self.owed_s
         step_s = self.step_s
         if step_s is None:
             return BEFORE_FIRST_STEP_S - spent
@@ -84,6 +86,7 @@ class Purse:
     def pay(self, what: str, seconds: float) -> None:
         """Takes out what something has cost."""
         self.spent_s[what] += seconds
+        self.owed_s = max(0.0, self.owed_s - seconds)
 
     @contextmanager
     def paying(self, what: str) -> Iterator[None]:

@@ -5,12 +5,16 @@ equally legitimate order: with another number of threads, in two halves of the b
 inputs that lie otherwise in memory, by another library of kernels. How far these are from the same computation in
 float64 is its *spread*; a candidate that is off by more than ``FACTOR`` spreads computes something else. Nothing here
 was fitted to a processor: what its libraries do to the original is measured where the run is. See docs/numbers.md.
+
+A spread only grows with the orders that it is measured in. What is within that of a few is within that of all, and so
+:class:`Measuring` takes another one only while a candidate is in doubt; an objection stands when all were seen.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +34,10 @@ _BIAS_FLOOR = 1e-3
 """A systematic error below this is not told from the bias of rounding itself."""
 
 _HALF_PRECISION = 1e-4
+
+_SMALLEST = 0.01  # of the largest norm: what is smaller may be zero but for rounding
+
+_AT_ONCE = 1 << 14  # numbers that are widened together on a CPU: they stay in its cache, and in one thread
 
 Call = Callable[..., Any]
 
@@ -79,57 +87,115 @@ class Spread:
         return ""
 
 
-def measured(yardstick: Sequence[Tensor], runs: Sequence[Sequence[Tensor]], coarsest: torch.dtype) -> Spread:
-    """The spread of ``runs`` of the original around ``yardstick``.
+class Measuring:
+    """The spread of an original, of which only as much is computed as a verdict takes.
 
     A run that is off by more than the square root of the rounding is no other order of the same sums (batch statistics
     of half a batch, say) and does not count.
 
     Args:
-        yardstick: The original in float64, or its own result.
-        runs: The original in several orders.
+        expected: The original's own result.
         coarsest: The dtype of the coarsest numbers on the way.
+        oracle: Computes the original in float64; None where that cannot be had.
+        others: The original in other orders, each computed when it is asked for.
     """
-    eps = torch.finfo(coarsest).eps
-    # In half precision the last rounding is most of the error; above it a library may take a few on the way.
-    rounding = eps / 2 if eps > _HALF_PRECISION else 2 * eps
-    spread, num_orders = Deviation(noise=rounding), 0  # no result is nearer than what its dtype rounds off
-    for run in runs:
-        if [t.shape for t in run] == [t.shape for t in yardstick]:
-            found = deviation(run, yardstick)
-            if found.noise <= math.sqrt(rounding):
-                spread |= found
-                num_orders += 1
-    # Errors that are independent average out over a result, over the smallest one least.
-    averaged = spread.noise / math.sqrt(max(1, min((t.numel() for t in yardstick), default=1)))
-    allowed_bias = max(FACTOR * max(spread.bias, averaged), _BIAS_FLOOR)
-    return Spread(Deviation(FACTOR * spread.noise, allowed_bias), num_orders)
+
+    def __init__(
+        self,
+        expected: Sequence[Tensor],
+        coarsest: torch.dtype,
+        oracle: Callable[[], Sequence[Tensor] | None] = lambda: None,
+        others: Iterable[Sequence[Tensor]] = (),
+    ) -> None:
+        eps = torch.finfo(coarsest).eps
+        # In half precision the last rounding is most of the error; above it a library may take a few on the way.
+        self._rounding = eps / 2 if eps > _HALF_PRECISION else 2 * eps
+        self._expected, self._oracle, self._others = expected, oracle, iter(others)
+        self._yardstick: Sequence[Tensor] | None = None
+        self._seen, self._num_orders = Deviation(noise=self._rounding), 0
+
+    @property
+    def spread(self) -> Spread:
+        """As far as it is known: at the least what the dtype rounds off, as no result is nearer than that."""
+        # Errors that are independent average out over a result, over the smallest one least.
+        averaged = self._seen.noise / math.sqrt(max(1, min((t.numel() for t in self._expected), default=1)))
+        allowed_bias = max(FACTOR * max(self._seen.bias, averaged), _BIAS_FLOOR)
+        return Spread(Deviation(FACTOR * self._seen.noise, allowed_bias), self._num_orders)
+
+    def judged(self, actual: Sequence[Tensor]) -> tuple[Deviation, str]:
+        """How far a candidate's result is off, and the objection to that."""
+        found = deviation(actual, self._expected, smallest=0.25 * _SMALLEST)
+        # Whatever the yardstick is, the original is a spread off it at the most: a candidate that is not off from the
+        # original by more than the other three passes. Norms by the one differ from those by the other by the square
+        # root of the rounding at the most (hence a quarter above), and so do errors along them, of the whole error.
+        near = math.sqrt(self._rounding)
+        most = Deviation((1 + near) * found.noise, (1 + near) ** 2 * (found.bias + near * found.noise))
+        if not self.spread.objection(most, 1 - 1 / FACTOR):
+            return found, ""
+        found = deviation(actual, self._ask_oracle())
+        return found, self.objection(found)
+
+    def objection(self, found: Deviation, times: float = 1.0) -> str:
+        """As :meth:`Spread.objection`, by the spread of as many orders as are needed to see that there is none."""
+        while (words := self.spread.objection(found, times)) and self._takes_another():
+            pass
+        return words
+
+    def _takes_another(self) -> bool:
+        if self._yardstick is None:
+            self._ask_oracle()
+        elif (run := next(self._others, None)) is not None:
+            self._take(run, self._yardstick)
+        else:
+            return False
+        return True
+
+    def _ask_oracle(self) -> Sequence[Tensor]:
+        """Settles what the yardstick is, and takes the original's own result as the first order."""
+        oracle = self._oracle()
+        # An original that is far off its oracle (it overflows, its shapes hang on rounding) lets anything pass.
+        if oracle is None or not self._take(self._expected, oracle):
+            oracle, self._num_orders = self._expected, 1
+        self._yardstick = oracle
+        return oracle
+
+    def _take(self, run: Sequence[Tensor], yardstick: Sequence[Tensor]) -> bool:
+        """Whether a run of the original counts as an order of it."""
+        if [t.shape for t in run] != [t.shape for t in yardstick]:
+            return False
+        found = deviation(run, yardstick)
+        if not found.noise <= math.sqrt(self._rounding):
+            return False
+        self._seen |= found
+        self._num_orders += 1
+        return True
 
 
-def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Deviation:
+def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor], *, smallest: float = _SMALLEST) -> Deviation:
     """How far results are from what they should be; infinitely far for a NaN where none belongs.
 
     A tensor whose true value is zero but for rounding (the bias before a batch norm has such a gradient) is measured
-    against a hundredth of the largest tensor's norm. Infinities and NaNs must stand in the same places.
+    against ``smallest`` of the largest tensor's norm, a hundredth. Infinities and NaNs must stand in the same places.
     """
-    norms = [float(torch.linalg.vector_norm(_finite_part(t))) for t in expected]
-    floor = max(norms, default=0.0) / 100
-    worst = Deviation()
-    for got, want, norm in zip(actual, expected, norms, strict=True):
-        if not all(torch.equal(is_odd(got), is_odd(want)) for is_odd in (torch.isnan, torch.isposinf, torch.isneginf)):
+    pairs = list(zip(actual, expected, strict=True))
+    sums = list(itertools.starmap(_sums, pairs))
+    if not all(map(math.isfinite, itertools.chain(*sums))):
+        odd = (torch.isnan, torch.isposinf, torch.isneginf)
+        if not all(torch.equal(is_odd(got), is_odd(want)) for got, want in pairs for is_odd in odd):
             return Deviation(math.inf, math.inf)
-        wide = _finite_part(want)
-        off = _finite_part(got) - wide
-        noise = float(torch.linalg.vector_norm(off)) / max(norm, floor, 1e-300)
-        bias = abs(float((off * wide).sum())) / norm**2 if norm > floor else 0.0
-        worst |= Deviation(noise, bias)
+        sums = [_sums(*(torch.nan_to_num(t, nan=0.0, posinf=0.0, neginf=0.0) for t in pair)) for pair in pairs]
+    floor = smallest * math.sqrt(max((size for _, _, size in sums), default=0.0))
+    worst = Deviation()
+    for off, along, size in sums:
+        norm = math.sqrt(size)
+        worst |= Deviation(math.sqrt(off) / max(norm, floor, 1e-300), abs(along) / size if norm > floor else 0.0)
     return worst
 
 
 def other_orders(
     call: Call, batch_size: int, device: torch.device, *, new_kernels: bool = True
 ) -> Iterator[tuple[Call, AbstractContextManager[Any]]]:
-    """The same computation in other orders, each with a context to run it in.
+    """The same computation in other orders, each with a context to run it in; the dearest last.
 
     Not all are possible for every computation, and not all leave its meaning: :func:`measured` sorts those out.
 
@@ -168,11 +234,12 @@ def other_orders(
         if new_kernels:
             yield in_halves, nullcontext()
     if device.type == "cpu":
-        # Not torch.backends.mkldnn.flags, which sets what concerns other devices too, with warnings.
-        yield call, temporarily(partial(getattr, mkldnn, "enabled"), partial(setattr, mkldnn, "enabled"), False)
         if new_kernels:
             # Fewer, never more: a pool of threads that the program did without would stay, and break a later fork.
             yield call, temporarily(torch.get_num_threads, torch.set_num_threads, 1)
+        # Not torch.backends.mkldnn.flags, which sets what concerns other devices too, with warnings. Last: torch's own
+        # kernels may take many times as long.
+        yield call, temporarily(partial(getattr, mkldnn, "enabled"), partial(setattr, mkldnn, "enabled"), False)
 
 
 def is_batched(tensor: Tensor, batch_size: int) -> bool:
@@ -186,7 +253,15 @@ def _transposed_in_memory(tensor: Tensor) -> Tensor:
     return tensor.mT.contiguous().mT if is_plain else tensor
 
 
-def _finite_part(tensor: Tensor) -> Tensor:
+def _sums(got: Tensor, want: Tensor) -> list[float]:
+    """In float64: of the squares of the differences, of their products with what should be, and of its squares."""
     # Metal has no float64: there the host compares.
-    wide = (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
-    return torch.nan_to_num(wide, nan=0.0, posinf=0.0, neginf=0.0)
+    flat = [(tensor.cpu() if tensor.device.type == "mps" else tensor).reshape(-1) for tensor in (got, want)]
+    at_once = _AT_ONCE if flat[1].device.type == "cpu" else max(1, want.numel())
+    sums = torch.zeros(3, dtype=torch.float64, device=flat[1].device)
+    for some, wide in zip(*(torch.split(tensor, at_once) for tensor in flat), strict=True):
+        wide = wide.double()
+        off = some.double() - wide
+        sums += torch.stack([(off * off).sum(), (off * wide).sum(), (wide * wide).sum()])
+    found: list[float] = sums.tolist()
+    return found

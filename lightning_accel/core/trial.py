@@ -7,7 +7,7 @@ both sides again and again: give it torch's own operations on tensors, not code 
 from __future__ import annotations
 
 import itertools
-import statistics
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,21 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.core.clocks import perf_counter
 from lightning_accel.core.device import own_rng
 from lightning_accel.core.dropout import dropout_off
 from lightning_accel.core.isolation import isolated, silent_twin
 from lightning_accel.core.measured import Measured
 from lightning_accel.core.passes import Call, Passes
+from lightning_accel.core.purse import Purse
 from lightning_accel.core.snapshot import random_streams, same_state
-from lightning_accel.core.spread import FACTOR, Spread, deviation, is_batched, measured, other_orders
+from lightning_accel.core.spread import FACTOR, Measuring, Spread, deviation, is_batched, other_orders
 from lightning_accel.core.tree import map_tensors, tensors_in
 
 ORACLE_SAMPLES = 4
 ORACLE_MAX_BYTES = 2 << 30
 ORACLE_MAX_SAVED_BYTES = 1 << 29  # of activations: more would take longer in float64 than it tells
-MIN_PAIRS, MAX_PAIRS = 3, 15
-TIMED_S = 1.0
-NOT_SLOWER = 1.02  # a median this close to the original's is a tie: the clocks of shared machines tell no more
+MIN_PAIRS, MAX_PAIRS = 1, 3  # that are timed; live trials on whole steps are what judges in the end
+CLEARLY = 0.15  # by so much one side has to be the faster for less than the most pairs
+NOT_SLOWER = 1.02  # a time this close to the original's is a tie: the clocks of shared machines tell no more
+
+TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
+"""The failure that is none of the candidate's; it may be tried again where there is more to spend."""
 
 
 _NOT_TORCHS = frozenset(("random", "numpy.random"))
@@ -62,12 +67,12 @@ class Comparison:
 
     Attributes:
         failure: What the candidate raised, or how its numbers differ; empty when they agree.
-        error: The candidate's largest relative error, against the oracle where there is one.
-        original_ms: Median milliseconds of the original, forward and backward; None untimed.
+        error: The candidate's largest relative error, against the oracle where one was asked.
+        original_ms: Milliseconds of the original, forward and backward, the fewest that were seen; None untimed.
         candidate_ms: The candidate's.
         compared: How many tensors were compared.
         left_behind: Buffers, attributes and inputs that the forward pass changed (and the trial restored).
-        spread: What it may be off by, where that was measured.
+        spread: What it may be off by, as far as that had to be measured.
         is_same: Whether the candidate's numbers are the original's, to the bit; None where that was not asked.
     """
 
@@ -92,6 +97,10 @@ class Comparison:
         )
 
 
+class _TooDearError(Exception):
+    """There is not enough left for another call."""
+
+
 @dataclass
 class Trial:
     """Two ways to compute one thing, on one set of arguments.
@@ -102,13 +111,14 @@ class Trial:
         kwargs: The keyword arguments.
         with_gradients: Whether to compare and time the backward pass too.
         samples: How many samples of the batch the oracle sees, so that it never exhausts the memory; None: all.
-        timed_s: No further pair is timed once they have taken this long together.
+        max_pairs: How many pairs are timed at the most.
         judged: Takes from the outputs what is to be compared.
         wide: The original, for arguments in float64; by default ``forward`` of a copy of the module in float64.
         has_dropout: Whether dropout stays on while numbers are compared, for what would be compiled anew without.
         keeps_strides: Whether outputs have to lie in memory as the original's do.
         keeps_kernels: Whether the library builds a kernel for every shape, dtype and number of threads, and keeps it:
             then the original is asked on the whole batch only, and its own result is the yardstick.
+        purse: What has to be able to pay for another call, as long as the one before, or the trial ends; None: no end.
     """
 
     module: nn.Module
@@ -116,12 +126,13 @@ class Trial:
     kwargs: dict[str, Any] = field(default_factory=dict)
     with_gradients: bool = True
     samples: int | None = ORACLE_SAMPLES
-    timed_s: float = TIMED_S
+    max_pairs: int = MAX_PAIRS
     judged: Callable[[Any], Any] = lambda outputs: outputs
     wide: Call | None = None
     has_dropout: bool = False
     keeps_strides: bool = True
     keeps_kernels: bool = False
+    purse: Purse | None = None
 
     def __post_init__(self) -> None:
         tensors = [*self.module.parameters(), *tensors_in((self.args, self.kwargs))]
@@ -130,6 +141,8 @@ class Trial:
         self._batch_size = sizes[0] if sizes else 0
         self._passes = Passes(self.module, self.with_gradients, self.judged)
         self._drawn: set[str] = set()  # from which streams of others than torch, which nobody replays
+        self._is_warm = False  # whether both sides were called before
+        self._paid_until = perf_counter()
 
     def numbers(self, original: Contender, candidate: Contender, *, in_other_orders: bool = True) -> Comparison:
         """Compares outputs and, ``with_gradients``, the gradients of inputs and parameters.
@@ -142,42 +155,64 @@ class Trial:
         With ``in_other_orders=False``, for a candidate that does the original's operations in the original's order,
         both are called once, on ``samples`` of the batch, with the same random numbers.
         """
-        try:
-            with isolated(self.module, self._device) as left_behind:
-                found = (self._by_spread if in_other_orders else self._by_rounding)(original, candidate)
-        except Exception as error:
-            return Comparison(failure=f"failed in its trial: {one_line(error)}")
+        compared = self._by_spread if in_other_orders else self._by_rounding
+        found, left_behind = self._ended(lambda: compared(original, candidate))
         if self._passes.writes_to_input:
             left_behind.append("its input")
-        left_behind += sorted(self._drawn)
-        return replace(found, left_behind=tuple(left_behind))
+        return replace(found, left_behind=(*left_behind, *sorted(self._drawn)))
 
     def rehearse(self, side: Contender) -> Comparison:
         """Runs one side once, forward and backward: what is done at its first call only, is done by then."""
-        try:
-            with isolated(self.module, self._device):
-                return Comparison(candidate_ms=1e3 * self._timed(side))
-        except Exception as error:
-            return Comparison(failure=f"failed in its trial: {one_line(error)}")
+        return self._ended(lambda: Comparison(candidate_ms=1e3 * self._timed(side)))[0]
 
     def time(self, original: Contender, candidate: Contender) -> Comparison:
-        """Times both, forward and backward, interleaved after a warm-up of each. Medians, in milliseconds."""
+        """Times both, forward and backward, in turns, and oftener while neither is clearly the faster.
+
+        A refusal is for good, where a candidate that is kept meets live trials: it takes two pairs at the least. So do
+        calls that :meth:`numbers` has not warmed up.
+        """
+        return self._ended(lambda: self._times(original, candidate))[0]
+
+    def _ended(self, tried: Callable[[], Comparison]) -> tuple[Comparison, list[str]]:
+        """What came out, and what was found changed; nothing that is raised goes further."""
+        left_behind: list[str] = []
+        self._paid_until = perf_counter()
         try:
-            with isolated(self.module, self._device):
-                pairs: list[tuple[float, float]] = []
-                for at in range(1 + MAX_PAIRS):
-                    pair = self._timed(original), self._timed(candidate)
-                    if at > 0 or sum(pair) > self.timed_s:  # the first is the warm-up, which matters to short ones only
-                        pairs.append(pair)
-                    timed_s = sum(map(sum, pairs))
-                    if timed_s > (self.timed_s if len(pairs) >= MIN_PAIRS else 3 * self.timed_s):
-                        break
+            with isolated(self.module, self._device) as left_behind:
+                found = tried()
+        except _TooDearError:
+            found = Comparison(failure=TOO_DEAR)
         except Exception as error:
-            return Comparison(failure=f"failed in its trial: {one_line(error)}")
-        original_ms, candidate_ms = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
-        return Comparison(original_ms=original_ms, candidate_ms=candidate_ms)
+            found = Comparison(failure=f"failed in its trial: {one_line(error)}")
+        self._is_warm = True
+        self._owe()
+        return found, left_behind
+
+    def _owe(self) -> float:
+        """Has the purse know what was spent since the last call; that is what the next may take, too."""
+        now = perf_counter()
+        spent_s, self._paid_until = now - self._paid_until, now
+        if self.purse is not None:
+            self.purse.owed_s += spent_s
+        return spent_s
+
+    def _ask_purse(self) -> None:
+        if self.purse is not None and not self.purse.can_pay(self._owe()):
+            raise _TooDearError
+
+    def _times(self, original: Contender, candidate: Contender) -> Comparison:
+        before, after = math.inf, math.inf
+        least = MIN_PAIRS if self._is_warm else 2
+        for pairs in range(1, 1 + min(MAX_PAIRS, max(self.max_pairs, least))):
+            # Whatever else a machine does can only add to a time.
+            before, after = min(before, self._timed(original)), min(after, self._timed(candidate))
+            is_faster, is_slower = after < (1 - CLEARLY) * before, before < (1 - CLEARLY) * after
+            if pairs >= least and (is_faster or (is_slower and pairs > 1)):
+                break
+        return Comparison(original_ms=1e3 * before, candidate_ms=1e3 * after)
 
     def _timed(self, side: Contender) -> float:
+        self._ask_purse()
         with side.state():
             return self._passes.seconds(side.call, *side.given(self.args, self.kwargs), self._device)
 
@@ -189,29 +224,32 @@ class Trial:
             with original.state(), own_rng(self._device):
                 args, kwargs = self._samples(original.call)
         expected, actual, otherwise = self._both(original, candidate, args, kwargs)
-        found = self._judge(expected, [expected], actual)
-        return replace(found, is_same=_are_same(expected, actual), failure=found.failure or otherwise)
+        found = self._judge(Measuring(expected, self._coarsest(expected)), expected, actual)
+        return replace(found, failure=found.failure or otherwise)
 
     def _by_spread(self, original: Contender, candidate: Contender) -> Comparison:
-        without_dropout = nullcontext(list[float]()) if self.has_dropout else dropout_off(self.module)
-        with without_dropout as dropped:
+        with self._without_dropout() as dropped:
             with original.state(), own_rng(self._device):
                 args, kwargs = self._samples(original.call)
             expected, actual, otherwise = self._both(original, candidate, args, kwargs)
-            oracle = self._oracle(original, args, kwargs)
-            # An original that is far off its oracle (it overflows, its shapes hang on rounding) lets anything pass.
-            if oracle is not None and not measured(oracle, [expected], self._coarsest(expected)).num_orders:
-                oracle = None
-            runs = [expected, *self._in_other_orders(original, args, kwargs)]
-            found = self._judge(expected if oracle is None else oracle, runs, actual)
-        found = replace(found, is_same=_are_same(expected, actual), failure=found.failure or otherwise)
+            measuring = Measuring(
+                expected,
+                self._coarsest([*expected, *actual]),
+                lambda: self._oracle(original, args, kwargs),
+                self._in_other_orders(original, args, kwargs),
+            )
+            found = self._judge(measuring, expected, actual)
+        found = replace(found, failure=found.failure or otherwise)
         if not found.failure and (dropped or args is not self.args):
             *whole, otherwise = self._both(original, candidate, self.args, self.kwargs)
-            objection = self._objection(found.spread, *whole)
+            objection = self._objection(measuring, *whole)
             if objection and dropped:
                 objection = f"its random numbers fall on other elements than the original's: {objection}"
-            found = replace(found, failure=otherwise or objection)
+            found = replace(found, spread=measuring.spread, failure=otherwise or objection)
         return found
+
+    def _without_dropout(self) -> AbstractContextManager[list[float]]:
+        return nullcontext(list[float]()) if self.has_dropout else dropout_off(self.module)
 
     def _both(
         self, original: Contender, candidate: Contender, args: Any, kwargs: Any
@@ -228,6 +266,7 @@ class Trial:
 
     def _once(self, side: Contender, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
         """What it computes, and where the random streams, which are the same for every run, have come to by then."""
+        self._ask_purse()
         streams = random_streams(self._device)
         before = {name: get_state() for name, (get_state, _) in streams.items()}
         try:
@@ -260,8 +299,10 @@ class Trial:
         size = self._batch_size if args is self.args else self.samples or 0
         for call, setting in other_orders(original.call, size, self._device, new_kernels=not self.keeps_kernels):
             try:
-                with setting:
+                with self._without_dropout(), setting:
                     run, _ = self._once(Contender(call, original.state), args, kwargs)
+            except _TooDearError:
+                raise
             except Exception:  # no order for this computation: views of its input, kernels that want oneDNN
                 continue
             yield run
@@ -273,8 +314,9 @@ class Trial:
         tensors = (*self.module.parameters(), *self.module.buffers(), *tensors_in((args, kwargs)))
         if any(t.is_complex() for t in tensors):  # whose imaginary part .to(torch.float64) would drop
             return None
+        self._ask_purse()
         try:
-            with own_rng(self._device), original.state():
+            with self._without_dropout(), own_rng(self._device), original.state():
                 if self.with_gradients:
                     saved_bytes = 8 * self._passes.saved_elements(original.call, args, kwargs)
                     if saved_bytes > ORACLE_MAX_SAVED_BYTES:
@@ -295,20 +337,24 @@ class Trial:
 
     # -- verdicts ----------------------------------------------------------------------------------------------
 
-    def _judge(self, yardstick: list[Tensor], runs: Sequence[list[Tensor]], actual: list[Tensor]) -> Comparison:
-        """Whether the candidate is within the spread of ``runs``, the original in several orders."""
-        if [t.shape for t in actual] != [t.shape for t in yardstick]:
+    def _judge(self, measuring: Measuring, expected: list[Tensor], actual: list[Tensor]) -> Comparison:
+        """Whether the candidate is within the spread of the original."""
+        if [t.shape for t in actual] != [t.shape for t in expected]:
             return Comparison(failure="returns tensors of other shapes than the original")
-        if not yardstick:
+        if not expected:
             return Comparison(failure="returns no tensors that could be compared with the original's")
-        spread = measured(yardstick, runs, self._coarsest(actual))
-        found = deviation(actual, yardstick)
-        failure = spread.objection(found)
-        return Comparison(failure=failure, error=found.noise, compared=len(yardstick), spread=spread)
+        found, failure = measuring.judged(actual)
+        return Comparison(
+            failure=failure,
+            error=found.noise,
+            compared=len(expected),
+            spread=measuring.spread,
+            is_same=_are_same(expected, actual),
+        )
 
-    def _objection(self, spread: Spread | None, expected: list[Tensor], actual: list[Tensor]) -> str:
+    def _objection(self, measuring: Measuring, expected: list[Tensor], actual: list[Tensor]) -> str:
         """What is wrong with the whole batch, where a few samples of it were right."""
-        if spread is None or [t.shape for t in actual] != [t.shape for t in expected]:
+        if [t.shape for t in actual] != [t.shape for t in expected]:
             return "returns tensors of other shapes than the original for the whole batch"
         # Two results lie as far apart as both are off; a sum over more samples is off by more, as a random walk is.
         apart = 1 + 1 / FACTOR
@@ -316,7 +362,7 @@ class Trial:
         pairs = list(zip(actual, expected, strict=True))
         for of_samples, times in ((True, apart), (False, apart * walked)):
             chosen = [pair for pair in pairs if is_batched(pair[1], self._batch_size) is of_samples]
-            objection = spread.objection(deviation(*zip(*chosen, strict=True)), times) if chosen else ""
+            objection = measuring.objection(deviation(*zip(*chosen, strict=True)), times) if chosen else ""
             if objection:
                 return f"on the whole batch, {objection}"
         return ""

@@ -71,6 +71,7 @@ class Compilation(Technique):
     """
 
     trial_step: ClassVar[Literal[0, 1] | None] = 1
+    trial_steps: ClassVar[float] = 150.0  # nearly all of them the compiler's
 
     def __init__(self, setting: CompileSetting, *, verify: bool = True, prepare: Prepare = lambda graph: None) -> None:
         self._prepare = prepare

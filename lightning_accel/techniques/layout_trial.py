@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_accel.core.layout import FORMATS, in_format, is_channels_last
 from lightning_accel.core.measured import Measured, together
+from lightning_accel.core.purse import Purse
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.layout_draws import LayoutDraws
@@ -39,7 +40,7 @@ _TIMED = _CONVOLUTIONS | frozenset(
         *("adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "interpolate", "pad"),
     )
 )
-_TIMED_S = 0.1  # of each kind of call; a step has tens of them
+_MAX_PAIRS = 2  # that are timed of each kind of call; a step has tens of them
 _WORTH = 0.97  # of the time: what was not timed (copies at the edges, code between) may take more in another layout
 
 
@@ -63,13 +64,17 @@ class LayoutTrial(TorchFunctionMode):
         dims: The numbers of dimensions that mean an image.
         draws: What looks at the random numbers that the step draws.
         by_clock: Whether to time, too.
+        purse: What pays for it; None: it may take what it takes.
     """
 
-    def __init__(self, dims: tuple[int, ...], draws: LayoutDraws, *, by_clock: bool) -> None:
+    def __init__(
+        self, dims: tuple[int, ...], draws: LayoutDraws, *, by_clock: bool, purse: Purse | None = None
+    ) -> None:
         super().__init__()
         self._dims = dims
         self._draws = draws
         self._by_clock = by_clock
+        self._purse = purse
         self._compared: set[Any] = set()
         self._timings: dict[Any, _Timing] = {}
         self._total = _Timing()
@@ -111,17 +116,18 @@ class LayoutTrial(TorchFunctionMode):
     def _try(self, func: Any, image: Tensor, args: Any, kwargs: Any) -> None:
         name = func.__name__
         kind = _kind(name, args, kwargs)
+        trial = self._trial(args, kwargs)
         if name in _CONVOLUTIONS and kind not in self._compared:
             self._compared.add(kind)
             self._failure = _unsafe(image, name, args, kwargs)
             if self._failure:
                 return
-            compared = self._trial(args, kwargs).numbers(*self._sides(func))
+            compared = trial.numbers(*self._sides(func))
             self._numbers.append(compared.measured())
             self._failure = compared.failure
         if self._by_clock and not self._failure:
             if kind not in self._timings:
-                found = self._trial(args, kwargs).time(*self._sides(func))
+                found = trial.time(*self._sides(func))
                 self._failure = found.failure
                 self._timings[kind] = _Timing(found.original_ms or 0.0, found.candidate_ms or 0.0)
             self._total.original_ms += self._timings[kind].original_ms
@@ -134,8 +140,9 @@ class LayoutTrial(TorchFunctionMode):
             args,
             kwargs,
             with_gradients=torch.is_grad_enabled(),
-            timed_s=_TIMED_S,
+            max_pairs=_MAX_PAIRS,
             keeps_kernels=True,
+            purse=self._purse,
         )
 
     def _sides(self, func: Any) -> tuple[Contender, Contender]:

@@ -155,6 +155,7 @@ class MemoryFormat(Technique):
         verify: Whether to try.
     """
 
+    trial_steps: ClassVar[float] = 6.0
     why_not_sharded: ClassVar[str] = "FSDP keeps weights row by row, in their ordinary layout"
 
     def __init__(
@@ -302,6 +303,7 @@ class MemoryFormat(Technique):
             self._dims,
             LayoutDraws(device_of(self._model), foresees=True),
             by_clock=self._is_auto and self.decides_by_clock,
+            purse=self.purse,
         ) as trial:
             yield verdicts
         verdict = trial.verdict()

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accel.core.spread import FACTOR, deviation, measured, other_orders
+from lightning_accel.core.spread import FACTOR, Deviation, Measuring, Spread, deviation, other_orders
 from lightning_accel.core.trial import Comparison, Contender, Trial
 
 pytestmark = pytest.mark.numbers
@@ -159,6 +161,90 @@ def test_a_convolution_in_channels_last_is_within_the_spread_of_the_contiguous_o
     assert trial.numbers(Contender(original), Contender(in_channels_last)).failure == ""
 
 
+# -- as few orders as a verdict takes ------------------------------------------------------------------------------
+
+MOST_CALLS = 20
+
+
+def counted(candidate: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Comparison, int]:
+    """The verdict on a candidate, and how many passes of it and of the original that has taken."""
+    calls = 0
+
+    def counting(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def counted(*args: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return call(*args)
+
+        return counted
+
+    original = counting(attention)
+    trial = Trial(nn.Module(), inputs(dtype), wide=original, samples=B // 2)
+    sides = Contender(original), Contender(counting(candidate))
+    found = trial.numbers(*sides)
+    if not found.failure:
+        trial.time(*sides)
+    return found, calls
+
+
+IN_DOUBT = {**OTHER_ORDERS, "a fault": FAULTS["a mask off by one"]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("candidate", IN_DOUBT.values(), ids=IN_DOUBT)
+def test_a_trial_takes_at_most_twenty_calls(candidate: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    _, calls = counted(candidate, dtype)
+    assert calls <= MOST_CALLS
+
+
+def judged_by_all_orders(self: Measuring, actual: list[Tensor]) -> tuple[Deviation, str]:
+    found = deviation(actual, self._ask_oracle())
+    return found, of_all_orders(self).objection(found)
+
+
+def of_all_orders(measuring: Measuring) -> Spread:
+    """What is infinitely far off is objected to when no order is left."""
+    assert measuring.objection(Deviation(math.inf, math.inf))
+    return measuring.spread
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_candidate_that_is_not_in_doubt_takes_no_other_order_and_no_oracle(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trial, "time", lambda *args: Comparison())
+    found, calls = counted(lambda *args: attention(*args), dtype)
+    assert (found.failure, found.is_same) == ("", True)
+    assert calls == 5  # each on a few samples and on all, and the original whether it takes a few
+
+
+@given(
+    noise=st.floats(0, 1e-5),
+    bias=st.floats(-3e-3, 3e-3),
+    seed=st.integers(0, 99),
+    num_orders=st.integers(0, 3),
+    rounding=st.sampled_from([1e-8, 1e-7, 1e-6, 1e-4]),
+    scale=st.sampled_from([1.0, 0.02, 0.01, 1e-5]),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_verdict_by_few_orders_is_that_by_all(
+    noise: float, bias: float, seed: int, num_orders: int, rounding: float, scale: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def near(off: float, along: float = 0.0) -> list[Tensor]:
+        return [t * (1 + along) + off * t.norm() / 10 * torch.randn(t.shape, generator=generator) for t in oracle]
+
+    oracle = [torch.randn(100, generator=generator), scale * torch.randn(100, generator=generator)]
+    expected, *orders = (near(rounding) for _ in range(1 + num_orders))
+    for dtype, larger in ((torch.float32, 1.0), (torch.bfloat16, 1e3)):
+        candidate = near(larger * noise, bias)
+        by_few = Measuring(expected, dtype, lambda: oracle, orders)
+        by_all = Measuring(expected, dtype, lambda: oracle, orders)
+        _, words = judged_by_all_orders(by_all, candidate)
+        assert bool(by_few.judged(candidate)[1]) is bool(words)
+
+
 # -- the spread itself ---------------------------------------------------------------------------------------------
 
 
@@ -168,14 +254,14 @@ def test_what_is_no_other_order_of_the_same_sums_widens_no_spread() -> None:
     wide = F.batch_norm(x.double(), None, None, training=True)
     halves = torch.cat([F.batch_norm(half, None, None, training=True) for half in x.chunk(2)])
     whole = F.batch_norm(x, None, None, training=True)
-    spread = measured([wide], [[whole], [halves]], torch.float32)
+    spread = of_all_orders(Measuring([whole], torch.float32, lambda: [wide], [[halves]]))
     assert spread.num_orders == 1
     assert spread.allowed.noise < FACTOR * 1e-5
 
 
 def test_an_exact_original_allows_rounding_and_no_more() -> None:
     exact = [torch.arange(10.0)]
-    spread = measured(exact, [exact], torch.float32)
+    spread = of_all_orders(Measuring(exact, torch.float32))
     assert spread.allowed.noise == FACTOR * 2 * torch.finfo(torch.float32).eps
     assert spread.objection(deviation([exact[0] * (1 + 1e-7)], exact)) == ""
     assert spread.objection(deviation([exact[0] * (1 + 1e-5)], exact))
@@ -183,7 +269,7 @@ def test_an_exact_original_allows_rounding_and_no_more() -> None:
 
 def test_a_nan_is_infinitely_far() -> None:
     expected = [torch.ones(3)]
-    spread = measured(expected, [expected], torch.float32)
+    spread = of_all_orders(Measuring(expected, torch.float32))
     assert spread.objection(deviation([torch.tensor([1.0, float("nan"), 1.0])], expected))
 
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.core import trial
+from lightning_accel.core.purse import Purse
+from lightning_accel.core.trial import TOO_DEAR, Contender, Trial
 from support.trial_cases import Call, X, block, compare
 
 
@@ -139,3 +141,32 @@ def test_a_candidate_that_raises_only_when_timed_is_a_failure_not_an_exception()
     )
     assert found.failure == "failed in its trial: RuntimeError: later"
     assert found.original_ms is None
+
+
+# -- the purse -----------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_ends_where_another_call_cannot_be_paid_and_tells_the_purse_what_it_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(trial, "perf_counter", lambda: now)
+    module, calls = nn.Linear(4, 4), 0
+
+    def slow(x: Tensor) -> Tensor:
+        nonlocal now, calls
+        now, calls = now + 1.0, calls + 1
+        return module.forward(x)
+
+    def tried(steps: int) -> str:
+        nonlocal calls
+        purse, calls = Purse(), 0
+        purse.steps = steps
+        purse.step_took(10.0)  # of which a hundredth of the run is a tenth of a second a step
+        one = Trial(module, (torch.randn(4, 4),), samples=None, purse=purse)
+        found = one.numbers(Contender(slow), Contender(slow))
+        assert purse.owed_s == calls
+        return found.failure
+
+    assert (tried(1_000), calls) == ("", 2)
+    assert (tried(5), calls) == (TOO_DEAR, 1)

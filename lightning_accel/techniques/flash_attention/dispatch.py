@@ -16,14 +16,14 @@ from typing_extensions import override
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.measured import Measured
 from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.purse import Purse
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.trial import TIMED_S, one_line
+from lightning_accel.core.trial import TOO_DEAR, one_line
 from lightning_accel.techniques.flash_attention.rehearsal import ORIGINAL, Judgement, Rehearsal, WatchedBackend
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 from lightning_accel.techniques.notes import Verdict
 
 _MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest of them decides
-_LATER_TIMED_S = 0.25  # for a class of shapes that turns up in mid-run
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Judge:
     may_time: bool  # whether the clock decides between them
     untimed: tuple[str, ...] = ()  # names of sites at which it never does
     is_trial_step: bool = False  # in which sites are tried for the first time
+    purse: Purse | None = None  # what pays for trials
     timed: dict[tuple[Any, ...], Judgement] = field(default_factory=dict)  # of sites that are alike, the first
 
     def goes_by_clock(self, site: AttentionSite) -> bool:
@@ -174,8 +175,7 @@ class Dispatch(Patch):
         backends = list(judge.backends.values())
         if timed is not None:
             backends = [judge.backends.get(timed.choice, backends[0])]
-        timed_s = TIMED_S if judge.is_trial_step else _LATER_TIMED_S
-        rehearsal = Rehearsal(backends, by_clock=by_clock and timed is None, timed_s=timed_s)
+        rehearsal = Rehearsal(backends, by_clock=by_clock and timed is None, purse=judge.purse)
         outputs, failure = self._attempt(site.rehearsed, rehearsal, original, args, kwargs)
         if failure:
             return Judgement(ORIGINAL, f"failed in its trial: {failure}", is_wrong=True), outputs
@@ -201,7 +201,7 @@ class Dispatch(Patch):
         if self._judge.is_trial_step:
             choices = {} if judgement.is_wrong else {shapes: judgement.choice}
             self._revise(self.site, Verdict(keep, judgement.reason, choices, judgement.measured))
-        elif judgement.is_wrong:
+        elif judgement.is_wrong and TOO_DEAR not in judgement.reason:
             self.refuse(judgement.reason, judgement.measured)
         elif known is None or (keep and known == ORIGINAL):
             reason = f"{self.change}: {judgement.reason}" if keep else judgement.reason

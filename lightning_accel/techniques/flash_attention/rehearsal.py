@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from lightning_accel.core.dropout import is_dropout_off
 from lightning_accel.core.measured import Measured, together
-from lightning_accel.core.trial import TIMED_S, Contender, Trial
+from lightning_accel.core.purse import Purse
+from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 
@@ -66,13 +67,13 @@ class Rehearsal:
     Args:
         backends: In order of preference.
         by_clock: Whether the fastest is taken, the original among them; otherwise the first that agrees.
-        timed_s: About how long each may be timed against the original.
+        purse: What pays for the trials; None: they may take what they take.
     """
 
-    def __init__(self, backends: Sequence[WatchedBackend], *, by_clock: bool, timed_s: float = TIMED_S) -> None:
+    def __init__(self, backends: Sequence[WatchedBackend], *, by_clock: bool, purse: Purse | None = None) -> None:
         self._backends = backends
         self._by_clock = by_clock
-        self._timed_s = timed_s
+        self._purse = purse
         self._failures: dict[str, str] = {}
         self._ms: dict[str, tuple[float, float]] = {}  # of the original, and of the backend
         self._measured: dict[str, list[Measured]] = defaultdict(list)
@@ -106,10 +107,10 @@ class Rehearsal:
             args,
             kwargs or {},
             with_gradients=torch.is_grad_enabled(),
-            timed_s=self._timed_s,
             judged=judged,
             keeps_strides=keeps_strides,
             wide=original if module is None else None,
+            purse=self._purse,
         )
         for backend in self._backends:
             if backend.name not in self._failures:

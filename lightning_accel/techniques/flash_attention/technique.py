@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import ClassVar
 
 import torch.compiler.config
 from torch import nn
@@ -49,6 +50,7 @@ class FlashAttention(Technique):
     """
 
     applied_before_trial = True
+    trial_steps: ClassVar[float] = 4.5
 
     def __init__(self, plan: FlashAttentionPlan, *, verify: bool = True) -> None:
         self._plan = plan
@@ -153,6 +155,7 @@ class FlashAttention(Technique):
 
     @override
     def step(self, stage: str) -> AbstractContextManager[None]:
+        self._judge.purse = self.purse
         for dispatch in self._dispatches.values():
             if dispatch.tried:
                 dispatch.adopt_tried()

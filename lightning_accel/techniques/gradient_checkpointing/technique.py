@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -61,6 +61,7 @@ class GradientCheckpointing(Technique):
     """
 
     applied_before_trial = True
+    trial_steps: ClassVar[float] = 4.0
 
     def __init__(self, mode: Recomputation, names: Sequence[str] = (), *, verify: bool = True) -> None:
         self._mode = mode

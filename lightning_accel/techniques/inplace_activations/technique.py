@@ -55,6 +55,7 @@ class InplaceActivations(Technique):
 
     applied_before_trial = True
     trial_step: ClassVar[None] = None
+    trial_steps: ClassVar[float] = 0.2  # to calibrate, once for a process
     remembers: ClassVar[bool] = False
 
     def __init__(self, *, skip: Callable[[], Mapping[str, str]] = dict, smallest: int = SMALLEST) -> None:

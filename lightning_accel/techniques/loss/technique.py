@@ -65,6 +65,7 @@ class Loss(Technique):
     applied_before_trial = True
     trial_step: ClassVar[None] = None
     remembers: ClassVar[bool] = False
+    trial_steps: ClassVar[float] = 0.5
     why_not_sharded: ClassVar[str] = (
         "a head's weight is whole only while the head is called, before its loss is computed"
     )

@@ -53,10 +53,26 @@ _OTHERS_VARIABLES = {
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    _with_a_purse(item.get_closest_marker("purse") is not None)
     if item.get_closest_marker("gpu") is not None:
         torch = pytest.importorskip("torch")
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+_begins_plain: list[Any] = []  # the plugin's own
+
+
+def _with_a_purse(has_purse: bool) -> None:
+    """Has plans work from the first step on, as if the run could pay for every trial, or begin plain as a user's do.
+
+    Tests train small models for a few steps, which a run of a user's would leave as they are. Those of the plain
+    beginning itself are marked ``purse``. Not by a fixture: those of a module come before it.
+    """
+    plugin = sys.modules.get("lightning_accel.lightning.plugin")
+    if plugin is not None:
+        _begins_plain[:] = _begins_plain or [plugin.begins_plain]
+        vars(plugin)["begins_plain"] = _begins_plain[0] if has_purse else lambda *_: False
 
 
 def pytest_collection_finish() -> None:
@@ -107,18 +123,6 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """Whatever a run writes beside itself (checkpoints, logs) or remembers lands in the test's own folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", str(tmp_path / "remembered"))
-
-
-@pytest.fixture(autouse=True)
-def _money_is_no_object(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has plans work from the first step on, as if the run could pay for every trial.
-
-    Tests train small models for a few steps, which a run of a user's would leave as they are. Those of the plain
-    beginning itself are marked ``purse``.
-    """
-    plugin = sys.modules.get("lightning_accel.lightning.plugin")
-    if plugin is not None and request.node.get_closest_marker("purse") is None:
-        monkeypatch.setattr(plugin, "begins_plain", lambda *_: False)
 
 
 @pytest.fixture(autouse=True)

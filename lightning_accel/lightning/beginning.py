@@ -179,6 +179,7 @@ class Beginning:
         """Has the purse pay for what a step that was not plain, and is no turn of live trials, took more than plain."""
         if self._is_charged and self._purse.step_s is not None:
             self._purse.pay("trials of parts", max(0.0, took - self._purse.step_s))
+            self._purse.owed_s = 0.0
         self._is_charged = run.live is not None and run.live.turns.trials is None
 
     def _meet(self, batch: Any) -> None:

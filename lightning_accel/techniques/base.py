@@ -137,8 +137,6 @@ class Technique:
             so and nobody is warned.
         explicit: Whether the user asked for it by name, so that finding nothing to do is worth a warning.
         timed: Whether the run may decide by times; two runs of one seed are then not the same to the bit.
-        purse: What pays for its trial, as the engine sets it; None: a trial takes what it takes.
-        trial_steps: About what its trial takes, in steps of the run, where it has sites.
         agree: Maps a value of this process to that of rank 0, called on every rank alike; None with one process.
         purse: What the run may pay for trials; None: whatever they take.
     """
@@ -158,8 +156,6 @@ class Technique:
     on_by_default: bool = False
     explicit: bool = False
     timed: bool = True
-    purse: Purse | None = None
-    trial_steps: ClassVar[float] = 0.0
     agree: Callable[[Any], Any] | None = None
     purse: Purse | None = None
 

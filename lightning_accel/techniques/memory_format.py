@@ -155,7 +155,7 @@ class MemoryFormat(Technique):
         verify: Whether to try.
     """
 
-    trial_steps: ClassVar[float] = 6.0
+    trial_steps: ClassVar[float] = 3.0
     why_not_sharded: ClassVar[str] = "FSDP keeps weights row by row, in their ordinary layout"
 
     def __init__(

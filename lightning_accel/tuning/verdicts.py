@@ -36,7 +36,7 @@ from lightning_accel.tuning.settled import Tuning
 FORMAT = 2
 GOOD_FOR = timedelta(days=7)
 
-_FAILED = ("failed", "raised", "could not be applied", "not called")
+_FAILED = ("failed", "raised", "could not be applied", "not called", "not tried")
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ class DropsLateBesideOthers(DropsLate):
 
 @pytest.mark.parametrize("kind", [DrawsForImages, DrawsForTheBatch, DropsPixels, DropsLate, DropsLateBesideOthers])
 def test_random_streams_are_those_of_a_plain_run(kind: type[Net]) -> None:
-    settings: dict[str, Any] = {"precision": "32-true", "log": False}
+    settings: dict[str, Any] = {"precision": "32-true", "log": False, "tune": "off"}
     plain = run(kind, None)
     state = torch.get_rng_state()
     plugin = AccelPlugin(**settings)
@@ -277,5 +277,5 @@ def test_weights_are_in_channels_last_in_every_step_though_hooks_look_at_them() 
             return super().features(x)
 
     notes: list[int] = []
-    run(Notes, AccelPlugin(precision="32-true", log=False), callbacks=[Looks()])
+    run(Notes, AccelPlugin(precision="32-true", log=False, tune="off"), callbacks=[Looks()])
     assert set(notes[4:]) == {1}

@@ -62,8 +62,12 @@ def test_the_report_says_of_what_has_gone_that_it_is_off() -> None:
 
 
 def test_a_run_that_has_not_settled_has_nothing_that_is_off_for_good() -> None:
+    class Stopped(Timed):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = batch_idx == 7
+
     with simulated(0.8) as time:
-        plugin = fit(Timed(time), 8)
+        plugin = fit(Stopped(time), 200)
     assert plugin.report.of("speed").acts
 
 
@@ -86,11 +90,11 @@ def test_told_not_to_nothing_is_decided_by_the_clock(settings: dict[str, Any], d
         assert Speed.latest.switches == []
 
 
-@pytest.mark.parametrize("settings", [{"fast_dev_run": True}, {"limit_train_batches": 30}, {"max_steps": 20}])
-def test_a_short_run_tries_nothing(settings: dict[str, Any]) -> None:
-    with simulated(0.5) as time:
+@pytest.mark.parametrize("settings", [{"limit_train_batches": 30}, {"max_steps": 20}])
+def test_in_a_run_too_short_to_prove_anything_what_is_unproven_goes(settings: dict[str, Any]) -> None:
+    with simulated(1.5) as time:
         fit(Timed(time), **settings)
-        assert Speed.latest.switches == []
+        assert Speed.latest.switches == ["off"]
 
 
 def test_with_accumulated_gradients_a_turn_ends_with_the_optimizers_step() -> None:

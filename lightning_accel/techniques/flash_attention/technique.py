@@ -50,7 +50,7 @@ class FlashAttention(Technique):
     """
 
     applied_before_trial = True
-    trial_steps: ClassVar[float] = 4.5
+    trial_steps: ClassVar[float] = 3.0
 
     def __init__(self, plan: FlashAttentionPlan, *, verify: bool = True) -> None:
         self._plan = plan

@@ -34,12 +34,15 @@ def beside(
 
     def begin_step(*values: Any) -> None:
         step[:] = values
-        tell("on_train_batch_start", *values)
+        told = callback.on_train_batch_start  # not by way of `tell`, as a step is to cost next to nothing
+        if told is not None and not is_aside():
+            told(trainer, module, *values)
 
     def end_step(outputs: Any) -> None:
         values = tuple(step)
         step.clear()  # a batch is not to live longer than its step
-        tell("on_train_batch_end", outputs, *values)
+        if not is_aside():
+            callback.on_train_batch_end(trainer, module, outputs, *values)
 
     loop, strategy = trainer.fit_loop, trainer.strategy
     steps = loop.epoch_loop
@@ -47,7 +50,8 @@ def beside(
     yield _heard(loop, "on_run_start", after=lambda _: tell("on_train_start"))
     yield _heard(loop, "on_advance_start", after=lambda _: tell("on_train_epoch_start"))
     yield _heard(strategy, "on_train_batch_start", before=begin_step)
-    yield _heard(strategy, "pre_backward", before=partial(tell, "on_before_backward"))
+    if trainer.world_size > 1:  # a single rank keeps nobody waiting
+        yield _heard(strategy, "pre_backward", before=partial(tell, "on_before_backward"))
     yield _heard(optimization, "run", after=end_step)
     for hook in ("on_validation_start", "on_validation_end", "on_exception"):
         yield _heard(strategy, hook, before=partial(tell, hook))

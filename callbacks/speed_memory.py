@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accel.callbacks._epoch import EpochSpeed
+from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.callbacks._instruments import FitInstruments
 from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.core.patch import AttributePatch, PatchSet
@@ -84,8 +84,9 @@ class SpeedMemoryLogger(Callback):
         history: One measurement for each epoch that this logger has seen, over all ranks.
     """
 
-    def __init__(self, batch_size_fn: Callable[[Any], int] | None = None) -> None:
+    def __init__(self, batch_size_fn: Callable[[Any], int] | None = None, every_s: float = 1.0) -> None:
         super().__init__()
+        self._every_s = every_s
         self.history: list[EpochSpeed] = []
         self._batch_size_fn = batch_size_fn
         self._fit: FitInstruments | None = None
@@ -107,32 +108,28 @@ class SpeedMemoryLogger(Callback):
             if self._is_callback:
                 rank_zero_warn("This Trainer has more than one SpeedMemoryLogger: only the first one measures.")
             return
-        self._fit = FitInstruments(trainer, self._batch_size_fn)
-        self._pass_over({name: getattr(Callback, name) for name in _HOOKS_OF_A_STEP})
-        if trainer.world_size == 1:  # a single rank keeps nobody waiting
-            self._pass_over({"on_before_backward": SpeedMemoryLogger.on_before_backward})
-        # Here too, because a run that resumes within an epoch has no on_train_epoch_start.
-        self._fit.restart()
+        every_s = 0.0 if self._is_callback and _is_monitored(trainer) else self._every_s
+        self._fit = FitInstruments(trainer, self._batch_size_fn, every_s, is_asked=self._is_callback)
+        if self._is_callback:
+            self._pass_over({name: getattr(Callback, name) for name in _HOOKS_OF_A_STEP})
+            if trainer.world_size == 1:  # a single rank keeps nobody waiting
+                self._pass_over({"on_before_backward": SpeedMemoryLogger.on_before_backward})
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
-            self._fit.restart()
+            self._fit.epoch_began()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._fit is None:
             return
-        is_told_of_fetches = self._fit.clock.is_open
         self._fit.clock.step_began()
         if self._fit.ends is not None:
             self._fit.ends.step_begins(batch_idx)
         watch_from = self._fit.watch_from
-        if watch_from is not None:
-            if self._fit.steps >= watch_from:
-                self._fit.watch_if_time(batch, batch_idx)
-        elif self._fit.ends is None and is_told_of_fetches:
-            self._pass_over({"on_train_batch_start": SpeedMemoryLogger.on_train_batch_start})
+        if watch_from is not None and self._fit.steps >= watch_from:
+            self._fit.watch_if_time(batch, batch_idx)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -162,31 +159,30 @@ class SpeedMemoryLogger(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is None:
-            return
-        speed = self._fit.measure()
+        if self._fit is not None and self._fit.epoch_ended():
+            self._tell(self._fit, trainer)
+
+    def _tell(self, fit: FitInstruments, trainer: Trainer) -> None:
+        """Tells whoever is to hear of it what was measured since it was told last."""
+        speed = fit.measure()
         if speed is None:
             return
         self.history.append(speed)
-        self._fit.advise(speed)
+        fit.advise(speed)
         if trainer.barebones:
             return
+        metrics = speed.metrics()
         if self._is_callback:
-            # Through the module, because a callback that joined late has no log of its own. The ranks have been put
-            # together: rank_zero_only leaves each with the values it has, where a monitor looks for them, and sync_dist
-            # keeps Lightning content.
-            # As tensors of the host: of numbers Lightning makes some on the device, which XLA would compile for, and
-            # reads.
-            metrics = {name: torch.tensor(value) for name, value in speed.metrics().items()}
-            pl_module.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, rank_zero_only=True, batch_size=1)
-        else:
-            self.log_beside(speed.metrics())
-        if not trainer.loggers:
-            pl_module.print(speed.line())
+            # Not by `log`, which takes milliseconds. As tensors of the host, which no device has to be asked for.
+            for shown in (trainer.callback_metrics, trainer.logged_metrics):
+                shown.update({name: torch.tensor(value) for name, value in metrics.items()})
+        self.log_beside(metrics)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
+            if self._fit.has_epochs:  # the run ended sooner than was expected
+                self._tell(self._fit, trainer)
             self._ending = self._fit.record
             self._fit.ended(None)
         self._close()
@@ -201,6 +197,8 @@ class SpeedMemoryLogger(Callback):
             self._fit.ends.explain(exception)
         try:
             if self._fit is not None:
+                if self._fit.has_epochs and isinstance(exception, KeyboardInterrupt):
+                    self._tell(self._fit, trainer)
                 self._ending = self._fit.record
                 self._fit.ended(exception)
             self._end_record(trainer, exception)
@@ -223,10 +221,8 @@ class SpeedMemoryLogger(Callback):
 
     def settled(self) -> None:
         """Told where live trials have settled."""
-        if self._fit is not None and self._fit.record is not None:
-            self._fit.record.settled()
-        if self._fit is not None and self._fit.teller is not None:
-            self._fit.teller.settled()
+        if self._fit is not None:
+            self._fit.settled()
 
     def _pass_over(self, idle: dict[str, Any]) -> None:
         """Has Lightning leave out those of these hooks that are not overridden: there is nothing to do in them.
@@ -261,7 +257,16 @@ def leave_page_of_evaluation(trainer: Trainer, error: StepMemoryError) -> None:
 
 def _leave_page(trainer: Trainer, error: StepMemoryError) -> None:
     """A record of what has no steps, for the page beside it: of an evaluation, or of a rank that keeps no record."""
-    FitRecord(trainer, record_folder(trainer) or Path(trainer.default_root_dir) / FOLDER).end(error)
+    record = FitRecord(trainer)
+    record.keep_in(record_folder(trainer) or Path(trainer.default_root_dir) / FOLDER)
+    record.end(error)
+
+
+def _is_monitored(trainer: Trainer) -> bool:
+    """Whether one of the user's callbacks or schedulers looks at what is logged here after every epoch."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    monitors = [getattr(one, "monitor", None) for one in (*callbacks, *trainer.lr_scheduler_configs)]
+    return any(isinstance(monitor, str) and monitor.startswith(PREFIX) for monitor in monitors)
 
 
 def speed_memory_loggers(trainer: Trainer) -> list[SpeedMemoryLogger]:

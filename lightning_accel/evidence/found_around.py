@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_accel.evidence import parts
-from lightning_accel.evidence.finding import BEGINNING, WORTH, Finding, Seen
+from lightning_accel.evidence.finding import WORTH, Finding, Seen
 from lightning_accel.evidence.record import Steps
+from lightning_accel.evidence.speed import BEGINNING
 
 _RARE_LOGGING = 50  # Lightning's own default
 _MOST_WORKERS = 8

@@ -236,8 +236,8 @@ class SpeedMemoryLogger(Callback):
 
     def _end_record(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         record, self._ending = self._ending, None
-        if record is None and isinstance(exception, StepMemoryError):
-            _leave_page(trainer, exception)
+        if isinstance(exception, StepMemoryError):
+            _leave_page(trainer, exception, record)
         elif record is not None:
             record.end(exception)
 
@@ -255,10 +255,11 @@ def leave_page_of_evaluation(trainer: Trainer, error: StepMemoryError) -> None:
         _leave_page(trainer, error)
 
 
-def _leave_page(trainer: Trainer, error: StepMemoryError) -> None:
-    """A record of what has no steps, for the page beside it: of an evaluation, or of a rank that keeps no record."""
-    record = FitRecord(trainer)
-    record.keep_in(record_folder(trainer) or Path(trainer.default_root_dir) / FOLDER)
+def _leave_page(trainer: Trainer, error: StepMemoryError, record: FitRecord | None = None) -> None:
+    """Ends a record of it, for the page beside it: one without steps of an evaluation, or of a rank that keeps none."""
+    record = FitRecord(trainer) if record is None else record
+    if not record.is_kept:
+        record.keep_in(record_folder(trainer) or Path(trainer.default_root_dir) / FOLDER)
     record.end(error)
 
 

@@ -29,7 +29,7 @@ _PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-accel")
 _SECRET = re.compile(r"key|token|secret|password|passwd|credential", re.IGNORECASE)
 
 
-def header_of(trainer: Trainer, started: datetime) -> Header:
+def header_of(trainer: Trainer, started: datetime, *, has_images: bool) -> Header:
     """What a Trainer runs, and where."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
     host = Host.detect(device)
@@ -57,7 +57,19 @@ def header_of(trainer: Trainer, started: datetime) -> Header:
             for loader in leaves(trainer.train_dataloader)
         ],
         source_folders=_source_folders(),
+        makes_loaders=makes_loaders(trainer),
+        has_images=has_images,
     )
+
+
+def makes_loaders(trainer: Trainer) -> bool:
+    """Whether the user's own code makes the loaders of a fit.
+
+    A library does whose data module it is, or, where there is none, whose LightningModule.
+    """
+    maker = getattr(trainer, "datamodule", None) or trainer.lightning_module
+    file = getattr(sys.modules.get(type(maker).__module__), "__file__", None)
+    return file is None or _own_folder(file) is not None
 
 
 def _without_secrets(command: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from lightning_accel.callbacks._allowance import Allowance
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._epoch_ends import EpochEnds, is_last_of_epoch, reaches_max_steps
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
+from lightning_accel.callbacks._header import makes_loaders
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
 from lightning_accel.callbacks._parts import StepParts
 from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
@@ -27,7 +28,7 @@ from lightning_accel.core.host import usable_cores
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import leaves
-from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
+from lightning_accel.data.advice import WORTH_ADVICE, has_images, waiting_advice
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.record import RECORD_VARIABLE
 from lightning_accel.evidence.speed import FEWEST
@@ -73,7 +74,7 @@ class FitInstruments:
         self._device = trainer.strategy.root_device
         self.steps = 0
         self._has_unknown_samples = False
-        self._has_advised = False
+        self._has_advised = self._has_images = False
         self._skipped_before = self._skipped_steps()
         self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
         self._memory = PeakMemory(self._device)
@@ -219,6 +220,10 @@ class FitInstruments:
         if is_counted:
             self._watched()
         samples = self._samples.count(batch)
+        if self.steps == 0:
+            self._has_images = has_images(leaves(batch))
+            if self.record is not None:
+                self.record.has_images = self._has_images
         if samples is None:
             self._has_unknown_samples = True
             if self.record is not None:
@@ -312,10 +317,13 @@ class FitInstruments:
             self._device,
             preprocesses=bool(getattr(getattr(plugin, "plan", None), "preprocess", ())),
             cores=usable_cores(),
+            makes_loaders=makes_loaders(self._trainer),
+            has_images=self._has_images,
         )
         # The wait is that of all ranks, but each times and sets up loaders of its own: what is said is of one run.
         lines = self._trainer.strategy.broadcast(lines)
-        say(self._trainer, *lines)
+        if lines:
+            say(self._trainer, *lines)
 
     def settled(self) -> None:
         """Told where live trials have settled."""

@@ -55,12 +55,14 @@ class FitRecord:
     Attributes:
         parts: Of the steps that are looked at; None: none is.
         knows_samples: Whether every batch has told how many samples it holds.
+        has_images: Whether there are images in a batch.
         memory: At the peak of the step that was taken apart last; None: none was.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.parts: StepParts | None = None
         self.knows_samples = True
+        self.has_images = False
         self.memory: MemoryPeak | None = None
         self._trainer = trainer
         self._folder: Path | None = None
@@ -262,7 +264,9 @@ class FitRecord:
     def _file(self, folder: Path) -> RecordWriter:
         if self._writer is None:
             name = f"{self._started:%Y%m%dT%H%M%S%f}-{os.getpid()}.jsonl"
-            self._writer = RecordWriter(folder / name, header_of(self._trainer, self._started))
+            self._writer = RecordWriter(
+                folder / name, header_of(self._trainer, self._started, has_images=self.has_images)
+            )
             if self._settled_step is not None:
                 self._writer.settled(self._settled_step)
         return self._writer

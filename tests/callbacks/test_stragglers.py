@@ -39,8 +39,8 @@ def test_the_rank_that_is_held_up_is_not_the_one_that_holds_up() -> None:
     assert (ranks.slowest_rank, ranks.latest_rank) == (1, 0)
     assert ranks.metrics() == {"step_ms_p95_slowest_rank": 140, "before_backward_ms_p95_latest_rank": 120}
     assert ranks.line() == (
-        "slowest rank 1: p95 140 ms (mean of ranks 107 ms), latest at backward rank 0: p95 120 ms (mean of ranks 60 ms),"
-        " its data wait 84 ms (mean of ranks 29 ms)"
+        "slowest rank 1: p95 140 ms (mean of ranks 107 ms), latest at backward rank 0: p95 120 ms"
+        " (mean of ranks 60 ms), its data wait 84 ms (mean of ranks 29 ms)"
     )
 
 

@@ -129,9 +129,9 @@ class FitInstruments:
         if record is not None and not record.is_kept and allowance.can_pay(_RECORD_S):
             with allowance.paying():
                 self._keep_record()
-        if record is not None and record.is_kept and self._parts is None:
-            if allowance.can_pay_each_step(_PARTS_EACH_STEP_S):
-                self._look_at_parts()
+        is_worth_parts = record is not None and record.is_kept and self._parts is None
+        if is_worth_parts and allowance.can_pay_each_step(_PARTS_EACH_STEP_S):
+            self._look_at_parts()
         if allowance.can_pay(self._watching_s()):
             self.watch_from = self.steps
         self._is_looking = self.watch_from is None or self._parts is None

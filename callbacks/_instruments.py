@@ -10,25 +10,23 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_accel.callbacks._advising import advise
 from lightning_accel.callbacks._allowance import Allowance
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._epoch_ends import EpochEnds, is_last_of_epoch, reaches_max_steps
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
-from lightning_accel.callbacks._header import makes_loaders
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
 from lightning_accel.callbacks._parts import StepParts
 from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
 from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.callbacks._reporting import report_path
 from lightning_accel.callbacks._samples import SampleCounter
-from lightning_accel.callbacks._saying import say
 from lightning_accel.callbacks._teller import Teller
 from lightning_accel.core.clocks import clock_for, monotonic
-from lightning_accel.core.host import usable_cores
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import leaves
-from lightning_accel.data.advice import WORTH_ADVICE, has_images, waiting_advice
+from lightning_accel.data.advice import has_images
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.record import RECORD_VARIABLE
 from lightning_accel.evidence.speed import FEWEST
@@ -302,28 +300,9 @@ class FitInstruments:
         )
 
     def advise(self, speed: EpochSpeed) -> None:
-        """Says what to change in a run that waits for its data, the first time that an epoch does so."""
-        if self._has_advised or speed.data_wait_frac is None or speed.data_wait_frac <= WORTH_ADVICE:
-            return
-        if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return  # of a batch, nothing can be told
-        if speed.world_size != self._trainer.world_size:
-            return  # the ranks are not here together to hear what rank 0 has to say
-        self._has_advised = True
-        plugin = self._trainer.precision_plugin
-        lines = waiting_advice(
-            leaves(self._trainer.train_dataloader),
-            speed.data_wait_frac,
-            self._device,
-            preprocesses=bool(getattr(getattr(plugin, "plan", None), "preprocess", ())),
-            cores=usable_cores(),
-            makes_loaders=makes_loaders(self._trainer),
-            has_images=self._has_images,
-        )
-        # The wait is that of all ranks, but each times and sets up loaders of its own: what is said is of one run.
-        lines = self._trainer.strategy.broadcast(lines)
-        if lines:
-            say(self._trainer, *lines)
+        """Says what to change in a run that waits for its data, the first time that an interval does so."""
+        if not self._has_advised:
+            self._has_advised = advise(self._trainer, speed, has_images=self._has_images)
 
     def settled(self) -> None:
         """Told where live trials have settled."""

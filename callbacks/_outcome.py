@@ -175,7 +175,8 @@ class Outcome:
         if self.ratio is not None:
             yield from _of(self.ratio).items()
         if self.speed is not None:
-            yield f"{_RUN}{self.speed.unit}_per_sec", self.speed.per_second
+            name = "samples_per_sec" if self.speed.unit == "samples" else "steps_per_sec"
+            yield f"{_RUN}{name}", self.speed.per_second
         if self.peak_memory_mib is not None:
             yield f"{_RUN}peak_memory_mib", self.peak_memory_mib
 

@@ -1,4 +1,4 @@
-"""Speed and memory of every training epoch, to whatever logger the Trainer has."""
+"""Speed and memory of training, epoch by epoch or second by second, to whatever logger the Trainer has."""
 
 from __future__ import annotations
 
@@ -27,13 +27,21 @@ _HOOKS_OF_A_STEP = (
 
 
 class SpeedMemoryLogger(Callback):
-    """Logs how fast every training epoch ran and how much memory it took, under ``accel/``.
+    """Logs how fast training epochs ran and how much memory they took, under ``accel/``.
 
     ``samples_per_sec``, ``steps_per_sec``, ``step_ms_p50``, ``step_ms_p95``, ``data_wait_frac``, ``peak_memory_mib``
     and ``host_rss_mib``; where they exist ``tflops``, ``mfu``, ``loss_scale``, ``skipped_steps`` and
     ``energy_j_per_sample``; with several ranks ``step_ms_p95_slowest_rank`` and
-    ``before_backward_ms_p95_latest_rank``. They go to every logger of the Trainer; a Trainer without a logger prints
-    one line an epoch. :attr:`history` keeps them as :class:`EpochSpeed`, which says what each one means.
+    ``before_backward_ms_p95_latest_rank``. They go to every logger of the Trainer. :attr:`history` keeps them as
+    :class:`EpochSpeed`, which says what each one means.
+
+    **By time.** Epochs that end within a second of the latest measurement are measured together with those that follow,
+    as if they were one; the last one is always told. Each is measured by itself where a callback or a scheduler monitors
+    one of the metrics, and with several ranks.
+
+    **What it costs.** One in a Trainer's ``callbacks`` does all that is said here. AccelPlugin's own, of which nobody has
+    asked anything, may take a fifth of a percent of what the run is expected to take: until then it keeps the time of
+    steps, and nothing else. ``report=`` and ``$LIGHTNING_ACCEL_RECORD`` ask for all of it, too.
 
     **Where they show.** One in a Trainer's ``callbacks`` logs as the module does: ``ModelCheckpoint`` and others can
     monitor it. Where there is none, AccelPlugin has one measure that is no callback of the Trainer and tells the
@@ -52,8 +60,8 @@ class SpeedMemoryLogger(Callback):
     AccelPlugin's report.
 
     **FLOPs** are counted once in a fit, in the third step (AccelPlugin tries its changes in the first two) or the last
-    one of a shorter run. Being slowed by the counting, that step is left out of times and rates unless the epoch has
-    no other. It runs uncompiled; a compiled model is not counted when that could exhaust the device's memory.
+    one of a shorter run. Being slowed by the counting, that step is left out of times and rates, which are those of
+    three steps at least. It runs uncompiled; a compiled model is not counted when that could exhaust the device's memory.
     Operations unknown to :mod:`torch.utils.flop_counter` (fused RNN kernels, custom kernels) count nothing.
 
     **Memory** is the peak of torch's device allocator, whose peak statistics are reset at each epoch's start; on other
@@ -66,7 +74,7 @@ class SpeedMemoryLogger(Callback):
     **At the end**, and where live trials settle, the loggers that can show more than metrics get a text; at the end
     also a figure of what a step's time goes to (with matplotlib), settings with what came of them, and an arrangement
     of these charts: TensorBoard, Weights & Biases, MLflow and CSV, each what it can show. One line says it on the
-    console.
+    console: the speed there is that of the whole run, as reports and ``lightning-accel compare`` have it.
 
     **Several ranks** log the same values on each: rates and FLOPs add up, memory is the largest rank's, ``step_ms`` is
     of the steps of all. Ranks wait for each other in the backward pass, so that a slow one makes the steps of all long;
@@ -79,9 +87,10 @@ class SpeedMemoryLogger(Callback):
         batch_size_fn: The number of samples in a batch. By default it is found in the batch: its ``batch_size``, the
             first dimension of its first tensor, the length of its first list. When that fails, the metrics of
             samples are left out.
+        every_s: Seconds from one measurement to the next, at least; 0: every epoch is measured by itself.
 
     Attributes:
-        history: One measurement for each epoch that this logger has seen, over all ranks.
+        history: One measurement for each epoch that this logger has seen, or for several short ones, over all ranks.
     """
 
     def __init__(self, batch_size_fn: Callable[[Any], int] | None = None, every_s: float = 1.0) -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -82,7 +82,9 @@ class AutocastingPrecision(Precision):
         return torch.float32 if self._is_chosen else DTYPES.get(self.precision, torch.float32)
 
     @override
-    def connect(self, model: Any, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         if self.is_ours and self._unsaid is None:
             # Lightning's summary, which comes next, warns of every mixed precision: here of one that nobody chose.
             warnings.filterwarnings("ignore", f"Precision {self.precision} is not supported by the model summary")

@@ -23,7 +23,7 @@ from lightning_accel.evidence.record import Header
 from lightning_accel.memory.meter import device_memory_bytes
 from lightning_accel.settings import Plan
 
-_INSTALLED = {"site-packages", "dist-packages"}
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _OF_LOADERS = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-accel")
 _SECRET = re.compile(r"key|token|secret|password|passwd|credential", re.IGNORECASE)
@@ -102,13 +102,15 @@ def _source_folders() -> list[str]:
     return sorted(str(one) for one in folders if folders.isdisjoint(one.parents))
 
 
-@functools.cache
 def _own_folder(file: str) -> Path | None:
     """Where ``file`` is; None: in Python's own folders, or among what is installed."""
-    if not _INSTALLED.isdisjoint(file.split(os.sep)):
-        return None
-    folder = Path(file).resolve().parent
-    return None if folder.is_relative_to(_python()) else folder
+    return None if any(name in file for name in _INSTALLED) else _outside_python(os.path.dirname(file))
+
+
+@functools.cache  # of thousands of modules
+def _outside_python(folder: str) -> Path | None:
+    resolved = Path(folder).resolve()
+    return None if resolved.is_relative_to(_python()) else resolved
 
 
 @functools.cache

@@ -34,10 +34,12 @@ from lightning_accel.evidence.taking_apart import AnatomyMode
 from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.tuning.settled import Tuning
 
-_RECORD_S = 0.01  # a header and its lines
+_RECORD_S = 0.02  # a header and its lines
+_TEXTS_S = 0.1
 _PARTS_EACH_STEP_S = 5e-6
 _FIGURES_S = 0.5  # most of which is matplotlib's import
 _OPERATION_S = 2e-4  # of those that a parameter has in a step, each watched
+_TAKING_APART_S = 0.03
 
 
 class FitInstruments:
@@ -91,6 +93,7 @@ class FitInstruments:
         self._epochs: list[int] = []  # that were not told of
         self._look_at, self._is_looking = self._FIRST_LOOK, True
         self.watch_from: int | None = None
+        self._was_taken_apart = False
         if self._allowance.is_asked:
             self.watch_from, self._is_looking = 0, False
             self._keep_record()
@@ -130,16 +133,19 @@ class FitInstruments:
         is_worth_parts = record is not None and record.is_kept and self._parts is None
         if is_worth_parts and allowance.can_pay_each_step(_PARTS_EACH_STEP_S):
             self._look_at_parts()
-        if allowance.can_pay(self._watching_s()):
+        is_to_watch = self.flops.is_due or (self._parts is not None and not self._was_taken_apart)
+        if is_to_watch and allowance.can_pay(self._watching_s()):
             self.watch_from = self.steps
-        self._is_looking = self.watch_from is None or self._parts is None
+        self._is_looking = is_to_watch or self._parts is None
 
     def _feed(self) -> None:
         self._allowance.took(self.steps, self.clock.timed.step_ms[-15:])
 
     def _watching_s(self) -> float:
         """What it takes to watch a step, about: it runs uncompiled, and is told of every operation."""
-        return 2 * self._allowance.step_s + _OPERATION_S * sum(1 for _ in self._trainer.lightning_module.parameters())
+        parameters = sum(1 for _ in self._trainer.lightning_module.parameters())
+        told_s = 0.0 if self._parts is None else _TAKING_APART_S
+        return 2 * self._allowance.step_s + _OPERATION_S * parameters + told_s
 
     # -- intervals -----------------------------------------------------------------------------------------------
 
@@ -240,6 +246,7 @@ class FitInstruments:
 
     def _watched(self) -> None:
         """Told at the end of a step that was watched."""
+        self._was_taken_apart |= self._parts is not None
         mode = self.flops.close(keep=True)
         if not self.flops.is_due:  # else it is tried again at the next one
             is_to_come = self._parts is not None and self.steps < self._TAKEN_APART_AGAIN
@@ -324,7 +331,7 @@ class FitInstruments:
             may_tell = self._allowance.can_pay
             with self._allowance.paying():
                 parts_ms = {} if self._parts is None else self._parts.mean_ms()
-                teller.ended(record, parts_ms, tells_all=may_tell(_RECORD_S), draws=may_tell(_FIGURES_S))
+                teller.ended(record, parts_ms, tells_all=may_tell(_TEXTS_S), draws=may_tell(_FIGURES_S))
 
     def close(self) -> None:
         self.flops.close()

@@ -35,13 +35,13 @@ class SpeedMemoryLogger(Callback):
     ``before_backward_ms_p95_latest_rank``. They go to every logger of the Trainer. :attr:`history` keeps them as
     :class:`EpochSpeed`, which says what each one means.
 
-    **By time.** Epochs that end within a second of the latest measurement are measured together with those that follow,
-    as if they were one; the last one is always told. Each is measured by itself where a callback or a scheduler monitors
-    one of the metrics, and with several ranks.
+    **By time.** Epochs that end within a second of the latest measurement are measured together with those that
+    follow, as if they were one; the last one is always told. Each is measured by itself where a callback or a
+    scheduler monitors one of the metrics, and with several ranks.
 
-    **What it costs.** One in a Trainer's ``callbacks`` does all that is said here. AccelPlugin's own, of which nobody has
-    asked anything, may take a fifth of a percent of what the run is expected to take: until then it keeps the time of
-    steps, and nothing else. ``report=`` and ``$LIGHTNING_ACCEL_RECORD`` ask for all of it, too.
+    **What it costs.** One in a Trainer's ``callbacks`` does all that is said here. AccelPlugin's own, of which nobody
+    has asked anything, may take a fifth of a percent of what the run is expected to take: until then it keeps the time
+    of steps, and nothing else. ``report=`` and ``$LIGHTNING_ACCEL_RECORD`` ask for all of it, too.
 
     **Where they show.** One in a Trainer's ``callbacks`` logs as the module does: ``ModelCheckpoint`` and others can
     monitor it. Where there is none, AccelPlugin has one measure that is no callback of the Trainer and tells the
@@ -61,8 +61,8 @@ class SpeedMemoryLogger(Callback):
 
     **FLOPs** are counted once in a fit, in the third step (AccelPlugin tries its changes in the first two) or the last
     one of a shorter run. Being slowed by the counting, that step is left out of times and rates, which are those of
-    three steps at least. It runs uncompiled; a compiled model is not counted when that could exhaust the device's memory.
-    Operations unknown to :mod:`torch.utils.flop_counter` (fused RNN kernels, custom kernels) count nothing.
+    three steps at least. It runs uncompiled; a compiled model is not counted when that could exhaust the device's
+    memory. Operations unknown to :mod:`torch.utils.flop_counter` (fused RNN kernels, custom kernels) count nothing.
 
     **Memory** is the peak of torch's device allocator, whose peak statistics are reset at each epoch's start; on other
     devices the peak of this process, and :attr:`EpochSpeed.peak_memory_source` says since when.

@@ -80,7 +80,6 @@ def test_a_run_that_is_to_take_hours_pays_for_its_record_in_its_first_steps(tmp_
     record = read_record(tmp_path)
     assert record.steps[0].first == 1
     assert record.num_steps == 31
-    assert record.epochs[0]["flops_per_step"]
 
 
 def allowance_of(purse: Purse, **options: Any) -> Allowance:

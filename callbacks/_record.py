@@ -223,7 +223,7 @@ class FitRecord:
     def _write(self) -> None:
         self._due = monotonic() + EVERY_S
         if self._steps > self._written:
-            self._course.append(self._some())
+            self._guarded(lambda: self._course.append(self._some()))
             self._attempt(self._catch_up)
 
     def _some(self) -> Steps:
@@ -272,10 +272,12 @@ class FitRecord:
         return self._writer
 
     def _attempt(self, write: Callable[[RecordWriter], object]) -> None:
-        if self._folder is None:
-            return
+        if (folder := self._folder) is not None:
+            self._guarded(lambda: write(self._file(folder)))
+
+    def _guarded(self, do: Callable[[], object]) -> None:
         try:
-            write(self._file(self._folder))
+            do()
         except Exception as error:  # whatever it is: the run is worth more than its record
             self._folder, self._has_failed = None, True
             self._say(f"this run's record could not be written: {one_line(error)}. The run goes on without one.")

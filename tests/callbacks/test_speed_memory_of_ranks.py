@@ -87,13 +87,13 @@ def together(*ranks: RankEpoch) -> EpochSpeed:
 
 def test_each_number_has_its_own_reduction() -> None:
     first = rank_epoch(samples_per_sec=10.0, steps_per_sec=2.0, peak_memory_mib=100.0, step_ms=[1.0, 2.0, 3.0])
-    second = rank_epoch(samples_per_sec=30.0, steps_per_sec=4.0, peak_memory_mib=400.0, step_ms=[101.0, 102.0, 102.0])
+    second = rank_epoch(samples_per_sec=30.0, steps_per_sec=4.0, peak_memory_mib=400.0, step_ms=[101.0, 102.0, 103.0])
     speed = together(first, second)
     assert (speed.samples_per_sec, speed.steps_per_sec, speed.peak_memory_mib) == (40, 3, 400)
-    assert speed.step_ms_p50 == 3
+    assert speed.step_ms_p50 == 52
     assert speed.stragglers is not None
-    assert speed.stragglers.step_ms_p95 == pytest.approx(101.95)
-    assert speed.stragglers.step_ms_p95_mean == pytest.approx((2.9 + 101.95) / 2)
+    assert speed.stragglers.step_ms_p95 == pytest.approx(102.9)
+    assert speed.stragglers.step_ms_p95_mean == pytest.approx((2.9 + 102.9) / 2)
 
 
 def test_what_is_not_known_is_left_out() -> None:

@@ -22,7 +22,7 @@ from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.callbacks._reporting import report_path
 from lightning_accel.callbacks._samples import SampleCounter
 from lightning_accel.callbacks._teller import Teller
-from lightning_accel.core.clocks import clock_for, monotonic
+from lightning_accel.core.clocks import StepClock, clock_for, monotonic
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import leaves
@@ -94,19 +94,16 @@ class FitInstruments:
         self._look_at, self._is_looking = self._FIRST_LOOK, True
         self.watch_from: int | None = None
         self._was_taken_apart = False
+        self._hear_of_fetches(self.clock)
         if self._allowance.is_asked:
             self.watch_from, self._is_looking = 0, False
             self._keep_record()
             self._look_at_parts()
-        self._fetch_hooks = FetchPatch(trainer, self._fetch_began, self._fetch_ended)
-        self._fetch_hooks.apply()
         self.restart()
 
-    def _fetch_began(self) -> None:
-        (self._parts or self.clock).fetch_began()  # the former tells the latter
-
-    def _fetch_ended(self) -> None:
-        (self._parts or self.clock).fetch_ended()
+    def _hear_of_fetches(self, told: StepClock | StepParts) -> None:
+        self._fetch_hooks = FetchPatch(self._trainer, told.fetch_began, told.fetch_ended)
+        self._fetch_hooks.apply()
 
     # -- what the run can pay ------------------------------------------------------------------------------------
 
@@ -120,6 +117,8 @@ class FitInstruments:
             return
         if self._device.type != "xla":  # there a step runs when it is over: its parts are those of recording it
             self._parts = self.record.parts = StepParts(self._trainer, self.clock, self._has_settled)
+            self._fetch_hooks.undo()
+            self._hear_of_fetches(self._parts)  # which tells the clock
 
     def _look(self) -> None:
         """Makes what the run can pay by now. Told at the end of a step, so that the next one begins with it."""

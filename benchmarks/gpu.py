@@ -129,7 +129,7 @@ def train(case: Case, side: str) -> Measured:
         torch.cuda.empty_cache()
     seed_everything(0, verbose=False)
     model, data = case.build()
-    speed = SpeedMemoryLogger()
+    speed = SpeedMemoryLogger(every_s=0.0)
     plugin = AccelPlugin() if side == "AccelPlugin" else None
     trainer = Trainer(
         plugins=[plugin] if plugin is not None else None,

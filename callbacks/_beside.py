@@ -25,30 +25,35 @@ def beside(
         callback: Is told.
         is_aside: Whether it is not to be told now: a search puts all callbacks aside while it runs the loop.
     """
-    step: list[Any] = []  # the batch and its number
 
     def tell(hook: str, *values: Any) -> None:
         told = getattr(callback, hook)
         if told is not None and not is_aside():
             told(trainer, module, *values)
 
-    def begin_step(*values: Any) -> None:
-        step[:] = values
-        tell("on_train_batch_start", *values)
+    def around_step(original: Callable[..., Any]) -> Callable[..., Any]:
+        # With as few calls as can be: it is this that a step costs with nothing to do.
+        def run(caller: Any, *args: Any) -> Any:
+            if caller is not optimization or is_aside():
+                return original(caller, *args)
+            batch = next(iter(args[-1].values()), None)  # the first of what `training_step` is called with
+            begins = callback.on_train_batch_start
+            if begins is not None:
+                begins(trainer, module, batch, steps.batch_idx)
+            outputs = original(caller, *args)
+            callback.on_train_batch_end(trainer, module, outputs, batch, -1)
+            return outputs
 
-    def end_step(outputs: Any) -> None:
-        values = tuple(step)
-        step.clear()  # a batch is not to live longer than its step
-        tell("on_train_batch_end", outputs, *values)
+        return run
 
     loop, strategy = trainer.fit_loop, trainer.strategy
     steps = loop.epoch_loop
     optimization: Any = steps.automatic_optimization if module.automatic_optimization else steps.manual_optimization
     yield _heard(loop, "on_run_start", after=lambda _: tell("on_train_start"))
     yield _heard(loop, "on_advance_start", after=lambda _: tell("on_train_epoch_start"))
-    yield _heard(strategy, "on_train_batch_start", before=begin_step)
-    yield _heard(strategy, "pre_backward", before=partial(tell, "on_before_backward"))
-    yield _heard(optimization, "run", after=end_step)
+    if trainer.world_size > 1:  # a single rank keeps nobody waiting
+        yield _heard(strategy, "pre_backward", before=partial(tell, "on_before_backward"))
+    yield MethodPatch(f"{type(optimization).__name__}.run", "is heard", optimization, "run", around_step)
     for hook in ("on_validation_start", "on_validation_end", "on_exception"):
         yield _heard(strategy, hook, before=partial(tell, hook))
     yield _heard(loop, "on_advance_end", before=partial(tell, "on_train_epoch_end"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_accel.evidence.speed import duration
+
 PREFIX = "accel/"
 _LOGGED = (
     *("samples_per_sec", "steps_per_sec", "step_ms_p50", "step_ms_p95", "data_wait_frac", "peak_memory_mib"),
@@ -51,26 +53,29 @@ class Stragglers:
 
     def line(self) -> str:
         """In a part of a line."""
-        mean = f"mean of ranks {self.step_ms_p95_mean:.4g}"
-        parts = [f"slowest rank {self.slowest_rank}: p95 {self.step_ms_p95:.4g} ms ({mean})"]
-        if self.latest_rank is not None:
-            parts.append(
-                f"latest at backward rank {self.latest_rank}: p95 {self.before_backward_ms_p95:.4g} ms"
-                f" (mean of ranks {self.before_backward_ms_p95_mean:.4g})"
-            )
-            if self.data_wait_ms is not None:
-                parts.append(f"its data wait {self.data_wait_ms:.4g} ms (mean of ranks {self.data_wait_ms_mean:.4g})")
+        parts = [f"slowest rank {self.slowest_rank}: p95 {_beside_mean(self.step_ms_p95, self.step_ms_p95_mean)}"]
+        if self.before_backward_ms_p95 is not None and self.before_backward_ms_p95_mean is not None:
+            took = _beside_mean(self.before_backward_ms_p95, self.before_backward_ms_p95_mean)
+            parts.append(f"latest at backward rank {self.latest_rank}: p95 {took}")
+        if self.data_wait_ms is not None and self.data_wait_ms_mean is not None:
+            parts.append(f"its data wait {_beside_mean(self.data_wait_ms, self.data_wait_ms_mean)}")
         return ", ".join(parts)
+
+
+def _beside_mean(ms: float, mean_ms: float) -> str:
+    return f"{duration(ms)} (mean of ranks {duration(mean_ms)})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochSpeed:
-    """What one training epoch measured, over all ranks. A value that does not exist here is None.
+    """What a training epoch measured, or several short ones together, over all ranks. What is not known here is None.
 
     A *step* is one batch of the train dataloader, one call of ``training_step``, with or without an optimizer step.
+    Times and rates of fewer than three timed steps are not known.
 
     Attributes:
-        epoch: Lightning's number of the epoch.
+        epoch: Lightning's number of the epoch, of several of the last one.
+        first_epoch: The same of the first one.
         world_size: How many ranks took part.
         steps: The steps of one rank.
         samples: The samples of all ranks; None when a batch does not tell how many it holds.
@@ -94,14 +99,15 @@ class EpochSpeed:
     """
 
     epoch: int
+    first_epoch: int
     world_size: int
     steps: int
     samples: int | None
     train_seconds: float
     samples_per_sec: float | None
-    steps_per_sec: float
-    step_ms_p50: float
-    step_ms_p95: float
+    steps_per_sec: float | None
+    step_ms_p50: float | None
+    step_ms_p95: float | None
     data_wait_frac: float | None
     peak_memory_mib: float
     peak_memory_source: str
@@ -124,26 +130,3 @@ class EpochSpeed:
         values = {name: getattr(self, name) for name in _LOGGED}
         values |= {} if self.stragglers is None else self.stragglers.metrics()
         return {f"{PREFIX}{name}": float(value) for name, value in values.items() if value is not None}
-
-    def line(self) -> str:
-        """The epoch in one line of text."""
-        parts = [
-            f"{self.steps_per_sec:,.4g} steps/s",
-            f"step {self.step_ms_p50:.4g} ms (p95 {self.step_ms_p95:.4g})",
-            f"peak {self.peak_memory_mib:,.0f} MiB ({self.peak_memory_source})",
-            f"host RSS {self.host_rss_mib:,.0f} MiB",
-        ]
-        if self.data_wait_frac is not None:
-            parts.insert(2, f"data wait {self.data_wait_frac:.1%}")
-        if self.samples_per_sec is not None:
-            parts.insert(0, f"{self.samples_per_sec:,.5g} samples/s")
-        if self.tflops is not None:
-            parts.append(f"{self.tflops:.3g} TFLOP/s" + (f" (MFU {self.mfu:.1%})" if self.mfu is not None else ""))
-        if self.loss_scale is not None:
-            skipped = f", {self.skipped_steps} skipped" if self.skipped_steps is not None else ""
-            parts.append(f"loss scale {self.loss_scale:g}{skipped}")
-        if self.energy_j_per_sample is not None:
-            parts.append(f"{self.energy_j_per_sample:.3g} J/sample")
-        if self.stragglers is not None:
-            parts.append(self.stragglers.line())
-        return f"{PREFIX} epoch {self.epoch}: " + " · ".join(parts)

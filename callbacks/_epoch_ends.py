@@ -100,9 +100,10 @@ class EpochEnds:
 
     def forget(self) -> None:
         """Clears away what was said of the latest end. To be called once all ranks have gone by it."""
-        self._store.delete_key(self._key(self._rank))
-        if self._rank == 0:
-            self._store.delete_key(self._key("decided"))
+        with contextlib.suppress(dist.DistError):  # the process that held the store has left, after the last epoch
+            self._store.delete_key(self._key(self._rank))
+            if self._rank == 0:
+                self._store.delete_key(self._key("decided"))
 
     def explain(self, exception: BaseException) -> None:
         """Adds to the error of a broken collective call which ranks had no more data for it, where some had not."""

@@ -23,13 +23,13 @@ from lightning_accel.evidence.record import Header
 from lightning_accel.memory.meter import device_memory_bytes
 from lightning_accel.settings import Plan
 
-_INSTALLED = {"site-packages", "dist-packages"}
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _OF_LOADERS = ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-accel")
 _SECRET = re.compile(r"key|token|secret|password|passwd|credential", re.IGNORECASE)
 
 
-def header_of(trainer: Trainer, started: datetime) -> Header:
+def header_of(trainer: Trainer, started: datetime, *, has_images: bool) -> Header:
     """What a Trainer runs, and where."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
     host = Host.detect(device)
@@ -57,7 +57,19 @@ def header_of(trainer: Trainer, started: datetime) -> Header:
             for loader in leaves(trainer.train_dataloader)
         ],
         source_folders=_source_folders(),
+        makes_loaders=makes_loaders(trainer),
+        has_images=has_images,
     )
+
+
+def makes_loaders(trainer: Trainer) -> bool:
+    """Whether the user's own code makes the loaders of a fit.
+
+    A library does whose data module it is, or, where there is none, whose LightningModule.
+    """
+    maker = getattr(trainer, "datamodule", None) or trainer.lightning_module
+    file = getattr(sys.modules.get(type(maker).__module__), "__file__", None)
+    return file is None or _own_folder(file) is not None
 
 
 def _without_secrets(command: list[str]) -> list[str]:
@@ -90,13 +102,15 @@ def _source_folders() -> list[str]:
     return sorted(str(one) for one in folders if folders.isdisjoint(one.parents))
 
 
-@functools.cache
 def _own_folder(file: str) -> Path | None:
     """Where ``file`` is; None: in Python's own folders, or among what is installed."""
-    if not _INSTALLED.isdisjoint(file.split(os.sep)):
-        return None
-    folder = Path(file).resolve().parent
-    return None if folder.is_relative_to(_python()) else folder
+    return None if any(name in file for name in _INSTALLED) else _outside_python(os.path.dirname(file))
+
+
+@functools.cache  # of thousands of modules
+def _outside_python(folder: str) -> Path | None:
+    resolved = Path(folder).resolve()
+    return None if resolved.is_relative_to(_python()) else resolved
 
 
 @functools.cache

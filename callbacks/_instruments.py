@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_accel.callbacks._advising import advise
+from lightning_accel.callbacks._allowance import Allowance
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._epoch_ends import EpochEnds, is_last_of_epoch, reaches_max_steps
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
@@ -16,23 +19,38 @@ from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
 from lightning_accel.callbacks._parts import StepParts
 from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
 from lightning_accel.callbacks._record import FitRecord, record_folder
+from lightning_accel.callbacks._reporting import report_path
 from lightning_accel.callbacks._samples import SampleCounter
-from lightning_accel.callbacks._saying import say
 from lightning_accel.callbacks._teller import Teller
-from lightning_accel.core.clocks import clock_for
-from lightning_accel.core.host import usable_cores
+from lightning_accel.core.clocks import StepClock, clock_for, monotonic
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import leaves
-from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
+from lightning_accel.data.advice import has_images
 from lightning_accel.evidence.flops import FlopMode
+from lightning_accel.evidence.record import RECORD_VARIABLE
+from lightning_accel.evidence.speed import FEWEST
 from lightning_accel.evidence.taking_apart import AnatomyMode
 from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.tuning.settled import Tuning
 
+_RECORD_S = 0.02  # a header and its lines
+_TEXTS_S = 0.1
+_PARTS_EACH_STEP_S = 5e-6
+_FIGURES_S = 0.5  # most of which is matplotlib's import
+_OPERATION_S = 2e-4  # of those that a parameter has in a step, each watched
+_TAKING_APART_S = 0.03
+
 
 class FitInstruments:
     """Everything that measures during one fit.
+
+    A step is timed from the first one on. All else is made where the user has asked for it, or once the run can pay.
+
+    Args:
+        trainer: In its fit.
+        batch_size_fn: As of :class:`SpeedMemoryLogger`; likewise ``every_s``.
+        is_asked: Whether the user has asked for all of it.
 
     Attributes:
         clock: Told of every fetch and step.
@@ -41,20 +59,22 @@ class FitInstruments:
         ends: Told of every step, where there are several ranks; else None.
         steps: How many there were.
         watch_from: The number of steps after which one is to be watched, operation by operation; None: none is.
-        record: Told of every step and epoch, where the run has a folder, on rank 0; else None.
+        record: Told of every step and epoch, on rank 0; else None.
         teller: Told where the run settles, on rank 0; else None.
     """
 
     _FIRST_COUNTED_STEP = 3
     _TAKEN_APART_AGAIN = 100  # if live trials have settled by then, else so many later
+    _FIRST_LOOK = 8  # steps, at which it is seen what the run can pay; then ever rarer ones, up to once a second
 
-    def __init__(self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None) -> None:
+    def __init__(
+        self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None, every_s: float, *, is_asked: bool
+    ) -> None:
         self._trainer = trainer
         self._device = trainer.strategy.root_device
         self.steps = 0
-        self.watch_from: int | None = 0
         self._has_unknown_samples = False
-        self._has_advised = False
+        self._has_advised = self._has_images = False
         self._skipped_before = self._skipped_steps()
         self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
         self._memory = PeakMemory(self._device)
@@ -63,25 +83,104 @@ class FitInstruments:
         self.clock = clock_for(self._device)
         self.flops = FlopMeter()
         self.ends = EpochEnds.open(trainer)
-        self.record: FitRecord | None = None
-        self._parts: StepParts | None = None
         self.teller = Teller.open(trainer)
-        if self._device.type == "xla":  # a step runs when it is over: its parts are those of recording it
-            self.record = FitRecord.open(trainer)
-        elif record_folder(trainer) is not None or (self.teller is not None and self.teller.shows_figures):
-            self._parts = StepParts(trainer, self.clock, self._has_settled)
-            self.record = FitRecord.open(trainer, self._parts)
-        fetches = self._parts or self.clock  # the former tells the latter
-        self._fetch_hooks = FetchPatch(trainer, fetches.fetch_began, fetches.fetch_ended)
+        self.record = FitRecord(trainer) if trainer.is_global_zero else None
+        self._parts: StepParts | None = None
+        asks = report_path(trainer) is not None or RECORD_VARIABLE in os.environ
+        self._allowance = Allowance(trainer, is_asked=is_asked or asks)
+        self._every_s = every_s if trainer.world_size == 1 else 0.0  # ranks would not agree on what time it is
+        self._told_at = monotonic()
+        self._epochs: list[int] = []  # that were not told of
+        self._look_at, self._is_looking = self._FIRST_LOOK, True
+        self.watch_from: int | None = None
+        self._was_taken_apart = False
+        self._hear_of_fetches(self.clock)
+        if self._allowance.is_asked:
+            self.watch_from, self._is_looking = 0, False
+            self._keep_record()
+            self._look_at_parts()
+        self.restart()
+
+    def _hear_of_fetches(self, told: StepClock | StepParts) -> None:
+        self._fetch_hooks = FetchPatch(self._trainer, told.fetch_began, told.fetch_ended)
         self._fetch_hooks.apply()
 
+    # -- what the run can pay ------------------------------------------------------------------------------------
+
+    def _keep_record(self) -> None:
+        if self.record is not None and (folder := record_folder(self._trainer)) is not None:
+            self.record.keep_in(folder)
+
+    def _look_at_parts(self) -> None:
+        shows = self.teller is not None and self.teller.shows_figures
+        if self.record is None or not (self.record.is_kept or shows):
+            return
+        if self._device.type != "xla":  # there a step runs when it is over: its parts are those of recording it
+            self._parts = self.record.parts = StepParts(self._trainer, self.clock, self._has_settled)
+            self._fetch_hooks.undo()
+            self._hear_of_fetches(self._parts)  # which tells the clock
+
+    def _look(self) -> None:
+        """Makes what the run can pay by now. Told at the end of a step, so that the next one begins with it."""
+        self._feed()
+        allowance, record = self._allowance, self.record
+        a_second = int(1 / max(allowance.step_s, 1e-6))
+        self._look_at = self.steps + max(self._FIRST_LOOK, min(self.steps, a_second))
+        if record is not None and not record.is_kept and allowance.can_pay(_RECORD_S):
+            with allowance.paying():
+                self._keep_record()
+        is_worth_parts = record is not None and record.is_kept and self._parts is None
+        if is_worth_parts and allowance.can_pay_each_step(_PARTS_EACH_STEP_S):
+            self._look_at_parts()
+        is_to_watch = self.flops.is_due or (self._parts is not None and not self._was_taken_apart)
+        if is_to_watch and allowance.can_pay(self._watching_s()):
+            self.watch_from = self.steps
+        self._is_looking = is_to_watch or self._parts is None
+
+    def _feed(self) -> None:
+        self._allowance.took(self.steps, self.clock.timed.step_ms[-15:])
+
+    def _watching_s(self) -> float:
+        """What it takes to watch a step, about: it runs uncompiled, and is told of every operation."""
+        parameters = sum(1 for _ in self._trainer.lightning_module.parameters())
+        told_s = 0.0 if self._parts is None else _TAKING_APART_S
+        return 2 * self._allowance.step_s + _OPERATION_S * parameters + told_s
+
+    # -- intervals -----------------------------------------------------------------------------------------------
+
     def restart(self) -> None:
+        """Begins a new interval."""
         self.flops.close()
         self.pause_parts()
         self.clock.restart()
         self._memory.restart()
         self._has_unknown_samples = False
         self.energy.restart()
+        self._epochs, self._restarted_at = [], self.steps
+
+    def epoch_began(self) -> None:
+        """Told of every epoch, of which an interval may have several."""
+        if self._epochs:
+            self.pause_clock()
+            self.energy.resume()
+        elif self.steps != self._restarted_at:
+            self.restart()
+
+    def epoch_ended(self) -> bool:
+        """Told of every epoch; whether it is time to measure the interval."""
+        trainer = self._trainer
+        self._epochs.append(trainer.current_epoch)
+        is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
+        is_last |= trainer.global_step == trainer.max_steps
+        if is_last or monotonic() - self._told_at >= self._every_s:
+            return True
+        self.pause()
+        return False
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether there are epochs that were not told of."""
+        return bool(self._epochs)
 
     def pause(self) -> None:
         self.pause_clock()
@@ -122,62 +221,79 @@ class FitInstruments:
     def step_ended(self, batch: Any, outputs: Any) -> None:
         is_counted = self.flops.is_open
         if is_counted:
-            mode = self.flops.close(keep=True)
-            if not self.flops.is_due:  # else it is tried again at the next one
-                is_to_come = self.record is not None and self.steps < self._TAKEN_APART_AGAIN
-                self.watch_from = self._TAKEN_APART_AGAIN if is_to_come else None
-            if isinstance(mode, AnatomyMode) and self.record is not None:
-                self.record.took_apart(lambda: mode.taken(self._trainer.optimizers))
+            self._watched()
         samples = self._samples.count(batch)
+        if self.steps == 0:
+            self._has_images = has_images(leaves(batch))
+            if self.record is not None:
+                self.record.has_images = self._has_images
         if samples is None:
             self._has_unknown_samples = True
             if self.record is not None:
                 self.record.knows_samples = False
-        is_apart = is_counted or (self._parts is not None and self._parts.is_holding)
-        self.clock.step_ended(samples or 0, is_apart)
+        parts = self._parts
+        self.clock.step_ended(samples or 0, is_counted or (parts is not None and parts.is_holding))
         self.steps += 1
         if self.ends is not None:
             self.ends.step_ended()
-        if self._parts is not None:
-            self._parts.step_ended()
+        if parts is not None:
+            parts.step_ended()
         if self.record is not None:
             self.record.step_ended(self.clock.timed, outputs, is_timed=not is_counted)
+        if self._is_looking and self.steps == self._look_at:
+            self._look()
+
+    def _watched(self) -> None:
+        """Told at the end of a step that was watched."""
+        self._was_taken_apart |= self._parts is not None
+        mode = self.flops.close(keep=True)
+        if not self.flops.is_due:  # else it is tried again at the next one
+            is_to_come = self._parts is not None and self.steps < self._TAKEN_APART_AGAIN
+            is_payable = is_to_come and self._allowance.can_pay(self._watching_s())
+            self.watch_from = self._TAKEN_APART_AGAIN if is_payable else None
+        if isinstance(mode, AnatomyMode) and self.record is not None:
+            with self._allowance.paying():
+                self.record.took_apart(lambda: mode.taken(self._trainer.optimizers))
 
     def measure(self) -> EpochSpeed | None:
-        """The epoch that has ended; None when there was no step. A collective call of ranks that end it together.
+        """The interval that has ended; None when there was no step. A collective call of ranks that end it together.
 
         Where they do not, it is that of this rank alone.
         """
-        rank = self._measured()
-        is_together = self.ends is None or self.ends.are_together()
-        ranks = gather(rank) if is_together and self._trainer.world_size > 1 else [rank]
-        speed = put_together(ranks, epoch=self._trainer.current_epoch, peak_memory_source=self._memory.source)
-        if self.ends is not None and is_together:
-            self.ends.forget()
-        if self.record is not None and speed is not None:
-            self.record.epoch_ended(self.clock.timed, speed)
-        if self.teller is not None and speed is not None:
-            self.teller.epochs.append(speed)
+        with self._allowance.paying():
+            rank = self._measured()
+            is_together = self.ends is None or self.ends.are_together()
+            ranks = gather(rank) if is_together and self._trainer.world_size > 1 else [rank]
+            epochs = (self._epochs[0], self._epochs[-1]) if self._epochs else (self._trainer.current_epoch,) * 2
+            speed = put_together(ranks, epochs=epochs, peak_memory_source=self._memory.source)
+            if self.ends is not None and is_together:
+                self.ends.forget()
+            if self.record is not None and speed is not None:
+                self.record.epoch_ended(self.clock.timed, speed)
+            if self.teller is not None and speed is not None:
+                self.teller.epochs.append(speed)
+        self._epochs, self._told_at = [], monotonic()
         return speed
 
     def _measured(self) -> RankEpoch:
         self.flops.close()
         self.clock.settle()
         timed, apart = self.clock.timed, self.clock.apart
-        rated = timed if timed.step_ms else apart
-        steps, seconds = len(rated.step_ms), rated.train_ms / 1e3
+        steps, seconds = len(timed.step_ms), timed.train_ms / 1e3
+        is_measured = steps >= FEWEST
         scaler = self._scaler()
         before, now = self._skipped_before, self._skipped_steps()
         self._skipped_before = now
-        knows_samples, knows_wait = not self._has_unknown_samples, self._fetch_hooks.is_applied
+        knows_samples = not self._has_unknown_samples
+        knows_wait = self._fetch_hooks.is_applied and is_measured
         return RankEpoch(
-            steps=len(timed.step_ms) + len(apart.step_ms),
+            steps=steps + len(apart.step_ms),
             samples=timed.samples + apart.samples if knows_samples else None,
             train_seconds=seconds,
-            samples_per_sec=_per(rated.samples, seconds) if knows_samples else None,
-            steps_per_sec=_per(steps, seconds),
-            data_wait_frac=_per(rated.wait_ms, rated.train_ms) if knows_wait else None,
-            data_wait_ms=_per(rated.wait_ms, steps) if knows_wait else None,
+            samples_per_sec=_per(timed.samples, seconds) if knows_samples and is_measured else None,
+            steps_per_sec=_per(steps, seconds) if is_measured else None,
+            data_wait_frac=_per(timed.wait_ms, timed.train_ms) if knows_wait else None,
+            data_wait_ms=_per(timed.wait_ms, steps) if knows_wait else None,
             peak_memory_mib=self._memory.peak_bytes() / 2**20,
             host_rss_mib=host_rss_mib(),
             flops_per_step=self.flops.flops,
@@ -185,41 +301,36 @@ class FitInstruments:
             loss_scale=None if scaler is None else float(scaler.get_scale()),
             skipped_steps=None if before is None or now is None else now - before,
             energy_j=self.energy.joules(),
-            step_ms=thinned(rated.step_ms),
-            before_backward_ms=thinned(rated.before_backward_ms),
+            step_ms=thinned(timed.step_ms),
+            before_backward_ms=thinned(timed.before_backward_ms),
         )
 
     def advise(self, speed: EpochSpeed) -> None:
-        """Says what to change in a run that waits for its data, the first time that an epoch does so."""
-        if self._has_advised or speed.data_wait_frac is None or speed.data_wait_frac <= WORTH_ADVICE:
+        """Says what to change in a run that waits for its data, the first time that an interval does so."""
+        if not self._has_advised:
+            self._has_advised = advise(self._trainer, speed, has_images=self._has_images)
+
+    def settled(self) -> None:
+        """Told where live trials have settled."""
+        if self.record is None:
             return
-        if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return  # of a batch, nothing can be told
-        if speed.world_size != self._trainer.world_size:
-            return  # the ranks are not here together to hear what rank 0 has to say
-        self._has_advised = True
-        plugin = self._trainer.precision_plugin
-        lines = waiting_advice(
-            leaves(self._trainer.train_dataloader),
-            speed.data_wait_frac,
-            self._device,
-            preprocesses=bool(getattr(getattr(plugin, "plan", None), "preprocess", ())),
-            cores=usable_cores(),
-        )
-        # The wait is that of all ranks, but each times and sets up loaders of its own: what is said is of one run.
-        lines = self._trainer.strategy.broadcast(lines)
-        say(self._trainer, *lines)
+        with self._allowance.paying():
+            self.record.settled(self.clock.timed)
+            if self.teller is not None:
+                self.teller.settled(self.record.speed)
 
     def ended(self, exception: BaseException | None) -> None:
         """Tells record, loggers and console that no step is to follow, and what has ended them."""
-        if self.record is not None:
-            self.record.training_ended(self.clock.timed, exception)
-        if self.teller is not None and (exception is None or isinstance(exception, KeyboardInterrupt)):
-            parts_ms = {} if self._parts is None else self._parts.mean_ms()
-            if self.record is None:
-                self.teller.ended(parts_ms)
-            else:
-                self.teller.ended(parts_ms, self.record.memory, self.record.path)
+        record, teller = self.record, self.teller
+        if record is None:
+            return
+        record.training_ended(self.clock.timed, exception)
+        if teller is not None and (exception is None or isinstance(exception, KeyboardInterrupt)):
+            self._feed()
+            may_tell = self._allowance.can_pay
+            with self._allowance.paying():
+                parts_ms = {} if self._parts is None else self._parts.mean_ms()
+                teller.ended(record, parts_ms, tells_all=may_tell(_TEXTS_S), draws=may_tell(_FIGURES_S))
 
     def close(self) -> None:
         self.flops.close()

@@ -15,6 +15,7 @@ from lightning_accel.core.report import Report
 from lightning_accel.evidence.anatomy import MemoryPeak
 from lightning_accel.evidence.figures import MEND, can_draw
 from lightning_accel.evidence.reading import read_earlier, read_record
+from lightning_accel.evidence.speed import Speed
 from lightning_accel.settings import Plan
 from lightning_accel.tuning.pairs import Interval
 from lightning_accel.tuning.settled import Tuning
@@ -60,6 +61,7 @@ class Outcome:
 
     Attributes:
         epochs: Those that have ended.
+        speed: How fast it is; None: too few steps to tell.
         parts_ms: What a step's time goes to; empty where none was looked at.
         report: What the plugin did; None without it.
         tuning: What live trials have come to; None without them.
@@ -68,6 +70,7 @@ class Outcome:
     """
 
     epochs: Sequence[EpochSpeed]
+    speed: Speed | None
     parts_ms: Mapping[str, float]
     report: Report | None
     tuning: Tuning | None
@@ -79,6 +82,7 @@ class Outcome:
         cls,
         trainer: Trainer,
         epochs: Sequence[EpochSpeed],
+        speed: Speed | None,
         parts_ms: Mapping[str, float],
         memory: MemoryPeak | None = None,
     ) -> Outcome:
@@ -87,6 +91,7 @@ class Outcome:
         report, tuning, plan = (getattr(plugin, name, None) for name in ("report", "tuning", "plan"))
         return cls(
             epochs=epochs,
+            speed=speed,
             parts_ms=parts_ms,
             report=report if isinstance(report, Report) else None,
             tuning=tuning if isinstance(tuning, Tuning) else None,
@@ -110,15 +115,13 @@ class Outcome:
         Args:
             record: The run's, if it has one.
         """
-        parts = []
-        if self.epochs:
-            last = self.epochs[-1]
-            rate = f"{last.steps_per_sec:,.4g} steps/s"
-            parts.append(rate if last.samples_per_sec is None else f"{last.samples_per_sec:,.4g} samples/s")
+        parts = [str(self.speed) if self.speed is not None else "speed not measured: too few steps"]
         if self.ratio is not None:
             parts.append(f"{self.ratio} over plain")
         if self.peak_memory_mib is not None:
             parts.append(f"peak {self.peak_memory_mib:,.0f} MiB")
+        if self.epochs and (stragglers := self.epochs[-1].stragglers) is not None:
+            parts.append(stragglers.line())
         techniques = {} if self.report is None else self.report.techniques
         in_force = [name for name, one in techniques.items() if one.acts and name != "tuning"]
         parts.append(f"with {', '.join(in_force)}" if in_force else "as the user wrote it")
@@ -171,11 +174,9 @@ class Outcome:
     def _metrics(self) -> Iterator[tuple[str, float]]:
         if self.ratio is not None:
             yield from _of(self.ratio).items()
-        if self.epochs:
-            last = self.epochs[-1]
-            if last.samples_per_sec is not None:
-                yield f"{_RUN}samples_per_sec", last.samples_per_sec
-            yield f"{_RUN}steps_per_sec", last.steps_per_sec
+        if self.speed is not None:
+            name = "samples_per_sec" if self.speed.unit == "samples" else "steps_per_sec"
+            yield f"{_RUN}{name}", self.speed.per_second
         if self.peak_memory_mib is not None:
             yield f"{_RUN}peak_memory_mib", self.peak_memory_mib
 

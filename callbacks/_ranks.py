@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_accel.callbacks._epoch import EpochSpeed, Stragglers
+from lightning_accel.evidence.speed import FEWEST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class RankEpoch:
     samples: int | None
     train_seconds: float
     samples_per_sec: float | None
-    steps_per_sec: float
+    steps_per_sec: float | None
     data_wait_frac: float | None
     data_wait_ms: float | None
     peak_memory_mib: float
@@ -43,14 +44,15 @@ def thinned(values: array[float], most: int = 4096) -> array[float]:
     return array("d", (ordered[round(at * (len(ordered) - 1) / (most - 1))] for at in range(most)))
 
 
-def put_together(ranks: Sequence[RankEpoch], *, epoch: int, peak_memory_source: str) -> EpochSpeed | None:
-    """The epoch over all ranks; None when none has made a step that was timed.
+def put_together(ranks: Sequence[RankEpoch], *, epochs: tuple[int, int], peak_memory_source: str) -> EpochSpeed | None:
+    """One epoch, or the first one and the last one of several, over all ranks; None when none has made a step.
 
     What one rank does not know is unknown of all, so that every rank logs the same names.
     """
-    step_ms = [ms for rank in ranks for ms in rank.step_ms]
-    if not step_ms:
+    if not any(rank.steps for rank in ranks):
         return None
+    step_ms = [ms for rank in ranks for ms in rank.step_ms]
+    median_ms, p95_ms = _percentiles(step_ms, 50, 95) if len(step_ms) >= FEWEST else (None, None)
 
     def over(reduce: Callable[[Iterable[Any]], Any], name: str) -> Any:
         values = [getattr(rank, name) for rank in ranks]
@@ -59,17 +61,18 @@ def put_together(ranks: Sequence[RankEpoch], *, epoch: int, peak_memory_source: 
     samples, energy_j = over(sum, "samples"), over(sum, "energy_j")
     flops, peak_flops = over(statistics.fmean, "flops_per_step"), over(sum, "peak_flops")
     steps_per_sec = over(statistics.fmean, "steps_per_sec")
-    tflops = None if flops is None else flops * steps_per_sec * len(ranks) / 1e12
+    tflops = None if flops is None or steps_per_sec is None else flops * steps_per_sec * len(ranks) / 1e12
     return EpochSpeed(
-        epoch=epoch,
+        epoch=epochs[1],
+        first_epoch=epochs[0],
         world_size=len(ranks),
         steps=round(over(statistics.fmean, "steps")),
         samples=samples,
         train_seconds=over(statistics.fmean, "train_seconds"),
         samples_per_sec=over(sum, "samples_per_sec"),
         steps_per_sec=steps_per_sec,
-        step_ms_p50=_percentile(step_ms, 50),
-        step_ms_p95=_percentile(step_ms, 95),
+        step_ms_p50=median_ms,
+        step_ms_p95=p95_ms,
         data_wait_frac=over(statistics.fmean, "data_wait_frac"),
         peak_memory_mib=over(max, "peak_memory_mib"),
         peak_memory_source=peak_memory_source,
@@ -85,15 +88,15 @@ def put_together(ranks: Sequence[RankEpoch], *, epoch: int, peak_memory_source: 
 
 
 def compare_ranks(ranks: Sequence[RankEpoch]) -> Stragglers | None:
-    """The ranks beside each other; None for a single one, or where one has made no step."""
-    if len(ranks) == 1 or not all(rank.step_ms for rank in ranks):
+    """The ranks beside each other; None for a single one, or where one has made too few steps to tell."""
+    if len(ranks) == 1 or not all(len(rank.step_ms) >= FEWEST for rank in ranks):
         return None
-    step_ms = [_percentile(rank.step_ms, 95) for rank in ranks]
+    step_ms = [_percentiles(rank.step_ms, 95)[0] for rank in ranks]
     slowest = step_ms.index(max(step_ms))
     found = Stragglers(slowest_rank=slowest, step_ms_p95=step_ms[slowest], step_ms_p95_mean=statistics.fmean(step_ms))
     if not all(rank.before_backward_ms for rank in ranks):
         return found
-    before_ms = [_percentile(rank.before_backward_ms, 95) for rank in ranks]
+    before_ms = [_percentiles(rank.before_backward_ms, 95)[0] for rank in ranks]
     latest = before_ms.index(max(before_ms))
     found = replace(
         found,
@@ -107,5 +110,7 @@ def compare_ranks(ranks: Sequence[RankEpoch]) -> Stragglers | None:
     return replace(found, data_wait_ms=waits_ms[latest], data_wait_ms_mean=statistics.fmean(waits_ms))
 
 
-def _percentile(values: Sequence[float], percent: float) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).quantile(percent / 100))
+def _percentiles(values: Sequence[float], *percents: float) -> list[float]:
+    shares = torch.tensor(percents, dtype=torch.float64) / 100
+    found: list[float] = torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
+    return found

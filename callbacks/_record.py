@@ -6,6 +6,7 @@ It is in the folder of the first logger that has one for the run, or where ``$LI
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -36,31 +37,41 @@ from lightning_accel.evidence.record import (
     Steps,
     in_pieces,
 )
+from lightning_accel.evidence.speed import Speed, speed_of
 from lightning_accel.memory.page import StepMemoryError
 
 EVERY_S = 60.0
+_MOST_WAITING = 100  # epochs, for a file that is made later than they ended
 
 
 class FitRecord:
-    """The record of one fit on rank 0; other ranks have none. It never fails a run: what cannot be written is said.
+    """What there is to tell of one fit on rank 0, and the file of it once it is kept.
+
+    It never fails a run: what cannot be written is said.
 
     Args:
         trainer: In its fit.
-        folder: The record's.
-        parts: Of the steps that are looked at; None: none is.
 
     Attributes:
+        parts: Of the steps that are looked at; None: none is.
         knows_samples: Whether every batch has told how many samples it holds.
+        has_images: Whether there are images in a batch.
         memory: At the peak of the step that was taken apart last; None: none was.
     """
 
-    def __init__(self, trainer: Trainer, folder: Path, parts: StepParts | None = None) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        self.parts: StepParts | None = None
         self.knows_samples = True
+        self.has_images = False
         self.memory: MemoryPeak | None = None
-        self._trainer, self._folder, self._parts = trainer, folder, parts
+        self._trainer = trainer
+        self._folder: Path | None = None
         self._device = trainer.strategy.root_device
         self._started = datetime.now(timezone.utc)
-        self._process = psutil.Process()
+        self._course: list[Steps] = []
+        self._settled_step: int | None = None
+        self._in_file = 0  # of these
+        self._epochs: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)  # that are not in the file
         self._writer: RecordWriter | None = None  # until there is something to write
         self._has_failed = False
         self._due = monotonic() + EVERY_S
@@ -81,15 +92,20 @@ class FitRecord:
         self._capturing_ms: list[float] = []
         self._tally = Tally()  # the clock's latest
         self._taken = self._taken_samples = 0  # of it
-        if parts is not None and parts.failure:
-            self._say(f"no step is looked at part by part: {parts.failure}")
 
-    @classmethod
-    def open(cls, trainer: Trainer, parts: StepParts | None = None) -> FitRecord | None:
-        """For the fit that begins, on rank 0, where a folder is asked for or a logger has one of this run's here."""
-        if (folder := record_folder(trainer)) is None:
-            return None
-        return cls(trainer, folder, parts)
+    def keep_in(self, folder: Path) -> None:
+        """Keeps it as a file from now on, with what it has been told."""
+        self._folder = None if self._has_failed else folder
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is, or is to be, a file."""
+        return self._folder is not None
+
+    @property
+    def speed(self) -> Speed | None:
+        """How fast the fit is, by what was taken from the clock; None: too few steps to tell."""
+        return speed_of(self._course, self._settled_step, self._trainer.world_size)
 
     @property
     def path(self) -> Path | None:
@@ -105,7 +121,7 @@ class FitRecord:
             is_timed: Whether the step is among those of the tally, or comes there once the device has passed it.
         """
         self._steps += 1
-        if self._has_failed:
+        if self._folder is None:
             return
         self._follow(tally)
         if (captured := graphs_captured()) > self._captured_before:
@@ -113,7 +129,7 @@ class FitRecord:
             self._capturing += [self._told] * is_timed
         self._told += is_timed
         if self._steps % EVERY == 0:
-            self._attempt(self._hold)
+            self._hold()
         if self._steps % self._stride == 0:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
             # A DTensor's value may be a collective call; a view would keep what it is a view of.
@@ -137,25 +153,29 @@ class FitRecord:
             return
         found.step = self._steps + 1  # which it has not been told the end of
         self.memory = found.memory
-        self._attempt(lambda: self._file().anatomy(found))
+        self._attempt(lambda file: file.anatomy(found))
 
-    def settled(self) -> None:
+    def settled(self, tally: Tally) -> None:
         """Told where live trials have settled."""
-        self._attempt(lambda: self._file().settled(self._steps))
+        self._take(tally)
+        self._write()  # so that no piece of the run is of steps before and after
+        self._settled_step = self._steps
+        self._attempt(lambda file: file.settled(self._steps))
 
     def epoch_ended(self, tally: Tally, speed: EpochSpeed) -> None:
         """Told at an epoch's end, before the clock begins anew."""
         self._take(tally)
         if self._writer is None or monotonic() >= self._due:
             self._write()
-        self._attempt(lambda: self._file().epoch({**asdict(speed), "reserved_mib": self._reserved_mib()}))
+        self._epochs.append({**asdict(speed), "reserved_mib": self._reserved_mib()})
+        self._attempt(self._catch_up)
 
     def training_ended(self, tally: Tally, exception: BaseException | None = None) -> None:
         """Told when no step is to follow, and what has ended them."""
         if exception is not None and self._device.type != "cpu":  # a device that has failed raises at every question
             self._losses = [one for one in self._losses if one[1].device.type == "cpu"]
-            if self._parts is not None:
-                self._parts.drop_pending()
+            if self.parts is not None:
+                self.parts.drop_pending()
         self._take(tally)
         self._write()
 
@@ -168,10 +188,10 @@ class FitRecord:
         page = str(exception) if isinstance(exception, StepMemoryError) else ""
         report = report_of(self._trainer)
         plain = None if report is None else report.to_dict()
-        self._attempt(lambda: self._file().end(status, plain, page, told_by_cards(self._trainer)))
-        if self._writer is not None and not self._has_failed:
+        self._attempt(lambda file: file.end(status, plain, page, told_by_cards(self._trainer)))
+        if self._writer is not None and self._folder is not None:
             leave_report(self._trainer, self._writer.path, is_asked_by_memory=bool(page))
-        self._has_failed = True  # nothing more is written
+        self._folder, self._has_failed = None, True  # nothing more is written
 
     def _reserved_mib(self) -> float | None:
         """The most that torch's allocator has taken from a GPU in this epoch; None on a CPU, which has several."""
@@ -180,7 +200,7 @@ class FitRecord:
 
     def _hold(self) -> None:
         is_cuda = self._device.type == "cuda"
-        held = torch.cuda.memory_allocated(self._device) if is_cuda else self._process.memory_info().rss
+        held = torch.cuda.memory_allocated(self._device) if is_cuda else psutil.Process().memory_info().rss
         self._held_mib.append(held / 2**20)
 
     def _follow(self, tally: Tally) -> None:
@@ -203,10 +223,11 @@ class FitRecord:
     def _write(self) -> None:
         self._due = monotonic() + EVERY_S
         if self._steps > self._written:
-            self._attempt(lambda: self._file().steps(self._some()))
+            self._guarded(lambda: self._course.append(self._some()))
+            self._attempt(self._catch_up)
 
     def _some(self) -> Steps:
-        parts_ms, looked_at = ({}, 0) if self._parts is None else self._parts.taken()
+        parts_ms, looked_at = ({}, 0) if self.parts is None else self.parts.taken()
         captured, compiling = graphs_captured(), compiling_ms()
         some = Steps(
             first=self._written + 1,
@@ -221,9 +242,9 @@ class FitRecord:
             held_mib=in_pieces(self._held_mib),
             captured=captured - self._captured,
             compiling_ms=max(0.0, compiling - self._compiling_ms),
-            loading_cpu_ms=0.0 if self._parts is None else self._parts.taken_loading_cpu_ms(),
+            loading_cpu_ms=0.0 if self.parts is None else self.parts.taken_loading_cpu_ms(),
             card={name: in_pieces(each, MOST_OF_CARD) for name, each in course_of_cards(self._trainer).items()},
-            samples_ms=0.0 if self._parts is None else self._parts.taken_samples_ms(),
+            samples_ms=0.0 if self.parts is None else self.parts.taken_samples_ms(),
             capturing=len(self._capturing_ms),
             capturing_ms=sum(self._capturing_ms),
         )
@@ -232,19 +253,33 @@ class FitRecord:
         self._cycle_ms, self._wait_ms, self._losses, self._held_mib, self._capturing_ms = [], [], [], [], []
         return some
 
-    def _file(self) -> RecordWriter:
+    def _catch_up(self, file: RecordWriter) -> None:
+        """Writes what it has been told of that is not in the file."""
+        for some in self._course[self._in_file :]:
+            file.steps(some)
+        self._in_file = len(self._course)
+        while self._epochs:
+            file.epoch(self._epochs.popleft())
+
+    def _file(self, folder: Path) -> RecordWriter:
         if self._writer is None:
             name = f"{self._started:%Y%m%dT%H%M%S%f}-{os.getpid()}.jsonl"
-            self._writer = RecordWriter(self._folder / name, header_of(self._trainer, self._started))
+            self._writer = RecordWriter(
+                folder / name, header_of(self._trainer, self._started, has_images=self.has_images)
+            )
+            if self._settled_step is not None:
+                self._writer.settled(self._settled_step)
         return self._writer
 
-    def _attempt(self, write: Callable[[], object]) -> None:
-        if self._has_failed:
-            return
+    def _attempt(self, write: Callable[[RecordWriter], object]) -> None:
+        if (folder := self._folder) is not None:
+            self._guarded(lambda: write(self._file(folder)))
+
+    def _guarded(self, do: Callable[[], object]) -> None:
         try:
-            write()
+            do()
         except Exception as error:  # whatever it is: the run is worth more than its record
-            self._has_failed = True
+            self._folder, self._has_failed = None, True
             self._say(f"this run's record could not be written: {one_line(error)}. The run goes on without one.")
 
     def _say(self, line: str) -> None:

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 from lightning_accel.core.clocks import StepClock
+from lightning_accel.evidence.speed import duration
 
 FACTOR = 3.0
 """So many times the median is slow."""
@@ -53,4 +54,4 @@ class SlowSteps:
         self._ms.append(ms)
         if median is None or ms <= FACTOR * median:
             return None
-        return f"step {number} took {ms:.4g} ms, the median is {median:.4g} ms"
+        return f"step {number} took {duration(ms)}, the median is {duration(median)}"

@@ -13,10 +13,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_accel.callbacks._boards import Board, boards_of
 from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.callbacks._outcome import Outcome, Picture
+from lightning_accel.callbacks._record import FitRecord
+from lightning_accel.callbacks._reporting import report_path
 from lightning_accel.callbacks._saying import say
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.anatomy import MemoryPeak
 from lightning_accel.evidence.figures import can_draw, share_bar
+from lightning_accel.evidence.speed import Speed
 
 _SUMMARY = f"{PREFIX}summary"
 
@@ -58,23 +60,22 @@ class Teller:
         for logger in trainer.loggers:
             self._attempt(partial(logger.log_metrics, metrics=dict(metrics), step=max(0, step)))
 
-    def settled(self) -> None:
-        """Tells the loggers that live trials have settled."""
+    def settled(self, speed: Speed | None) -> None:
+        """Tells the loggers that live trials have settled, and how fast the fit was until then."""
         self._has_settled = True
-        self._attempt(lambda: self._tell(Outcome.of(self._trainer, self.epochs, {})))
+        self._attempt(lambda: self._tell(Outcome.of(self._trainer, self.epochs, speed, {})))
 
-    def ended(
-        self, parts_ms: Mapping[str, float], memory: MemoryPeak | None = None, record: Path | None = None
-    ) -> None:
+    def ended(self, record: FitRecord, parts_ms: Mapping[str, float], *, tells_all: bool, draws: bool) -> None:
         """Tells what the fit has come to.
 
         Args:
+            record: Of the fit.
             parts_ms: What a step's time goes to.
-            memory: At the peak of a step, if one was taken apart.
-            record: Where the run's is, if it has one.
+            tells_all: Whether loggers are told more than metrics.
+            draws: Whether they get figures, too.
         """
         if self.epochs:
-            self._attempt(self._tell_end, parts_ms, memory, record)
+            self._attempt(self._tell_end, record, parts_ms, tells_all, draws)
 
     def _tell(self, outcome: Outcome, record: Path | None = None) -> None:
         if self._boards:
@@ -82,16 +83,20 @@ class Teller:
             for board in self._boards:
                 self._attempt(board.text, _SUMMARY, text, self._trainer.global_step)
 
-    def _tell_end(self, parts_ms: Mapping[str, float], memory: MemoryPeak | None, record: Path | None) -> None:
-        outcome, step = Outcome.of(self._trainer, self.epochs, parts_ms, memory), self._trainer.global_step
-        self._attempt(self._tell, outcome, record)
+    def _tell_end(self, record: FitRecord, parts_ms: Mapping[str, float], tells_all: bool, draws: bool) -> None:
+        outcome = Outcome.of(self._trainer, self.epochs, record.speed, parts_ms, record.memory)
+        step, path = self._trainer.global_step, record.path
         run, *compared = outcome.sessions()
-        for board in self._boards:
-            if can_draw():
+        if tells_all:
+            self._attempt(self._tell, outcome, path)
+        for board in self._boards if tells_all else ():
+            if draws and can_draw():
                 for picture in outcome.pictures():
                     self._attempt(_draw, board, picture, step)
             self._attempt(board.conclude, run, compared, self._logged(), step)
-        rank_zero_info(f"lightning-accel: {outcome.line(record)}")
+        # A report that is asked for is pointed to where it is written.
+        is_pointed_to = report_path(self._trainer) is not None
+        rank_zero_info(f"lightning-accel: {outcome.line(None if is_pointed_to else path)}")
 
     def _logged(self) -> set[str]:
         """The names of all metrics that this fit has logged."""

@@ -1,4 +1,4 @@
-"""Speed and memory of every training epoch, to whatever logger the Trainer has."""
+"""Speed and memory of training, epoch by epoch or second by second, to whatever logger the Trainer has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accel.callbacks._epoch import EpochSpeed
+from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.callbacks._instruments import FitInstruments
 from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.core.patch import AttributePatch, PatchSet
@@ -27,13 +27,21 @@ _HOOKS_OF_A_STEP = (
 
 
 class SpeedMemoryLogger(Callback):
-    """Logs how fast every training epoch ran and how much memory it took, under ``accel/``.
+    """Logs how fast training epochs ran and how much memory they took, under ``accel/``.
 
     ``samples_per_sec``, ``steps_per_sec``, ``step_ms_p50``, ``step_ms_p95``, ``data_wait_frac``, ``peak_memory_mib``
     and ``host_rss_mib``; where they exist ``tflops``, ``mfu``, ``loss_scale``, ``skipped_steps`` and
     ``energy_j_per_sample``; with several ranks ``step_ms_p95_slowest_rank`` and
-    ``before_backward_ms_p95_latest_rank``. They go to every logger of the Trainer; a Trainer without a logger prints
-    one line an epoch. :attr:`history` keeps them as :class:`EpochSpeed`, which says what each one means.
+    ``before_backward_ms_p95_latest_rank``. They go to every logger of the Trainer. :attr:`history` keeps them as
+    :class:`EpochSpeed`, which says what each one means.
+
+    **By time.** Epochs that end within a second of the latest measurement are measured together with those that
+    follow, as if they were one; the last one is always told. Each is measured by itself where a callback or a
+    scheduler monitors one of the metrics, and with several ranks.
+
+    **What it costs.** One in a Trainer's ``callbacks`` does all that is said here. AccelPlugin's own, of which nobody
+    has asked anything, may take a fifth of a percent of what the run is expected to take: until then it keeps the time
+    of steps, and nothing else. ``report=`` and ``$LIGHTNING_ACCEL_RECORD`` ask for all of it, too.
 
     **Where they show.** One in a Trainer's ``callbacks`` logs as the module does: ``ModelCheckpoint`` and others can
     monitor it. Where there is none, AccelPlugin has one measure that is no callback of the Trainer and tells the
@@ -52,9 +60,9 @@ class SpeedMemoryLogger(Callback):
     AccelPlugin's report.
 
     **FLOPs** are counted once in a fit, in the third step (AccelPlugin tries its changes in the first two) or the last
-    one of a shorter run. Being slowed by the counting, that step is left out of times and rates unless the epoch has
-    no other. It runs uncompiled; a compiled model is not counted when that could exhaust the device's memory.
-    Operations unknown to :mod:`torch.utils.flop_counter` (fused RNN kernels, custom kernels) count nothing.
+    one of a shorter run. Being slowed by the counting, that step is left out of times and rates, which are those of
+    three steps at least. It runs uncompiled; a compiled model is not counted when that could exhaust the device's
+    memory. Operations unknown to :mod:`torch.utils.flop_counter` (fused RNN kernels, custom kernels) count nothing.
 
     **Memory** is the peak of torch's device allocator, whose peak statistics are reset at each epoch's start; on other
     devices the peak of this process, and :attr:`EpochSpeed.peak_memory_source` says since when.
@@ -66,7 +74,7 @@ class SpeedMemoryLogger(Callback):
     **At the end**, and where live trials settle, the loggers that can show more than metrics get a text; at the end
     also a figure of what a step's time goes to (with matplotlib), settings with what came of them, and an arrangement
     of these charts: TensorBoard, Weights & Biases, MLflow and CSV, each what it can show. One line says it on the
-    console.
+    console: the speed there is that of the whole run, as reports and ``lightning-accel compare`` have it.
 
     **Several ranks** log the same values on each: rates and FLOPs add up, memory is the largest rank's, ``step_ms`` is
     of the steps of all. Ranks wait for each other in the backward pass, so that a slow one makes the steps of all long;
@@ -79,13 +87,15 @@ class SpeedMemoryLogger(Callback):
         batch_size_fn: The number of samples in a batch. By default it is found in the batch: its ``batch_size``, the
             first dimension of its first tensor, the length of its first list. When that fails, the metrics of
             samples are left out.
+        every_s: Seconds from one measurement to the next, at least; 0: every epoch is measured by itself.
 
     Attributes:
-        history: One measurement for each epoch that this logger has seen, over all ranks.
+        history: One measurement for each epoch that this logger has seen, or for several short ones, over all ranks.
     """
 
-    def __init__(self, batch_size_fn: Callable[[Any], int] | None = None) -> None:
+    def __init__(self, batch_size_fn: Callable[[Any], int] | None = None, every_s: float = 1.0) -> None:
         super().__init__()
+        self._every_s = every_s
         self.history: list[EpochSpeed] = []
         self._batch_size_fn = batch_size_fn
         self._fit: FitInstruments | None = None
@@ -107,32 +117,28 @@ class SpeedMemoryLogger(Callback):
             if self._is_callback:
                 rank_zero_warn("This Trainer has more than one SpeedMemoryLogger: only the first one measures.")
             return
-        self._fit = FitInstruments(trainer, self._batch_size_fn)
-        self._pass_over({name: getattr(Callback, name) for name in _HOOKS_OF_A_STEP})
-        if trainer.world_size == 1:  # a single rank keeps nobody waiting
-            self._pass_over({"on_before_backward": SpeedMemoryLogger.on_before_backward})
-        # Here too, because a run that resumes within an epoch has no on_train_epoch_start.
-        self._fit.restart()
+        every_s = 0.0 if self._is_callback and _is_monitored(trainer) else self._every_s
+        self._fit = FitInstruments(trainer, self._batch_size_fn, every_s, is_asked=self._is_callback)
+        if self._is_callback:
+            self._pass_over({name: getattr(Callback, name) for name in _HOOKS_OF_A_STEP})
+            if trainer.world_size == 1:  # a single rank keeps nobody waiting
+                self._pass_over({"on_before_backward": SpeedMemoryLogger.on_before_backward})
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
-            self._fit.restart()
+            self._fit.epoch_began()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._fit is None:
             return
-        is_told_of_fetches = self._fit.clock.is_open
         self._fit.clock.step_began()
         if self._fit.ends is not None:
             self._fit.ends.step_begins(batch_idx)
         watch_from = self._fit.watch_from
-        if watch_from is not None:
-            if self._fit.steps >= watch_from:
-                self._fit.watch_if_time(batch, batch_idx)
-        elif self._fit.ends is None and is_told_of_fetches:
-            self._pass_over({"on_train_batch_start": SpeedMemoryLogger.on_train_batch_start})
+        if watch_from is not None and self._fit.steps >= watch_from:
+            self._fit.watch_if_time(batch, batch_idx)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -162,31 +168,30 @@ class SpeedMemoryLogger(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is None:
-            return
-        speed = self._fit.measure()
+        if self._fit is not None and self._fit.epoch_ended():
+            self._tell(self._fit, trainer)
+
+    def _tell(self, fit: FitInstruments, trainer: Trainer) -> None:
+        """Tells whoever is to hear of it what was measured since it was told last."""
+        speed = fit.measure()
         if speed is None:
             return
         self.history.append(speed)
-        self._fit.advise(speed)
+        fit.advise(speed)
         if trainer.barebones:
             return
+        metrics = speed.metrics()
         if self._is_callback:
-            # Through the module, because a callback that joined late has no log of its own. The ranks have been put
-            # together: rank_zero_only leaves each with the values it has, where a monitor looks for them, and sync_dist
-            # keeps Lightning content.
-            # As tensors of the host: of numbers Lightning makes some on the device, which XLA would compile for, and
-            # reads.
-            metrics = {name: torch.tensor(value) for name, value in speed.metrics().items()}
-            pl_module.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, rank_zero_only=True, batch_size=1)
-        else:
-            self.log_beside(speed.metrics())
-        if not trainer.loggers:
-            pl_module.print(speed.line())
+            # Not by `log`, which takes milliseconds. As tensors of the host, which no device has to be asked for.
+            for shown in (trainer.callback_metrics, trainer.logged_metrics):
+                shown.update({name: torch.tensor(value) for name, value in metrics.items()})
+        self.log_beside(metrics)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
+            if self._fit.has_epochs:  # the run ended sooner than was expected
+                self._tell(self._fit, trainer)
             self._ending = self._fit.record
             self._fit.ended(None)
         self._close()
@@ -201,6 +206,8 @@ class SpeedMemoryLogger(Callback):
             self._fit.ends.explain(exception)
         try:
             if self._fit is not None:
+                if self._fit.has_epochs and isinstance(exception, KeyboardInterrupt):
+                    self._tell(self._fit, trainer)
                 self._ending = self._fit.record
                 self._fit.ended(exception)
             self._end_record(trainer, exception)
@@ -223,10 +230,8 @@ class SpeedMemoryLogger(Callback):
 
     def settled(self) -> None:
         """Told where live trials have settled."""
-        if self._fit is not None and self._fit.record is not None:
-            self._fit.record.settled()
-        if self._fit is not None and self._fit.teller is not None:
-            self._fit.teller.settled()
+        if self._fit is not None:
+            self._fit.settled()
 
     def _pass_over(self, idle: dict[str, Any]) -> None:
         """Has Lightning leave out those of these hooks that are not overridden: there is nothing to do in them.
@@ -240,8 +245,8 @@ class SpeedMemoryLogger(Callback):
 
     def _end_record(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         record, self._ending = self._ending, None
-        if record is None and isinstance(exception, StepMemoryError):
-            _leave_page(trainer, exception)
+        if isinstance(exception, StepMemoryError):
+            _leave_page(trainer, exception, record)
         elif record is not None:
             record.end(exception)
 
@@ -259,9 +264,19 @@ def leave_page_of_evaluation(trainer: Trainer, error: StepMemoryError) -> None:
         _leave_page(trainer, error)
 
 
-def _leave_page(trainer: Trainer, error: StepMemoryError) -> None:
-    """A record of what has no steps, for the page beside it: of an evaluation, or of a rank that keeps no record."""
-    FitRecord(trainer, record_folder(trainer) or Path(trainer.default_root_dir) / FOLDER).end(error)
+def _leave_page(trainer: Trainer, error: StepMemoryError, record: FitRecord | None = None) -> None:
+    """Ends a record of it, for the page beside it: one without steps of an evaluation, or of a rank that keeps none."""
+    record = FitRecord(trainer) if record is None else record
+    if not record.is_kept:
+        record.keep_in(record_folder(trainer) or Path(trainer.default_root_dir) / FOLDER)
+    record.end(error)
+
+
+def _is_monitored(trainer: Trainer) -> bool:
+    """Whether one of the user's callbacks or schedulers looks at what is logged here after every epoch."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    monitors = [getattr(one, "monitor", None) for one in (*callbacks, *trainer.lr_scheduler_configs)]
+    return any(isinstance(monitor, str) and monitor.startswith(PREFIX) for monitor in monitors)
 
 
 def speed_memory_loggers(trainer: Trainer) -> list[SpeedMemoryLogger]:

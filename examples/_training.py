@@ -51,7 +51,7 @@ def train(job: Job, pipe: Connection) -> None:
     # Lightning's advice on the number of workers and the like, which is the same for both sides.
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    speed = SpeedMemoryLogger()
+    speed = SpeedMemoryLogger(every_s=0.0)
     gate = Gate(pipe, speed)
     trainer = importlib.import_module(job.name).train(
         plain=job.mode == "plain",

@@ -86,8 +86,10 @@ def judged(found: Comparison, gate: float | None) -> list[str]:
 
 def rows_of(found: Comparison) -> list[tuple[str, str, str, str]]:
     """What is compared, A's, B's, and B's by A's."""
+    from lightning_accel.evidence.speed import rate
+
     first, second = found.per_second
-    rows = [(f"{found.unit}/s", f"{first:,.4g}", f"{second:,.4g}", str(found.speed))]
+    rows = [(f"{found.unit}/s", rate(first), rate(second), str(found.speed))]
     for part, (first, second) in found.parts_ms.items():
         rows.append((f"  {part}, ms a step", f"{first:,.4g}", f"{second:,.4g}", f"{second - first:+,.3g} ms"))
     if found.memory_mib is not None:

@@ -30,10 +30,9 @@ from lightning_accel.evidence.compare import (
     NotComparableError,
     compare,
     interval_to_dict,
-    know_samples,
-    mean_ms,
 )
 from lightning_accel.evidence.record import Record
+from lightning_accel.evidence.speed import know_samples, late, per_second
 from lightning_accel.tuning.pairs import Interval
 
 FEWEST_RUNS = 4
@@ -100,10 +99,12 @@ def bench(a: Sequence[Record], b: Sequence[Record]) -> Bench:
             " Let every run begin anew, or at a checkpoint that is the same for all."
         )
     pairs = [compare(*pair) for pair in zip(a, b, strict=True)]
-    by_sample = know_samples((*a, *b))
-    each_a, each_b = (
-        [1e3 * one.header.world_size / mean_ms(one, by_sample=by_sample)[0] for one in some] for some in (a, b)
-    )
+    by_sample = know_samples(steps for one in (*a, *b) for steps in one.steps)
+
+    def rate_of(one: Record) -> float:
+        return per_second(late(one.steps, one.settled_step), one.header.world_size, by_sample=by_sample).per_second
+
+    each_a, each_b = (list(map(rate_of, some)) for some in (a, b))
     peaks = [pair.memory_mib for pair in pairs if pair.memory_mib]
     memory = _medians(peaks) if len(peaks) == len(pairs) else None
     losses = [pair.losses for pair in pairs if pair.losses]

@@ -1,25 +1,23 @@
 """Two runs beside each other: speed with an interval, memory, loss at equal steps, and what else was not the same.
 
-Speed is the mean time of a run's steps past its beginning, in which caches fill and live trials are made: the mean and
-no median, as a step in a hundred that takes a second is waited for, too. Steps that follow each other are alike, so the
-interval is that of the means of ten long blocks of each run (Schmeiser, "Batch Size Effects in the Analysis of
-Simulation Output", 1982, https://doi.org/10.1287/opre.30.3.556), as Student's t has it of the logs of their ratio. It
-speaks of these two runs: what another hour of the machine would have done to either, only more runs can tell.
+Speed is the mean time of a run's steps since live trials had settled, or past its beginning, in which caches fill: the
+mean and no median, as a step in a hundred that takes a second is waited for, too. Steps that follow each other are
+alike, so the interval is that of the means of ten long blocks of each run (Schmeiser, "Batch Size Effects in the
+Analysis of Simulation Output", 1982, https://doi.org/10.1287/opre.30.3.556), as Student's t has it of the logs of their
+ratio. It speaks of these two runs: what another hour of the machine would have done to either, only more runs can tell.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_accel.evidence.record import Record
+from lightning_accel.evidence.speed import BEGINNING, FEWEST, Piece, know_samples, late, mean_ms, per_second
 from lightning_accel.tuning.pairs import Interval
-
-BEGINNING = 0.2
-"""Of a run's steps, which are not compared."""
 
 BLOCKS = 10
 """Of each run; of fewer pieces than that, no interval is told."""
@@ -39,7 +37,7 @@ class Comparison:
     Attributes:
         speed: How many times as fast B trains, per sample where both know their samples, else per step.
         unit: ``"samples"`` or ``"steps"``.
-        per_second: Of A and of B, in that unit, of all ranks.
+        per_second: Of A and of B, in that unit: samples of all ranks, steps of one, as the ranks step together.
         parts_ms: What a step's time goes to, in milliseconds of A's and of B's mean step; empty where one is not known.
         memory_mib: The peaks of A and of B; None where one is not known, or they were not measured alike.
         losses: Of A and of B, the mean over the last steps that both have; None: there are none, or no finite ones.
@@ -107,9 +105,11 @@ def compare(a: Record, b: Record) -> Comparison:
         NotComparableError: They are runs of different models, or on different kinds of device, or one has no steps.
     """
     _check(a, b)
-    knows_samples = [know_samples([record]) for record in (a, b)]
+    knows_samples = [know_samples(record.steps) for record in (a, b)]
     by_sample = all(knows_samples)
-    (a_ms, a_blocks), (b_ms, b_blocks) = (mean_ms(record, by_sample=by_sample) for record in (a, b))
+    pieces = [late(record.steps, record.settled_step) for record in (a, b)]
+    a_speed, b_speed = (per_second(some, a.header.world_size, by_sample=by_sample) for some in pieces)
+    a_blocks, b_blocks = (_blocks_ms(some, by_sample=by_sample) for some in pieces)
     first, second = a.parts_ms(BEGINNING), b.parts_ms(BEGINNING)
     parts = dict.fromkeys([*first, *second]) if first and second else ()
     memory = a.peak_memory_mib, b.peak_memory_mib
@@ -129,9 +129,9 @@ def compare(a: Record, b: Record) -> Comparison:
         why = "they were not measured alike" if all(memory) else "not every run has a completed epoch"
         remarks.append(f"the peaks of memory are not compared: {why}")
     return Comparison(
-        speed=_interval(a_ms / b_ms, a_blocks, b_blocks),
-        unit="samples" if by_sample else "steps",
-        per_second=(1e3 * a.header.world_size / a_ms, 1e3 * b.header.world_size / b_ms),
+        speed=_interval(b_speed.per_second / a_speed.per_second, a_blocks, b_blocks),
+        unit=a_speed.unit,
+        per_second=(a_speed.per_second, b_speed.per_second),
         parts_ms={part: (first.get(part, 0.0), second.get(part, 0.0)) for part in parts},
         memory_mib=(memory[0] or 0.0, memory[1] or 0.0) if has_memory else None,
         losses=(losses[0], losses[1]) if common and is_finite else None,
@@ -167,14 +167,10 @@ def _check(a: Record, b: Record) -> None:
                 " be compared."
             )
     for record in (a, b):
-        if not any(some.cycle_ms for some in record.steps):
+        if (timed := sum(some.timed for some in record.steps)) < FEWEST:
             how = record.status or "it was killed, or is still in its first minute"
-            raise NotComparableError(f"{record.path} has no steps: {how}. Train for more steps.")
-
-
-def know_samples(records: Iterable[Record]) -> bool:
-    """Whether all of them know how many samples their steps had, so that they can be compared by the sample."""
-    return all(some.samples for record in records for some in record.steps if some.timed)
+            has = f"has {timed} timed steps" if timed else "has no steps"
+            raise NotComparableError(f"{record.path} {has}: {how}. Train for more steps.")
 
 
 def how_ended(record: Record) -> str:
@@ -182,26 +178,15 @@ def how_ended(record: Record) -> str:
     return record.status or "has no end: it was killed, or still runs"
 
 
-def mean_ms(record: Record, *, by_sample: bool) -> tuple[float, list[float]]:
-    """Mean milliseconds of a step, or of a sample, past the beginning; and of blocks of about as many steps each."""
-    pieces = [
-        (number, steps, ms / ((some.samples or 0) / some.timed if by_sample else 1.0))
-        for some in record.steps
-        for number, steps, ms in some.pieces()
-    ]
-    begin = record.steps[0].first + BEGINNING * record.num_steps
-    late = [(steps, ms) for number, steps, ms in pieces if number >= begin] or [pieces[-1][1:]]
-    total = sum(steps for steps, _ in late)
-    blocks: list[list[tuple[int, float]]] = [[] for _ in range(min(BLOCKS, len(late)))]
+def _blocks_ms(pieces: Sequence[Piece], *, by_sample: bool) -> list[float]:
+    """Mean milliseconds of a step, or of a sample, in blocks of about as many steps each."""
+    total = sum(piece.steps for piece in pieces)
+    blocks: list[list[Piece]] = [[] for _ in range(min(BLOCKS, len(pieces)))]
     passed = 0
-    for steps, ms in late:
-        blocks[min(len(blocks) - 1, passed * len(blocks) // total)].append((steps, ms))
-        passed += steps
-    return _mean(late), [_mean(block) for block in blocks if block]
-
-
-def _mean(pieces: list[tuple[int, float]]) -> float:
-    return sum(steps * ms for steps, ms in pieces) / sum(steps for steps, _ in pieces)
+    for piece in pieces:
+        blocks[min(len(blocks) - 1, passed * len(blocks) // total)].append(piece)
+        passed += piece.steps
+    return [mean_ms(block, by_sample=by_sample) for block in blocks if block]
 
 
 def _source(record: Record) -> str:

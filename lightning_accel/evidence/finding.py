@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 from lightning_accel.evidence import parts
 from lightning_accel.evidence.record import Record, Steps
+from lightning_accel.evidence.speed import BEGINNING
 
 if TYPE_CHECKING:
     from lightning_accel.evidence.peaks import Peaks
 
 WORTH = 0.05
 """Of a step: what takes less is not spoken of."""
-
-BEGINNING = 0.2
-"""Of a run: what it is like later is looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_accel.evidence import parts
-from lightning_accel.evidence.finding import BEGINNING, WORTH, Finding, Seen
+from lightning_accel.evidence.finding import WORTH, Finding, Seen
 from lightning_accel.evidence.record import Steps
+from lightning_accel.evidence.speed import BEGINNING
 
 _RARE_LOGGING = 50  # Lightning's own default
 _MOST_WORKERS = 8
@@ -37,7 +38,9 @@ def loader(seen: Seen) -> Iterator[Finding]:
             name="loader",
             says=f"{says}, with {now} workers on {header.cores} cores, and {header.threads} threads that compute",
             action="make a sample cheaper to load: decode and resize once, beforehand; transform whole batches on the"
-            " device (`AccelPlugin(preprocess=...)`)",
+            " device (`AccelPlugin(preprocess=...)`)"
+            if header.has_images
+            else "make a sample cheaper to load: compute once, beforehand, what is the same in every epoch",
             speedup=speedup if samples_ms else None,
             basis="if to load a sample took no time" if samples_ms else "",
         )
@@ -46,7 +49,9 @@ def loader(seen: Seen) -> Iterator[Finding]:
         name="loader",
         says=says,
         action=f"load in {workers} other process{'es' if workers > 1 else ''}, while the model computes",
-        python=f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
+        python=f"DataLoader(..., num_workers={workers}, persistent_workers=True)"
+        if header.makes_loaders
+        else 'AccelPlugin(loader="auto")',
         yaml="accel:\n  loader: auto",
         speedup=speedup,
         basis="the longer of computing and loading sets the pace; a worker without a core of its own holds up a thread"

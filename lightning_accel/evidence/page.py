@@ -26,6 +26,7 @@ from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.reading import RecordError
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.served import Served
+from lightning_accel.evidence.speed import BEGINNING, speed_of
 from lightning_accel.evidence.tried import Trial, Tried, trials_of, tried_of
 
 FORMAT = 1
@@ -39,6 +40,7 @@ class Page:
     Attributes:
         headline: The run in a sentence.
         verdict: What sets its pace, and what would change that.
+        speed: How fast it was, as :class:`~lightning_accel.evidence.speed.Speed` has it; empty: too few steps to tell.
         settings: What to write to have the same again: ``"python"`` and ``"yaml"``; empty: that cannot be told.
         findings: What to do next, the most promising first.
         outcomes: What earlier predictions have come to.
@@ -69,6 +71,7 @@ class Page:
 
     headline: str
     verdict: str
+    speed: str
     settings: dict[str, str]
     findings: list[Finding]
     outcomes: list[Outcome]
@@ -116,7 +119,7 @@ def page_of(record: Record, earlier: Sequence[Record] = (), peaks: Peaks | None 
 
 
 def _page_of(record: Record, earlier: Sequence[Record], peaks: Peaks | None) -> Page:
-    measured, anatomy = record.parts_ms(0.2), record.anatomy
+    measured, anatomy = record.parts_ms(BEGINNING), record.anatomy
     known = [part for part in parts.ORDER if part in measured]
     parts_ms = {part: measured[part] for part in [*known, *(part for part in measured if part not in known)]}
     techniques = {} if record.report is None else dict(record.report["techniques"])
@@ -125,6 +128,7 @@ def _page_of(record: Record, earlier: Sequence[Record], peaks: Peaks | None) -> 
     return Page(
         headline=headline_of(record, tuning, earlier),
         verdict=verdict_of(record, parts_ms, findings),
+        speed=str(speed_of(record.steps, record.settled_step, record.header.world_size) or ""),
         settings=settings_of(record, tuning),
         findings=findings,
         outcomes=list(outcomes_of(record, findings, earlier, peaks)),

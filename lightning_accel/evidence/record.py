@@ -56,6 +56,8 @@ class Header:
         log_every_n_steps: The Trainer's.
         accumulate_grad_batches: The Trainer's.
         loaders: Of training batches: what each was made with, by the names of :class:`torch.utils.data.DataLoader`.
+        makes_loaders: Whether the user's own code makes them, or a library's.
+        has_images: Whether there are images in a batch.
         source_folders: Where the code comes from that is neither Python's nor installed; of folders within each other
             the outermost.
     """
@@ -78,6 +80,8 @@ class Header:
     accumulate_grad_batches: int = 1
     loaders: list[dict[str, Any]] = field(default_factory=list)
     source_folders: list[str] = field(default_factory=list)
+    makes_loaders: bool = True
+    has_images: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ Lightning's helpers (:class:`~lightning.pytorch.callbacks.ThroughputMonitor`) re
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -18,7 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -56,10 +57,12 @@ class AutocastingPrecision(Precision):
         self.device = "cpu"
         self._unscaled: weakref.ref[Tensor] | None = None  # the latest loss that was scaled
         self._runs_in_float32 = False  # autocast is left out of a step, whatever the precision
+        self._unsaid: Any = None  # the filter of a warning
         self._set_precision(precision)
 
     def _set_precision(self, precision: ResolvedPrecision) -> None:
         """Becomes a ``MixedPrecision`` exactly when autocast is on."""
+        self.say_again()
         self.precision = precision
         kind: Any = self._plain_class or type(self)
         self.__class__ = kind if precision == "32-true" else _autocasting(kind)
@@ -77,6 +80,23 @@ class AutocastingPrecision(Precision):
     def image_dtype(self) -> torch.dtype:
         """What preprocessed images are to be in: float32 where steps may come back to it, as images are made ahead."""
         return torch.float32 if self._is_chosen else DTYPES.get(self.precision, torch.float32)
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        if self.is_ours and self._unsaid is None:
+            # Lightning's summary, which comes next, warns of every mixed precision: here of one that nobody chose.
+            warnings.filterwarnings("ignore", f"Precision {self.precision} is not supported by the model summary")
+            self._unsaid = warnings.filters[0]
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def say_again(self) -> None:
+        """Ends what :meth:`connect` has begun: with the first step, or with the run."""
+        unsaid, self._unsaid = self._unsaid, None
+        if unsaid is not None:
+            with suppress(ValueError):  # somebody has reset the filters
+                warnings.filters.remove(unsaid)  # type: ignore[attr-defined]
 
     def arms(self) -> list[Arm]:
         """What live trials may choose from. float16 needs its scaler, and with it a step of another kind: no arm."""
@@ -143,6 +163,8 @@ class _Autocasting(MixedPrecision):
     scaler: CountingGradScaler | None
     _runs_in_float32: bool
     _unscaled: weakref.ref[Tensor] | None
+    _unsaid: Any
+    say_again: Callable[[], None]
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
@@ -152,6 +174,8 @@ class _Autocasting(MixedPrecision):
 
     @override
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        if self._unsaid is not None:
+            self.say_again()
         if self._runs_in_float32:
             return Precision.forward_context(self)
         return nested(without_mha_fast_path(self.device), super().forward_context())

@@ -256,7 +256,7 @@ def test_with_a_logger_of_the_users_own_it_leaves_one_all_the_same(tmp_path: Pat
 def test_log_false_leaves_an_evaluation_without(tmp_path: Path) -> None:
     plugin = AccelPlugin(**OFF | {"precision": "32-true", "log": False})
     with pytest.raises(StepMemoryError):
-        make_trainer(None, plugin, default_root_dir=tmp_path).validate(
+        make_trainer(None, plugin, callbacks=[], default_root_dir=tmp_path).validate(
             Evaluates(most=3), DataLoader(Batches(), batch_size=None)
         )
     assert files(tmp_path) == []

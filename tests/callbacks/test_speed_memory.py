@@ -85,11 +85,15 @@ def test_a_skipped_step_is_not_the_one_whose_flops_are_counted() -> None:
     ],
     ids=str,
 )
-def test_a_very_short_run_is_measured_all_the_same(options: dict[str, Any]) -> None:
+def test_of_fewer_than_three_timed_steps_there_are_flops_and_neither_rates_nor_percentiles(
+    options: dict[str, Any],
+) -> None:
     measured = fit(Model(), **options)
     assert measured.last is not None
     assert measured.last.flops_per_step == STEP_FLOPS
-    assert all((epoch.samples_per_sec or 0) > 0 for epoch in measured.history)
+    for epoch in measured.history:
+        assert {epoch.samples_per_sec, epoch.steps_per_sec, epoch.step_ms_p50, epoch.step_ms_p95} == {None}
+        assert "accel/step_ms_p95" not in epoch.metrics()
 
 
 def test_the_trials_of_a_short_accelerated_run_are_not_taken_for_its_flops() -> None:

@@ -134,13 +134,6 @@ def test_hooks_that_do_nothing_are_passed_over_while_it_measures() -> None:
     assert not {"on_after_backward", "on_before_backward"} & set(vars(measured))
 
 
-def test_once_a_step_is_counted_the_begin_of_a_fetch_does_for_the_begin_of_a_step() -> None:
-    measured, seen = SpeedMemoryLogger(), []
-    fit(Model(lambda *_: seen.append(measured.on_train_batch_start is None)), loader(8), callbacks=[measured])
-    assert (seen[0], seen[-1]) == (False, True)
-    assert [epoch.steps for epoch in measured.history] == [8]
-
-
 def test_hooks_that_a_subclass_or_a_user_gave_it_are_called() -> None:
     called = []
 

@@ -29,7 +29,7 @@ def test_the_slowest_rank_is_shown_beside_the_mean() -> None:
     assert ranks is not None
     assert ranks.slowest_rank == 1
     assert ranks.metrics() == {"step_ms_p95_slowest_rank": 412}
-    assert ranks.line() == "slowest rank 1: p95 412 ms (mean of ranks 371)"
+    assert ranks.line() == "slowest rank 1: p95 412 ms (mean of ranks 371 ms)"
 
 
 def test_the_rank_that_is_held_up_is_not_the_one_that_holds_up() -> None:
@@ -39,8 +39,8 @@ def test_the_rank_that_is_held_up_is_not_the_one_that_holds_up() -> None:
     assert (ranks.slowest_rank, ranks.latest_rank) == (1, 0)
     assert ranks.metrics() == {"step_ms_p95_slowest_rank": 140, "before_backward_ms_p95_latest_rank": 120}
     assert ranks.line() == (
-        "slowest rank 1: p95 140 ms (mean of ranks 106.7), latest at backward rank 0: p95 120 ms (mean of ranks 60),"
-        " its data wait 84 ms (mean of ranks 29)"
+        "slowest rank 1: p95 140 ms (mean of ranks 107 ms), latest at backward rank 0: p95 120 ms"
+        " (mean of ranks 60 ms), its data wait 84 ms (mean of ranks 29 ms)"
     )
 
 
@@ -48,7 +48,7 @@ def test_a_wait_that_is_not_known_is_left_out() -> None:
     ranks = compared((50, 120, 84), (140, 30, None))
     assert ranks is not None
     assert ranks.data_wait_ms is None
-    assert ranks.line().endswith("latest at backward rank 0: p95 120 ms (mean of ranks 75)")
+    assert ranks.line().endswith("latest at backward rank 0: p95 120 ms (mean of ranks 75 ms)")
 
 
 @pytest.mark.parametrize("ranks", [[(50, 120, 84)], [(50, 120, 84), (None, None, 0)]])

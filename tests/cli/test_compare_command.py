@@ -67,7 +67,7 @@ def test_a_folder_without_a_run_has_that_status_too(
 
 
 def test_a_gate_on_too_few_steps_decides_nothing(runs: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", runs("a", steps=3), runs("b", steps=3), "--gate", "3%"]) == 2
+    assert main(["compare", runs("a", steps=5), runs("b", steps=5), "--gate", "3%"]) == 2
     assert "A gate needs more steps" in capsys.readouterr().err
 
 

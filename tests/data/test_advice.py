@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import AccelPlugin
 from lightning_accel.core import clocks as _clocks
 from lightning_accel.data import DevicePipeline, Map, Preprocess
-from lightning_accel.data.advice import waiting_advice
+from lightning_accel.data.advice import has_images, waiting_advice
 from lightning_accel.data.tuned_loader import TunedLoader
 
 DATA = TensorDataset(torch.zeros(8, 2))
@@ -141,3 +141,24 @@ def test_a_loader_that_is_tuned_needs_no_advice_on_workers() -> None:
     said = advice(TunedLoader(DataLoader(DATA), torch.device("cpu"), lambda line, is_changed: None))
     assert 'loader="auto" tries from the next epoch on' in said
     assert "num_workers" not in said
+
+
+def test_nothing_is_said_of_images_where_there_are_none() -> None:
+    assert "uint8" in advice(DataLoader(DATA), has_images=True)
+    assert "uint8" not in advice(DataLoader(DATA), has_images=False)
+
+
+def test_whoever_does_not_make_the_loader_is_not_told_of_its_arguments() -> None:
+    loader = DataLoader(DATA, num_workers=1)
+    assert advice(loader, makes_loaders=False, has_images=False) == ""
+    told = advice(DataLoader(DATA), makes_loaders=False)
+    assert "num_workers" not in told
+    assert 'AccelPlugin(loader="auto")' in told
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_image"),
+    [((2, 3, 8, 8), True), ((2, 8, 8, 1), True), ((2, 64, 8, 8), False), ((2, 3, 8), False), ((2, 8, 1, 1), False)],
+)
+def test_images_are_known_by_their_channels(shape: tuple[int, ...], is_image: bool) -> None:
+    assert has_images([torch.zeros(shape)]) is is_image

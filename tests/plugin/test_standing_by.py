@@ -103,6 +103,13 @@ def test_the_logger_costs_little_more_than_its_two_hooks(make_trainer: Callable[
     assert added_calls(make_trainer, linear, callbacks=[SpeedMemoryLogger()]) < 80
 
 
+def test_the_plugins_own_logger_costs_a_step_a_few_calls(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    """With a folder for a record, too, which so short a run cannot pay for."""
+    plain, ours = (CSVLogger(tmp_path, version=version) for version in (0, 1))
+    without = {"logger": plain, "plugins": [AccelPlugin(log=False, **OFF)]}
+    assert added_calls(make_trainer, linear, alone=without, logger=ours, plugins=[AccelPlugin(**OFF)]) < 60
+
+
 def test_the_record_costs_a_few_dozen_more(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,7 +99,7 @@ def fit(model: LightningModule, data: Any = None, *, fit_options: Any = None, **
     """Trains on one CPU and returns the Trainer's logger, a new one unless ``callbacks`` has one."""
     callbacks = options.pop("callbacks", [])
     own = [callback for callback in callbacks if isinstance(callback, SpeedMemoryLogger)]
-    measured = own[0] if own else SpeedMemoryLogger()
+    measured = own[0] if own else SpeedMemoryLogger(every_s=0.0)  # of every epoch
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, **quiet, **options}
     trainer = Trainer(callbacks=callbacks if own else [measured, *callbacks], **settings)

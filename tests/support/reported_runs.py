@@ -56,11 +56,11 @@ def vectors(batches: int = 40) -> DataLoader[Tensor]:
 
 
 def make_trainer(folder: Path | None, *plugins: Any, **options: Any) -> Trainer:
-    """On one CPU, with a folder of its own (None: none), and a SpeedMemoryLogger where no plugin adds one."""
+    """On one CPU, with a folder of its own (None: none), and a SpeedMemoryLogger, which is to measure all there is."""
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     logger = False if folder is None else Folder(folder)
-    callbacks = [] if plugins else [SpeedMemoryLogger()]
-    settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": logger, "callbacks": callbacks, **quiet}
+    measured = {"callbacks": [SpeedMemoryLogger(every_s=0.0)], "logger": logger}
+    settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **measured, **quiet}
     return Trainer(plugins=list(plugins), **{**settings, **options})
 
 

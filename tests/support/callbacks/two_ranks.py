@@ -86,7 +86,8 @@ def straggling(module: LightningModule, seconds: float) -> dict[str, Any]:
     trainer = make_trainer(max_epochs=2, logger=False, callbacks=[measured])
     trainer.fit(module, DataLoader(Slow(seconds * trainer.global_rank), batch_size=2))
     assert measured.last is not None
-    return {**asdict(measured.last)["stragglers"], "line": measured.last.line()}
+    assert measured.last.stragglers is not None
+    return {**asdict(measured.last.stragglers), "line": measured.last.stragglers.line()}
 
 
 def advised() -> list[str]:
@@ -94,7 +95,7 @@ def advised() -> list[str]:
     plugin = AccelPlugin(precision="32-true")
     trainer = make_trainer(max_epochs=1, plugins=[plugin], logger=False)
     num_workers = trainer.global_rank  # rank 0 is advised to take workers, rank 1 to keep those it has
-    trainer.fit(Advised(), DataLoader(Slow(), batch_size=4, num_workers=num_workers))
+    trainer.fit(Advised(), DataLoader(Slow(), batch_size=2, num_workers=num_workers))
     return plugin.report.notes
 
 

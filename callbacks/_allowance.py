@@ -1,0 +1,72 @@
+"""What logging may cost: a part of the purse of the run, for what nobody has asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+from lightning.pytorch import Trainer
+
+from lightning_accel.core.purse import SHARE as OF_THE_RUN
+from lightning_accel.core.purse import Purse
+
+LOGGING = "logging"
+SHARE = 0.002
+"""Of what the run is expected to take."""
+
+
+class Allowance:
+    """The logger's share of AccelPlugin's purse, or of one of its own in a run without it.
+
+    Args:
+        trainer: In its fit.
+        is_asked: Whether the user has asked for what is to be paid for: it is done then, whatever it costs.
+    """
+
+    def __init__(self, trainer: Trainer, *, is_asked: bool) -> None:
+        purse = getattr(trainer.precision_plugin, "purse", None)
+        self._is_own = not isinstance(purse, Purse)
+        self._purse = purse if isinstance(purse, Purse) else Purse()
+        self.is_asked = is_asked
+        if self._is_own:
+            self._purse.steps = _steps_to_come(trainer)
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes; 0 while none is over."""
+        return self._purse.step_s or 0.0
+
+    def took(self, steps: int, latest_ms: Iterable[float]) -> None:
+        """Told how many steps are over, and what the latest of them took."""
+        if self._is_own:  # else the plugin keeps its books
+            self._purse.done = steps
+            for ms in latest_ms:
+                self._purse.step_took(ms / 1e3)
+
+    def can_pay(self, seconds: float) -> bool:
+        """Whether something may be done that takes as long."""
+        purse = self._purse
+        most = SHARE / OF_THE_RUN * purse.total_s
+        return self.is_asked or (purse.spent_s[LOGGING] + seconds <= most and purse.can_pay(seconds))
+
+    def can_pay_each_step(self, seconds: float) -> bool:
+        """Whether something may be done in every step that makes it longer by as much."""
+        return self.is_asked or seconds <= SHARE / 2 * self.step_s
+
+    def paying(self) -> AbstractContextManager[None]:
+        """Pays for what is done inside."""
+        return self._purse.paying(LOGGING)
+
+    def pay(self, seconds: float) -> None:
+        """Pays for what was done."""
+        self._purse.pay(LOGGING, max(0.0, seconds))
+
+
+def _steps_to_come(trainer: Trainer) -> float:
+    epochs, batches = trainer.max_epochs, trainer.num_training_batches
+    has_end = epochs not in (None, -1) and math.isfinite(batches)
+    steps = (epochs - trainer.current_epoch) * batches if has_end and epochs is not None else math.inf
+    if trainer.max_steps != -1:
+        steps = min(steps, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    return max(0, steps)

@@ -1,0 +1,110 @@
+"""How fast a run is: one figure, for console, loggers, pages and those who compare.
+
+It is that of the mean step since live trials had settled, or past the beginning where there were none, in which caches
+fill: over all epochs, and without validation and what else is no step of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_accel.evidence.record import Steps
+
+BEGINNING = 0.2
+"""Of a run's steps, which are left out."""
+
+FEWEST = 3
+"""Timed steps, of which a speed is told."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Steps that follow each other.
+
+    Attributes:
+        first: Number of the first one, about.
+        steps: How many they are.
+        ms: Of a step, in their mean.
+        samples: The same; None: not known.
+    """
+
+    first: int
+    steps: int
+    ms: float
+    samples: float | None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of a run.
+
+    Attributes:
+        per_second: Samples of all ranks, or where these are not known steps, which ranks take together.
+        unit: ``"samples"`` or ``"steps"``.
+    """
+
+    per_second: float
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{rate(self.per_second)} {self.unit}/s"
+
+
+def speed_of(steps: Sequence[Steps], settled_step: int | None, world_size: int) -> Speed | None:
+    """How fast they were; None: they are too few to tell.
+
+    Args:
+        steps: Of one rank, all of the run.
+        settled_step: At which live trials had settled; None: they had not, or there were none.
+        world_size: How many ranks trained together.
+    """
+    pieces = late(steps, settled_step)
+    if sum(piece.steps for piece in pieces) < FEWEST:
+        return None
+    return per_second(pieces, world_size, by_sample=know_samples(steps))
+
+
+def per_second(pieces: Sequence[Piece], world_size: int, *, by_sample: bool) -> Speed:
+    """The rate of pieces, of which there are some."""
+    per_rank = 1e3 / mean_ms(pieces, by_sample=by_sample)
+    return Speed(world_size * per_rank, "samples") if by_sample else Speed(per_rank, "steps")
+
+
+def know_samples(steps: Iterable[Steps]) -> bool:
+    """Whether it is known how many samples all of them had, so that they can be told by the sample."""
+    return all(some.samples for some in steps if some.timed)
+
+
+def late(steps: Sequence[Steps], settled_step: int | None) -> list[Piece]:
+    """The pieces of a run that count."""
+    pieces = [
+        Piece(first, count, ms, None if some.samples is None else some.samples / some.timed)
+        for some in steps
+        for first, count, ms in some.pieces()
+    ]
+    if settled_step is not None:
+        settled = [piece for piece in pieces if piece.first > settled_step]
+        if sum(piece.steps for piece in settled) >= FEWEST:
+            return settled
+    if not pieces:
+        return []
+    begin = steps[0].first + BEGINNING * (steps[-1].last - steps[0].first + 1)
+    return [piece for piece in pieces if piece.first >= begin] or pieces[-1:]
+
+
+def mean_ms(pieces: Iterable[Piece], *, by_sample: bool) -> float:
+    """Milliseconds of a step, or of a sample."""
+    pieces = list(pieces)
+    units = sum(piece.steps * ((piece.samples or 0.0) if by_sample else 1.0) for piece in pieces)
+    return sum(piece.steps * piece.ms for piece in pieces) / units
+
+
+def rate(value: float) -> str:
+    """A rate as people write it: ``1,085``, ``246.6``, ``0.31``."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def duration(ms: float) -> str:
+    """A time as people write it: ``10.9 s``, ``246 ms``, ``0.31 ms``."""
+    return f"{ms / 1e3:,.1f} s" if ms >= 9999.5 else f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

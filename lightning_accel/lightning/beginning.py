@@ -132,7 +132,7 @@ class Beginning:
     @property
     def trains(self) -> bool:
         """Whether a batch that comes to the device now is one to train on."""
-        return self._trainer.training and not self.is_over
+        return self._trainer.training
 
     def begin_with(self, run: Run) -> None:
         """Takes over a run that is there already, to answer a lack of memory."""
@@ -165,7 +165,7 @@ class Beginning:
             self._began = None
             return
         self._take_time()
-        if self._run is None or not self._run.is_started:
+        if not (self.is_over or (self._run is not None and self._run.is_started)):
             if self._purse.done == 0:
                 self._meet(batch)
             # Edits come between two steps of the optimizer, as switches do.
@@ -310,6 +310,7 @@ class Beginning:
         met = _met.get(self._signature)
         if met is not None and self._run is not None and self._run.live is not None:
             met.tuning = copy.deepcopy(self._run.live.settled) or met.tuning
+        self._run, self.is_over = None, True
 
 
 def _is_rehearsal(trainer: Trainer) -> bool:

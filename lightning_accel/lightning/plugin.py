@@ -63,7 +63,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
         precision = self.plan.precision
         at_first: ResolvedPrecision = "32-true" if precision == "auto" else precision
         AutocastingPrecision.__init__(self, at_first, is_chosen=precision == "auto")
-        self.purse = Purse()
+        self.purse: Purse | None = None
         self._asks_by_name = asks_by_name(self.plan)
         self._run: Run | None = None
         self._beginning: Beginning | None = None
@@ -105,13 +105,13 @@ class AccelPlugin(Planned, AutocastingPrecision):
         if self.plan.precision == "auto" and (own := _own_format(module)):
             precision, reason = "32-true", f"the model has {own} of its own"
         self._kept.be_of(module)
-        self.purse = Purse()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             self._memory_schedule = None
             self._added_logger = AddedLogger.where_wanted(self.plan, trainer, module)
         is_plain = not self._asks_by_name and begins_plain(self.plan, module, host, precision)
-        make_run = functools.partial(self._make_run, module, host, self.purse if is_plain else None)
+        self.purse = Purse() if is_plain and is_fitting else None
+        make_run = functools.partial(self._make_run, module, host, self.purse)
         start = functools.partial(self._start, cast(ResolvedPrecision, precision), reason)
         if not is_plain or (not is_fitting and self._has_proven()):
             start(make_run())
@@ -121,6 +121,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
         if not is_fitting:
             self._stay_plain("no fit has shown that it is faster")
             return module
+        assert self.purse is not None
         self._beginning = Beginning(module, host, self.plan, self._kept, self.purse, make_run, start, self._stay_plain)
         if may_lack_memory(trainer.strategy.root_device):
             self._run = make_run()
@@ -168,12 +169,11 @@ class AccelPlugin(Planned, AutocastingPrecision):
         for name, record in self._reports.running.techniques.items():
             record.status = f"not tried: {reason}" if record.status == _WAITS else record.status
             record.is_on &= name == "precision"
-        if self._run is None:
-            self._beginning = None
 
     def _retire(self, run: Run) -> None:
         """Has the rest of the run be the user's own: nothing was faster."""
-        self._end_beginning()
+        if self._beginning is not None:
+            self._beginning.close()
         run.close()
         self._run = None
         if self.plan.precision == "auto":
@@ -328,6 +328,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
     @override
     def teardown(self) -> None:
         self._runs_in_float32 = False
+        self.say_again()
         self._end_beginning()
         if self.scaler is not None:
             self.scaler.forget()
@@ -344,7 +345,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
         # Copies and other processes get the settings, the scaler and what is kept; a run in progress stays here.
         make, (kind, state) = super().__reduce__()
         running = ("_run", "_beginning", "_added_logger", "_unscaled")
-        state |= {**dict.fromkeys(running), "purse": Purse(), "_kept": copy(self._kept), "_runs_in_float32": False}
+        state |= {**dict.fromkeys(running), "purse": None, "_kept": copy(self._kept), "_runs_in_float32": False}
         return make, (kind, state)
 
     @override

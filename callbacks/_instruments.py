@@ -36,6 +36,7 @@ from lightning_accel.tuning.settled import Tuning
 
 _RECORD_S = 0.02  # a header and its lines
 _TEXTS_S = 0.1
+_FETCHES_EACH_STEP_S = 3e-6
 _PARTS_EACH_STEP_S = 5e-6
 _FIGURES_S = 0.5  # most of which is matplotlib's import
 _OPERATION_S = 2e-4  # of those that a parameter has in a step, each watched
@@ -94,7 +95,10 @@ class FitInstruments:
         self._look_at, self._is_looking = self._FIRST_LOOK, True
         self.watch_from: int | None = None
         self._was_taken_apart = False
-        self._hear_of_fetches(self.clock)
+        self._fetch_hooks: FetchPatch | None = None  # until the run can pay for them: what a fetch took is not known
+        self._told_of_fetches = 0  # after so many steps of the interval
+        if self._allowance.is_asked or trainer.world_size > 1:  # of which one may keep the others waiting
+            self._hear_of_fetches(self.clock)
         if self._allowance.is_asked:
             self.watch_from, self._is_looking = 0, False
             self._keep_record()
@@ -102,6 +106,9 @@ class FitInstruments:
         self.restart()
 
     def _hear_of_fetches(self, told: StepClock | StepParts) -> None:
+        if self._fetch_hooks is not None:
+            self._fetch_hooks.undo()
+        self._told_of_fetches = len(self.clock.timed.step_ms)
         self._fetch_hooks = FetchPatch(self._trainer, told.fetch_began, told.fetch_ended)
         self._fetch_hooks.apply()
 
@@ -117,7 +124,6 @@ class FitInstruments:
             return
         if self._device.type != "xla":  # there a step runs when it is over: its parts are those of recording it
             self._parts = self.record.parts = StepParts(self._trainer, self.clock, self._has_settled)
-            self._fetch_hooks.undo()
             self._hear_of_fetches(self._parts)  # which tells the clock
 
     def _look(self) -> None:
@@ -129,6 +135,8 @@ class FitInstruments:
         if record is not None and not record.is_kept and allowance.can_pay(_RECORD_S):
             with allowance.paying():
                 self._keep_record()
+        if self._fetch_hooks is None and allowance.can_pay_each_step(_FETCHES_EACH_STEP_S):
+            self._hear_of_fetches(self.clock)
         is_worth_parts = record is not None and record.is_kept and self._parts is None
         if is_worth_parts and allowance.can_pay_each_step(_PARTS_EACH_STEP_S):
             self._look_at_parts()
@@ -156,7 +164,7 @@ class FitInstruments:
         self._memory.restart()
         self._has_unknown_samples = False
         self.energy.restart()
-        self._epochs, self._restarted_at = [], self.steps
+        self._epochs, self._restarted_at, self._told_of_fetches = [], self.steps, 0
 
     def epoch_began(self) -> None:
         """Told of every epoch, of which an interval may have several."""
@@ -285,15 +293,18 @@ class FitInstruments:
         before, now = self._skipped_before, self._skipped_steps()
         self._skipped_before = now
         knows_samples = not self._has_unknown_samples
-        knows_wait = self._fetch_hooks.is_applied and is_measured
+        told = slice(self._told_of_fetches, None)
+        wait_ms, cycle_ms = sum(timed.each_wait_ms[told]), sum(timed.cycle_ms[told])
+        is_told = self._fetch_hooks is not None and self._fetch_hooks.is_applied
+        knows_wait = is_told and len(timed.step_ms[told]) >= FEWEST
         return RankEpoch(
             steps=steps + len(apart.step_ms),
             samples=timed.samples + apart.samples if knows_samples else None,
             train_seconds=seconds,
             samples_per_sec=_per(timed.samples, seconds) if knows_samples and is_measured else None,
             steps_per_sec=_per(steps, seconds) if is_measured else None,
-            data_wait_frac=_per(timed.wait_ms, timed.train_ms) if knows_wait else None,
-            data_wait_ms=_per(timed.wait_ms, steps) if knows_wait else None,
+            data_wait_frac=_per(wait_ms, cycle_ms) if knows_wait else None,
+            data_wait_ms=_per(wait_ms, len(timed.step_ms[told])) if knows_wait else None,
             peak_memory_mib=self._memory.peak_bytes() / 2**20,
             host_rss_mib=host_rss_mib(),
             flops_per_step=self.flops.flops,
@@ -336,7 +347,8 @@ class FitInstruments:
         self.flops.close()
         if self._parts is not None:
             self._parts.close()
-        self._fetch_hooks.undo()
+        if self._fetch_hooks is not None:
+            self._fetch_hooks.undo()
         self.energy.close()
 
     def _is_last_chance(self, batch_idx: int) -> bool:

@@ -181,6 +181,8 @@ class FitRecord:
 
     def end(self, exception: BaseException | None) -> None:
         """Says how the fit ended; once."""
+        if not self.is_kept:
+            return
         if isinstance(exception, KeyboardInterrupt):
             status = "interrupted"
         else:

@@ -97,7 +97,7 @@ def test_the_last_epoch_stands_in_the_event_file_at_the_step_of_the_users_own_me
     options = {"logger": logger, "max_epochs": 2, "accumulate_grad_batches": accumulated}
     make_trainer(plugins=[plugin], **options).fit(Logging(cnn()), images())
     events = EventAccumulator(logger.log_dir).Reload()
-    names = {"samples_per_sec", "steps_per_sec", "step_ms_p50", "step_ms_p95", "data_wait_frac", "peak_memory_mib"}
+    names = {"samples_per_sec", "steps_per_sec", "step_ms_p50", "step_ms_p95", "peak_memory_mib"}
     names |= {"host_rss_mib", "loss_scale", "skipped_steps"}
     for name in names:
         steps = [event.step for event in events.Scalars(f"accel/{name}")]

@@ -465,8 +465,9 @@ class Engine:
             if technique.remembers:
                 self.decisions[technique.name] = verdicts
             self._carry_out(technique, verdicts)
-        if on_trial:
+        if any(technique.trial_steps for technique in on_trial):  # else there is nothing worth the time
             release_free_memory()
+        if on_trial:
             tried = [technique.name for technique in self._techniques if technique.trial_step is not None]
             self._stay_together({name: {p.site for p in self._edits.on_model[name] if p.is_applied} for name in tried})
         self._trial_step = 1 if self._trial_step == 0 else None

@@ -318,8 +318,9 @@ def _is_rehearsal(trainer: Trainer) -> bool:
 
 
 def _opening_s(module: LightningModule) -> float:
-    """About what it takes to look at a program and a module's sites: by the number of its modules."""
-    return 0.008 + 0.0002 * sum(1 for _ in module.modules())
+    """About what it takes to put a plan to work, trials of parts left out: by the number of a module's modules."""
+    first_s = 0.0 if _met else 0.02  # in a process: what is imported, and measured once
+    return first_s + 0.012 + 0.0002 * sum(1 for _ in module.modules())
 
 
 def _signature(module: LightningModule, plan: Plan) -> Any:

@@ -31,6 +31,8 @@ MEMORY_RISE = 0.02
 LEAST_RISE_BYTES = 16 << 20
 """Less is no more than what two equal steps may differ by."""
 
+_LOOKS = 3  # at the peak, of each side
+
 WORTH_MEMORY = math.log(1.1)
 """What an arm has to win in time, as the log of a ratio, to be worth that price."""
 
@@ -133,6 +135,7 @@ class Comparison:
         self._excess_uncounted = 0.0
         self._schedule = self._turns()
         self._peaks: dict[int, int] = {}
+        self._looks = [0, 0]  # at them, of each side
         self._failure: Verdict | None = None
 
     def next_turn(self) -> Turn:
@@ -183,6 +186,11 @@ class Comparison:
     def peaked(self, turn: Turn, peak_bytes: int) -> None:
         """Takes up the most memory that was held in a turn; the latest counts: nothing is made for the first time."""
         self._peaks[turn.side] = peak_bytes
+        self._looks[turn.side] += 1
+
+    def needs_peak(self, turn: Turn) -> bool:
+        """Whether to look at the memory of a turn: of some that are not counted, as to look takes its time."""
+        return turn.pair is None and self._looks[turn.side] < _LOOKS
 
     def failed(self, verdict: Verdict) -> None:
         """Ends the comparison: the candidate cannot run."""

@@ -93,7 +93,7 @@ class LiveTrials(Questions):
             self._pending.clear()
             return
         self._pending.append((self._comparison, turn))
-        if self._comparison is not None and self._peak is not None and turn.pair is None:
+        if self._comparison is not None and self._peak is not None and self._comparison.needs_peak(turn):
             self._metered = self._comparison, turn
             self._peak.restart()
 

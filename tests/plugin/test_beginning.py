@@ -159,7 +159,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> type[Tried]:
     return Tried
 
 
-@pytest.mark.parametrize(("steps", "is_tried"), [(1_000, True), (150, False)])
+@pytest.mark.parametrize(("steps", "is_tried"), [(1_000, True), (180, False)])
 def test_a_part_is_tried_where_the_run_can_pay_for_it(steps: int, is_tried: bool, tried: type[Tried]) -> None:
     with begun(2.0) as time:
         tried.time = time
@@ -167,7 +167,7 @@ def test_a_part_is_tried_where_the_run_can_pay_for_it(steps: int, is_tried: bool
         assert bool(tried.tried_at) is is_tried
         if not is_tried:
             assert time.now_ms < 1.02 * steps * 10
-            assert "than this run can pay" in plugin.report.of("speed").status
+            assert plugin.report.of("speed").status.startswith("not tried")
 
 
 def test_what_a_trial_took_is_paid_from_the_purse(tried: type[Tried]) -> None:
@@ -220,7 +220,7 @@ def test_a_fit_in_another_process_knows_it_after_its_plain_steps(monkeypatch: py
     monkeypatch.setattr(beginning, "_met", {})  # as another process has it
     with begun(2.0) as time:  # which the model holds
         model = Beginner(time)
-        fit(model, 120)  # too short for trials of its own
+        fit(model, 170)
     assert model.seen[4] == "on"
     assert model.seen.count("on") > 60
 

@@ -47,7 +47,7 @@ test-xla: $(XLA_STAMP)  ## AccelXLAPlugin on XLA's CPU device (makes .venv-xla: 
 	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/xla
 
 # Not in $(VENV): Lightning's tests want packages of their own. Those tests are not on PyPI: LIGHTNING is a clone of its repository.
-test-lightning: $(SUITE_STAMP)  ## Lightning's own 2,607 tests with AccelPlugin in every Trainer, twice (LIGHTNING=a clone of it; 15 minutes on 2 slow cores)
+test-lightning: $(SUITE_STAMP)  ## Lightning's own 2,607 tests with AccelPlugin in every Trainer, in three ways (LIGHTNING=a clone of it; 20 minutes on 2 slow cores)
 	$(SUITE)/bin/python tests/lightning_suite/run.py "$(LIGHTNING)"
 
 lint: $(STAMP)  ## ruff: rules and formatting

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,7 +195,8 @@ class Beginning:
                 return
         elif turns < MIN_TURNS:
             self._is_short = f"the run is too short: {turns:.0f} steps"
-        self._signature = _signature(self._module, self._plan)
+        self._first = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors_in(batch) if not t.is_nested]
+        self._signature = _signature(self._module, self._plan, self._first)
         met = _met.get(self._signature)
         if met is not None:
             self._purse.step_took(met.step_s)
@@ -207,7 +208,6 @@ class Beginning:
         if turns > PLAIN_STEPS or self._cycles:
             with self._purse.paying("setting up"), contextlib.suppress(Exception):  # of objects of any library's
                 self._held = described(self._module)
-                self._first = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors_in(batch)]
 
     def _tuning(self) -> Tuning | None:
         """What an earlier run has settled: of this module, of this program, or of one that looks like it."""
@@ -323,10 +323,10 @@ def _opening_s(module: LightningModule) -> float:
     return first_s + 0.012 + 0.0002 * sum(1 for _ in module.modules())
 
 
-def _signature(module: LightningModule, plan: Plan) -> Any:
-    """What tells a program from others of this process, for nearly nothing: classes, parameters, plan."""
+def _signature(module: LightningModule, plan: Plan, batch: Sequence[Tensor]) -> Any:
+    """What tells a program from others of this process, for nearly nothing: classes, parameters, batch, plan."""
     if len(_met) > _MOST_MET:
         _met.clear()
     kinds = tuple(type(part) for part in module.modules())
     shapes = tuple((p.shape, p.dtype) for p in module.parameters() if not torch.nn.parameter.is_lazy(p))
-    return kinds, shapes, plan
+    return kinds, shapes, tuple((t.shape, t.dtype) for t in batch), plan

@@ -1,4 +1,7 @@
-"""Runs Lightning's own tests with AccelPlugin in every Trainer, without logging and with it: ``make test-lightning``.
+"""Runs Lightning's own tests with AccelPlugin in every Trainer, in three ways: ``make test-lightning``.
+
+Without logging, with all that is edited in force from the first step on (else runs this short begin and end plain), and
+with logging.
 
 python run.py CHECKOUT [PYTEST ARGUMENTS], of a clone of Lightning's repository that has the tag; nothing is written
 there. With logging, the tests that docs/lightning_tests.md names are to fail, for the reason that it gives.
@@ -28,6 +31,7 @@ def main(checkout: str, *arguments: str) -> int:
         named = {line.strip() for line in NAMED.read_text().splitlines() if "::" in line}
         for title, settings, expected in [
             ("without logging", {**PLUGIN, "log": False}, set()),
+            ("with every edit from the first step on", {**PLUGIN, "log": False, "tune": "off"}, set()),
             ("with logging", PLUGIN, named),
         ]:
             print(f"== {title}", flush=True)

@@ -109,9 +109,9 @@ class EpochSpeed:
     step_ms_p50: float | None
     step_ms_p95: float | None
     data_wait_frac: float | None
-    peak_memory_mib: float
+    peak_memory_mib: float | None
     peak_memory_source: str
-    host_rss_mib: float
+    host_rss_mib: float | None
     flops_per_step: float | None
     tflops: float | None
     mfu: float | None

@@ -36,6 +36,7 @@ from lightning_accel.tuning.settled import Tuning
 
 _RECORD_S = 0.02  # a header and its lines
 _TEXTS_S = 0.1
+_MEMORY_S = 4e-4
 _FETCHES_EACH_STEP_S = 3e-6
 _PARTS_EACH_STEP_S = 5e-6
 _FIGURES_S = 0.5  # most of which is matplotlib's import
@@ -78,7 +79,7 @@ class FitInstruments:
         self._has_advised = self._has_images = False
         self._skipped_before = self._skipped_steps()
         self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
-        self._memory = PeakMemory(self._device)
+        self._memory: PeakMemory | None = None  # until the run can pay for it
         self.energy = EnergyMeter.open(self._device)
         self._peak_flops = peak_flops_per_sec(self._device, str(trainer.precision))
         self.clock = clock_for(self._device)
@@ -99,6 +100,7 @@ class FitInstruments:
         self._told_of_fetches = 0  # after so many steps of the interval
         if self._allowance.is_asked or trainer.world_size > 1:  # of which one may keep the others waiting
             self._hear_of_fetches(self.clock)
+            self._memory = PeakMemory(self._device)
         if self._allowance.is_asked:
             self.watch_from, self._is_looking = 0, False
             self._keep_record()
@@ -135,6 +137,10 @@ class FitInstruments:
         if record is not None and not record.is_kept and allowance.can_pay(_RECORD_S):
             with allowance.paying():
                 self._keep_record()
+        if self._memory is None and allowance.can_pay(_MEMORY_S):
+            with allowance.paying():
+                self._memory = PeakMemory(self._device)
+                self._memory.restart()
         if self._fetch_hooks is None and allowance.can_pay_each_step(_FETCHES_EACH_STEP_S):
             self._hear_of_fetches(self.clock)
         is_worth_parts = record is not None and record.is_kept and self._parts is None
@@ -161,7 +167,8 @@ class FitInstruments:
         self.flops.close()
         self.pause_parts()
         self.clock.restart()
-        self._memory.restart()
+        if self._memory is not None:
+            self._memory.restart()
         self._has_unknown_samples = False
         self.energy.restart()
         self._epochs, self._restarted_at, self._told_of_fetches = [], self.steps, 0
@@ -273,7 +280,8 @@ class FitInstruments:
             is_together = self.ends is None or self.ends.are_together()
             ranks = gather(rank) if is_together and self._trainer.world_size > 1 else [rank]
             epochs = (self._epochs[0], self._epochs[-1]) if self._epochs else (self._trainer.current_epoch,) * 2
-            speed = put_together(ranks, epochs=epochs, peak_memory_source=self._memory.source)
+            source = "" if self._memory is None else self._memory.source
+            speed = put_together(ranks, epochs=epochs, peak_memory_source=source)
             if self.ends is not None and is_together:
                 self.ends.forget()
             if self.record is not None and speed is not None:
@@ -305,8 +313,8 @@ class FitInstruments:
             steps_per_sec=_per(steps, seconds) if is_measured else None,
             data_wait_frac=_per(wait_ms, cycle_ms) if knows_wait else None,
             data_wait_ms=_per(wait_ms, len(timed.step_ms[told])) if knows_wait else None,
-            peak_memory_mib=self._memory.peak_bytes() / 2**20,
-            host_rss_mib=host_rss_mib(),
+            peak_memory_mib=None if self._memory is None else self._memory.peak_bytes() / 2**20,
+            host_rss_mib=None if self._memory is None else host_rss_mib(),
             flops_per_step=self.flops.flops,
             peak_flops=self._peak_flops,
             loss_scale=None if scaler is None else float(scaler.get_scale()),

@@ -107,7 +107,7 @@ class Outcome:
 
     @property
     def peak_memory_mib(self) -> float | None:
-        return max((epoch.peak_memory_mib for epoch in self.epochs), default=None)
+        return max((epoch.peak_memory_mib for epoch in self.epochs if epoch.peak_memory_mib is not None), default=None)
 
     def line(self, record: Path | None = None) -> str:
         """All of it in a line, for the console.

@@ -25,8 +25,8 @@ class RankEpoch:
     steps_per_sec: float | None
     data_wait_frac: float | None
     data_wait_ms: float | None
-    peak_memory_mib: float
-    host_rss_mib: float
+    peak_memory_mib: float | None
+    host_rss_mib: float | None
     flops_per_step: float | None
     peak_flops: float | None
     loss_scale: float | None

@@ -71,7 +71,7 @@ class FitRecord:
         self._course: list[Steps] = []
         self._settled_step: int | None = None
         self._in_file = 0  # of these
-        self._epochs: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)  # that are not in the file
+        self._epochs: deque[tuple[EpochSpeed, float | None]] = deque(maxlen=_MOST_WAITING)  # that are not in the file
         self._writer: RecordWriter | None = None  # until there is something to write
         self._has_failed = False
         self._due = monotonic() + EVERY_S
@@ -167,7 +167,7 @@ class FitRecord:
         self._take(tally)
         if self._writer is None or monotonic() >= self._due:
             self._write()
-        self._epochs.append({**asdict(speed), "reserved_mib": self._reserved_mib()})
+        self._epochs.append((speed, self._reserved_mib()))
         self._attempt(self._catch_up)
 
     def training_ended(self, tally: Tally, exception: BaseException | None = None) -> None:
@@ -261,7 +261,8 @@ class FitRecord:
             file.steps(some)
         self._in_file = len(self._course)
         while self._epochs:
-            file.epoch(self._epochs.popleft())
+            speed, reserved_mib = self._epochs.popleft()
+            file.epoch({**asdict(speed), "reserved_mib": reserved_mib})
 
     def _file(self, folder: Path) -> RecordWriter:
         if self._writer is None:

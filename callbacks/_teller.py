@@ -86,9 +86,9 @@ class Teller:
     def _tell_end(self, record: FitRecord, parts_ms: Mapping[str, float], tells_all: bool, draws: bool) -> None:
         outcome = Outcome.of(self._trainer, self.epochs, record.speed, parts_ms, record.memory)
         step, path = self._trainer.global_step, record.path
-        run, *compared = outcome.sessions()
         if tells_all:
             self._attempt(self._tell, outcome, path)
+            run, *compared = outcome.sessions()
         for board in self._boards if tells_all else ():
             if draws and can_draw():
                 for picture in outcome.pictures():

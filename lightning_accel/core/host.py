@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -168,5 +169,6 @@ def _cpu_capabilities() -> dict[str, Any]:
     return {flag.replace("avx512f", "avx512_f"): True for flag in flags}
 
 
+@functools.cache
 def _cpu_name() -> str | None:
     return from_cpuinfo("model name") or platform.processor() or None

@@ -201,7 +201,8 @@ class Record:
     @property
     def peak_memory_mib(self) -> float | None:
         """The largest of an epoch; None where none was completed."""
-        return max((float(epoch["peak_memory_mib"]) for epoch in self.epochs), default=None)
+        peaks = [epoch["peak_memory_mib"] for epoch in self.epochs]
+        return max((float(peak) for peak in peaks if peak is not None), default=None)
 
 
 class RecordWriter:

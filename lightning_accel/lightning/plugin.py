@@ -65,6 +65,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
         AutocastingPrecision.__init__(self, at_first, is_chosen=precision == "auto")
         self.purse: Purse | None = None
         self._asks_by_name = asks_by_name(self.plan)
+        self._at_first = {name: "off" if self.plan.is_off(name) else _WAITS for name in declarations()}
         self._run: Run | None = None
         self._beginning: Beginning | None = None
         self._added_logger: AddedLogger | None = None
@@ -117,7 +118,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
             start(make_run())
             return module
         self._set_precision("32-true" if self.plan.precision == "auto" else cast(ResolvedPrecision, precision))
-        self._reports.begin(_plain_report(host, self.plan, self.precision), is_fitting=is_fitting)
+        self._reports.begin(_plain_report(host, self.plan, self.precision, self._at_first), is_fitting=is_fitting)
         if not is_fitting:
             self._stay_plain("no fit has shown that it is faster")
             return module
@@ -360,11 +361,11 @@ class AccelPlugin(Planned, AutocastingPrecision):
 _WAITS = "waiting for plain steps that tell what it may cost"
 
 
-def _plain_report(host: Host, plan: Plan, precision: str) -> Report:
+def _plain_report(host: Host, plan: Plan, precision: str, statuses: Mapping[str, str]) -> Report:
     """What there is to say of a run that begins as the user wrote it."""
     report = Report(device=host.described)
-    for name in declarations():
-        report.of(name).status = "off" if plan.is_off(name) else _WAITS
+    for name, status in statuses.items():
+        report.of(name).status = status
     record = report.of("precision")
     record.is_on = precision != "32-true"
     if plan.precision != "auto":

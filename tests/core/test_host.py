@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from lightning_accel.core import host as host_module
 from lightning_accel.core.host import Host, HostKind
 
 
@@ -86,6 +87,7 @@ def test_linux_tells_the_widest_instructions_too(monkeypatch: pytest.MonkeyPatch
     cpuinfo = "model name\t: A Xeon\nflags\t\t: fpu avx avx2 avx512f avx512_bf16\n\nmodel name\t: Another\n"
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     monkeypatch.setattr(Path, "read_text", lambda self, **_: cpuinfo)
+    monkeypatch.setattr(host_module, "_cpu_name", host_module._cpu_name.__wrapped__)  # which is asked once a process
     host = Host.detect("cpu")
     assert (host.device_name, host.instructions, host.native_bf16) == ("A Xeon", "AVX512-BF16", True)
 

@@ -19,7 +19,7 @@ from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.report import AccelError, Report, TechniqueReport, difference
-from lightning_accel.core.trial import one_line
+from lightning_accel.core.trial import TOO_DEAR, one_line
 from lightning_accel.edits import Edits
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import LoaderTerms, Refusal, Technique
@@ -462,7 +462,7 @@ class Engine:
             return
         for technique in [one for one in on_trial if one in self._techniques]:
             verdicts = ranks[0].get(technique.name, {})
-            if technique.remembers:
+            if technique.remembers and not any(TOO_DEAR in verdict.reason for verdict in verdicts.values()):
                 self.decisions[technique.name] = verdicts
             self._carry_out(technique, verdicts)
         if any(technique.trial_steps for technique in on_trial):  # else there is nothing worth the time

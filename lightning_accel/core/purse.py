@@ -19,6 +19,7 @@ FIRST_SHARE, FIRST_STEPS = 0.05, 100
 BEFORE_FIRST_STEP_S = 0.1
 """While nobody knows what a step takes."""
 
+TRIALS = "trials of parts"
 _TRIFLE_S = 5e-4
 _LOOKED_AT = 15  # plain steps whose median is what a step takes; the latest
 
@@ -34,7 +35,6 @@ class Purse:
         done: How many of them are over.
         steps_a_turn: How many of them there are from one step of the optimizer to the next.
         spent_s: What was paid for → seconds.
-        owed_s: What trials have taken and nobody has paid for yet.
     """
 
     def __init__(self, clock: Callable[[], float] = seconds) -> None:
@@ -42,7 +42,6 @@ class Purse:
         self.done = 0
         self.steps_a_turn = 1
         self.spent_s: defaultdict[str, float] = defaultdict(float)
-        self.owed_s = 0.0
         self._clock = clock
         self._plain_s: list[float] = []
         self._payer: list[float] = []  # what those who pay within another's payment have paid, one for each of these
@@ -60,7 +59,7 @@ class Purse:
     @property
     def left_s(self) -> float:
         """What there is left to spend now."""
-        spent = sum(self.spent_s.values()) + self.owed_s
+        spent = sum(self.spent_s.values())
         step_s = self.step_s
         if step_s is None:
             return BEFORE_FIRST_STEP_S - spent
@@ -86,7 +85,6 @@ class Purse:
     def pay(self, what: str, seconds: float) -> None:
         """Takes out what something has cost."""
         self.spent_s[what] += seconds
-        self.owed_s = max(0.0, self.owed_s - seconds)
 
     @contextmanager
     def paying(self, what: str) -> Iterator[None]:

@@ -22,7 +22,7 @@ from lightning_accel.core.dropout import dropout_off
 from lightning_accel.core.isolation import isolated, silent_twin
 from lightning_accel.core.measured import Measured
 from lightning_accel.core.passes import Call, Passes
-from lightning_accel.core.purse import Purse
+from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.snapshot import random_streams, same_state
 from lightning_accel.core.spread import FACTOR, Measuring, Spread, deviation, is_batched, other_orders
 from lightning_accel.core.tree import map_tensors, tensors_in
@@ -185,19 +185,19 @@ class Trial:
         except Exception as error:
             found = Comparison(failure=f"failed in its trial: {one_line(error)}")
         self._is_warm = True
-        self._owe()
+        self._pay()
         return found, left_behind
 
-    def _owe(self) -> float:
-        """Has the purse know what was spent since the last call; that is what the next may take, too."""
+    def _pay(self) -> float:
+        """Pays for what was done since the last call; that is what the next may take, too."""
         now = perf_counter()
         spent_s, self._paid_until = now - self._paid_until, now
         if self.purse is not None:
-            self.purse.owed_s += spent_s
+            self.purse.pay(TRIALS, spent_s)
         return spent_s
 
     def _ask_purse(self) -> None:
-        if self.purse is not None and not self.purse.can_pay(self._owe()):
+        if self.purse is not None and not self.purse.can_pay(self._pay()):
             raise _TooDearError
 
     def _times(self, original: Contender, candidate: Contender) -> Comparison:
@@ -234,7 +234,7 @@ class Trial:
             expected, actual, otherwise = self._both(original, candidate, args, kwargs)
             measuring = Measuring(
                 expected,
-                self._coarsest([*expected, *actual]),
+                self._coarsest(actual),
                 lambda: self._oracle(original, args, kwargs),
                 self._in_other_orders(original, args, kwargs),
             )

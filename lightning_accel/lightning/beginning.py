@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_accel.core.clocks import seconds
+from lightning_accel.core.compiled import is_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.out_of_memory import is_out_of_memory
-from lightning_accel.core.purse import Purse
+from lightning_accel.core.purse import TRIALS, Purse
+from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.lightning.feeding import takes_loader
 from lightning_accel.lightning.kept import Kept
 from lightning_accel.lightning.live_trials import program_of, turns_left
 from lightning_accel.lightning.run import Run
@@ -39,6 +43,7 @@ from lightning_accel.tuning.verdicts import Known, Program
 PLAIN_STEPS = 3
 """That are timed at least; the first one fills caches, and does not count."""
 
+_SURE_STEPS = 15  # by which what a step takes is known; a GPU's first ones are over before they are done
 _LEAST_TURNS = 3.0  # that a run may pay for slower arms: fewer show nothing
 # A run waits so long at most until it can pay for all that it will be able to pay for.
 _WAIT, _WAIT_STEPS = 0.1, 300  # of the run, and steps
@@ -51,11 +56,13 @@ class Met:
     """What this process knows of a program that it has trained before.
 
     Attributes:
+        held: What its module held before its first step, in words.
         step_s: What a plain step took.
         opening_s: What it took to put the plan to work.
         tuning: What live trials have settled.
     """
 
+    held: str
     step_s: float
     opening_s: float
     tuning: Tuning | None = None
@@ -76,14 +83,16 @@ def asks_by_name(plan: Plan) -> bool:
 def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str) -> bool:
     """Whether a run of ``plan``, which asks for nothing by name, begins as the user wrote it.
 
-    Not where no clock may decide, nor on several ranks, whose layouts have to be known before the first step.
+    Not where no clock may decide, or what cannot be done is an error; nor on several ranks, whose layouts have to be
+    known before the first step.
     """
     strategy: Strategy = module.trainer.strategy
     by_clock = plan.tune == "auto" and plan.verify and not torch.are_deterministic_algorithms_enabled()
     is_alone = not isinstance(strategy, ParallelStrategy) or _is_rehearsal(module.trainer)
     has_scaler = precision == "16-mixed" and plan.precision == "auto"  # with which a step is of another kind
     feeds = getattr(strategy, "wants_pipeline", False) and host.kind != "cpu"
-    return by_clock and is_alone and not (has_scaler or feeds)
+    # A step that takes its batches from the loader itself has no moment at which the plan could go to work.
+    return by_clock and is_alone and not (plan.strict or has_scaler or feeds or takes_loader(module.trainer))
 
 
 class Beginning:
@@ -121,10 +130,13 @@ class Beginning:
         self._signature: Any = None
         self._began: float | None = None  # the step under way, where its time counts
         self._is_charged = False  # the step under way, to the purse
+        self._paid = 0.0  # for trials, when it began
+        self._ended: float | None = None  # that step, by its optimizer or its backward pass
         self._cycles = 0
         self._met_tuning: Tuning | None = None
         self._held = ""  # by the module before its first step, which changes it: in words
         self._first: list[Tensor] = []  # the first batch, without its data
+        self._compiling_ms = compiling_ms()
         self._is_short = ""  # too short for trials, and why
         self._is_open = False  # the program and its sites were looked at
         self.is_over = False
@@ -140,18 +152,26 @@ class Beginning:
 
     def interrupt(self) -> None:
         """Told that something else than training goes on: the step is over, and the time until the next is not its."""
-        self._take_time()
-        self._began = None
+        self._take_time(self._ended)
+        self._began = self._ended = None
+
+    def stepped(self) -> None:
+        """Told that a backward pass or an optimizer's step is over: what comes then may be another's."""
+        self._ended = seconds()
 
     def raised(self, error: Exception) -> None:
         """Told what a plain step raised: of a lack of memory it leaves a page in the place of the bare error."""
-        if is_out_of_memory(error) and self._plan.out_of_memory != "off":
-            (self._run or self._make_run()).memory.end(error, "forward pass")
+        if not is_out_of_memory(error) or self._plan.out_of_memory == "off":
+            return
+        with contextlib.suppress(Exception):  # the user's own error is worth more than what could be said of it
+            self._run = self._run or self._make_run()
+        if self._run is not None:
+            self._run.memory.end(error, "forward pass")
 
-    def _take_time(self) -> None:
+    def _take_time(self, ended: float | None = None) -> None:
         if self._began is None:
             return
-        took = seconds() - self._began
+        took = (seconds() if ended is None else ended) - self._began
         if self._run is not None and self._run.is_started:
             self._follow(self._run, took)
             return
@@ -166,6 +186,7 @@ class Beginning:
             return
         self._take_time()
         if not (self.is_over or (self._run is not None and self._run.is_started)):
+            self._purse.steps_a_turn = max(1, self._trainer.accumulate_grad_batches)
             if self._purse.done == 0:
                 self._meet(batch)
             # Edits come between two steps of the optimizer, as switches do.
@@ -177,15 +198,15 @@ class Beginning:
 
     def _follow(self, run: Run, took: float) -> None:
         """Has the purse pay for what a step that was not plain, and is no turn of live trials, took more than plain."""
-        if self._is_charged and self._purse.step_s is not None:
-            self._purse.pay("trials of parts", max(0.0, took - self._purse.step_s))
-            self._purse.owed_s = 0.0
+        paid, self._paid = self._purse.spent_s[TRIALS] - self._paid, self._purse.spent_s[TRIALS]
+        if self._is_charged and self._purse.step_s is not None:  # beside what trials have paid themselves
+            self._purse.pay(TRIALS, max(0.0, took - self._purse.step_s - paid))
+            self._paid = self._purse.spent_s[TRIALS]
         self._is_charged = run.live is not None and run.live.turns.trials is None
 
     def _meet(self, batch: Any) -> None:
         """Before the first step: how long the run is, and what this process knows of the program."""
         trainer = self._trainer
-        self._purse.steps_a_turn = max(1, trainer.accumulate_grad_batches)
         turns = turns_left(trainer)
         self._purse.steps = turns * self._purse.steps_a_turn
         if _is_rehearsal(trainer):
@@ -195,19 +216,21 @@ class Beginning:
                 return
         elif turns < MIN_TURNS:
             self._is_short = f"the run is too short: {turns:.0f} steps"
-        self._first = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors_in(batch) if not t.is_nested]
-        self._signature = _signature(self._module, self._plan, self._first)
+        with self._purse.paying("setting up"), contextlib.suppress(Exception):  # of objects of any library's
+            tensors = [tensor for tensor in tensors_in(batch) if not tensor.is_nested]
+            self._first = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
+            self._signature = _signature(self._module, self._plan, self._first)
+            met = _met.get(self._signature)
+            if met is not None or turns > PLAIN_STEPS:
+                self._held = described(self._module)
         met = _met.get(self._signature)
-        if met is not None:
+        if met is not None and met.held == self._held:
             self._purse.step_took(met.step_s)
             self._met_tuning = copy.deepcopy(met.tuning)
-        if self._ends_with_nothing(turns):
-            return
-        if met is not None and self._purse.can_pay(met.opening_s):
-            self._cycles = PLAIN_STEPS
-        if turns > PLAIN_STEPS or self._cycles:
-            with self._purse.paying("setting up"), contextlib.suppress(Exception):  # of objects of any library's
-                self._held = described(self._module)
+            if not self._ends_with_nothing(turns) and self._purse.can_pay(met.opening_s):
+                self._cycles = PLAIN_STEPS
+        else:
+            self._ends_with_nothing(turns)
 
     def _tuning(self) -> Tuning | None:
         """What an earlier run has settled: of this module, of this program, or of one that looks like it."""
@@ -228,9 +251,10 @@ class Beginning:
     def _consider(self) -> None:
         purse = self._purse
         if not self._is_open:
-            opening_s = _opening_s(self._module)
+            opening_s = self._opening_s
             if not (self._kept.put_on or purse.can_pay(opening_s)):
-                if purse.step_s is not None and purse.total_s < opening_s:
+                is_sure = purse.done >= _SURE_STEPS  # how long a step takes
+                if is_sure and purse.step_s is not None and purse.total_s < opening_s:
                     self._end(f"the run is too short: {purse.total_s:.2g} s is what it may pay, of {opening_s:.2g} s")
                 return
             if not self._open():
@@ -246,7 +270,18 @@ class Beginning:
                 self._run.live.recall(self._known, self._met_tuning)
         self._is_charged = True
         if self._signature is not None and purse.step_s is not None:
-            _met[self._signature] = Met(purse.step_s, purse.spent_s["setting up"], self._tuning())
+            _met[self._signature] = Met(self._held, purse.step_s, purse.spent_s["setting up"], self._tuning())
+
+    @functools.cached_property
+    def _opening_s(self) -> float:
+        """About what it takes to put the plan to work, trials of parts left out: by the number of modules.
+
+        What is compiled is compiled once more, for another number format.
+        """
+        modules = list(self._module.modules())
+        first_s = 0.0 if _met else 0.02  # in a process: what is imported, and measured once
+        compiling_s = (compiling_ms() - self._compiling_ms) / 1e3 if any(map(is_compiled, modules)) else 0.0
+        return first_s + 0.012 + 0.0002 * len(modules) + compiling_s
 
     def _open(self) -> bool:
         """Looks at the program and its sites; whether there may be something to win."""
@@ -317,16 +352,12 @@ def _is_rehearsal(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run or trainer.overfit_batches)  # type: ignore[attr-defined]
 
 
-def _opening_s(module: LightningModule) -> float:
-    """About what it takes to put a plan to work, trials of parts left out: by the number of a module's modules."""
-    first_s = 0.0 if _met else 0.02  # in a process: what is imported, and measured once
-    return first_s + 0.012 + 0.0002 * sum(1 for _ in module.modules())
-
-
 def _signature(module: LightningModule, plan: Plan, batch: Sequence[Tensor]) -> Any:
     """What tells a program from others of this process, for nearly nothing: classes, parameters, batch, plan."""
     if len(_met) > _MOST_MET:
         _met.clear()
     kinds = tuple(type(part) for part in module.modules())
     shapes = tuple((p.shape, p.dtype) for p in module.parameters() if not torch.nn.parameter.is_lazy(p))
-    return kinds, shapes, tuple((t.shape, t.dtype) for t in batch), plan
+    trainer = module.trainer
+    terms = torch.get_num_threads(), module.device, type(trainer.strategy), trainer.accumulate_grad_batches
+    return kinds, shapes, tuple((t.shape, t.dtype) for t in batch), terms, plan

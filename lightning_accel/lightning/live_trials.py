@@ -348,7 +348,7 @@ class LiveTuning:
         if self._program is None or not self._trainer.is_global_zero:
             return
         try:
-            verdicts.remember(self._program, self._engine.decisions, self.settled)
+            verdicts.remember(self._program, self._engine.decisions, self.settled or self._known)
         except OSError as error:
             self._engine.report.note(f"what the trials found could not be remembered: {error}")
 

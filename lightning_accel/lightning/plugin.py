@@ -128,11 +128,12 @@ class AccelPlugin(Planned, AutocastingPrecision):
             self._run = make_run()
             self._run.guard()
             self._beginning.begin_with(self._run)
+            self._reports.begin(self._run.engine.report, is_fitting=True)  # which tells of a lack of memory
         return module
 
     def _has_proven(self) -> bool:
         """Whether a fit, or what it has left in a checkpoint, has settled what evaluations are to do as well."""
-        return bool(self._kept.tuning or self._kept.decisions)
+        return self._kept.tuning is not None and self._kept.tuning.is_proven
 
     def _make_run(self, module: LightningModule, host: Host, purse: Purse | None) -> Run:
         loggers = functools.partial(self._loggers, module.trainer)
@@ -168,7 +169,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
     def _stay_plain(self, reason: str) -> None:
         """Has the whole run be the user's own."""
         for name, record in self._reports.running.techniques.items():
-            record.status = f"not tried: {reason}" if record.status == _WAITS else record.status
+            record.status = f"not tried: {reason}" if record.status.startswith("waiting") else record.status
             record.is_on &= name == "precision"
 
     def _retire(self, run: Run) -> None:
@@ -279,11 +280,14 @@ class AccelPlugin(Planned, AutocastingPrecision):
         if self._run is not None and self._run.is_started:
             return self._run.optimizer_step(optimizer, run)
         try:
-            return run()
+            result = run()
         except Exception as error:
             if self._beginning is not None:
                 self._beginning.raised(error)
             raise
+        if self._beginning is not None:
+            self._beginning.stepped()
+        return result
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

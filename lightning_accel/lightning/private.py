@@ -154,7 +154,7 @@ class ActionPatch(Patch):
 
             def start(profiler: Any, action_name: str) -> None:
                 if action_name in wanted:
-                    for actions, began, _ in all_told.get(profiler, _NOBODY)[1]:  # of a copy of it, nobody
+                    for actions, began, _ in list(all_told.get(profiler, _NOBODY)[1]):  # of a copy of it, nobody
                         if action_name in actions:
                             began()
                 if profiles:
@@ -169,7 +169,7 @@ class ActionPatch(Patch):
                 if profiles:
                     original(profiler, action_name)
                 if action_name in wanted:
-                    for actions, _, ended in all_told.get(profiler, _NOBODY)[1]:
+                    for actions, _, ended in list(all_told.get(profiler, _NOBODY)[1]):
                         if action_name in actions:
                             ended()
 

@@ -131,8 +131,7 @@ class Comparison:
         self._length = 1 + settle  # turns of a side in a row: the dearer the switch, the more
         self._halves: dict[int, tuple[list[float | None], list[float | None]]] = {}
         self._uncounted: list[float] = []  # of the candidate
-        self._excess: list[float] = []  # of its counted turns over a plain one, in these
-        self._excess_uncounted = 0.0
+        self._excess: list[float] = []  # of its turns over a plain one, in these
         self._schedule = self._turns()
         self._peaks: dict[int, int] = {}
         self._looks = [0, 0]  # at them, of each side
@@ -179,7 +178,7 @@ class Comparison:
         self._test.add(original, statistics.fmean(candidates))
         plain = original * self._original_gain
         self._excess += [each / plain - 1 for each in candidates]
-        self._excess_uncounted += sum(max(0.0, each / plain - 1) for each in self._uncounted)
+        self._excess += [max(0.0, each / plain - 1) for each in self._uncounted]
         self._uncounted = []
         return True
 
@@ -197,14 +196,9 @@ class Comparison:
         self._failure = verdict
 
     @property
-    def _counted_cost(self) -> float:
-        """By the sum, or by the median: one turn with a hiccup in it may take longer than all the others."""
-        return min(sum(self._excess), len(self._excess) * statistics.median_low(self._excess or [0.0]))
-
-    @property
     def cost(self) -> float:
         """What the candidate has cost, in turns of a plain run."""
-        return self._counted_cost + self._excess_uncounted
+        return sum(self._excess)
 
     @property
     def gain_s(self) -> float:
@@ -237,9 +231,9 @@ class Comparison:
             return "needs more memory"
         if outcome:
             return outcome
-        if len(self._test) > self._first_pair + 1 and self._counted_cost > self._allowance * (
-            1 + self._test.is_mostly_faster
-        ):
+        # Without the dearest turn: one with a hiccup in it may take longer than all the others.
+        cost = self.cost - max(0.0, *self._excess, 0.0)
+        if len(self._test) > self._first_pair and cost > self._allowance * (1 + self._test.is_mostly_faster):
             return "too dear to try on"
         most = self._most_pairs if self._test.is_promising else self._max_pairs
         return "cannot tell" if len(self._test) >= most else None

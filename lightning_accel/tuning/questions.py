@@ -168,12 +168,19 @@ class Questions:
             for _ in range(HEAD_START if first_look.is_mostly_faster else 0):
                 yield None
         yield from self._audit(proven)
-        unasked, before = self._setups.unasked(), dict(self.tuning.choices)
+        unasked, before = [*self._new_arms(), *self._setups.unasked()], dict(self.tuning.choices)
         asked = [(arm, choice) for arm in unasked for choice in arm.choices]
         for arm, choice in asked:
             yield from self._ask_arm(arm, choice, ALPHA / 4 / len(asked))
         if self.tuning.choices != before:
             yield from self._audit(before if self.tuning.is_proven else None)
+
+    def _new_arms(self) -> list[Arm]:
+        """Those that the earlier run did not have: it could not pay for their trials, say."""
+        results = self.tuning.results
+        known = {*self.tuning.choices, *(results[WHOLE].candidate if WHOLE in results else ())}
+        known |= {name.removeprefix("without ").partition("=")[0] for name in results}
+        return [arm for name, arm in self._arms.items() if name not in known and arm.setup is None]
 
     def _ask_arm(self, arm: Arm, choice: str, alpha: float) -> Course:
         """The run with an arm against the run without it, or a choice of it against the one that holds."""

@@ -40,9 +40,8 @@ class Tuning:
         return bool(self.choices) and self.whole is not None and self.whole.is_won
 
     def is_open_for(self, turns: float) -> bool:
-        """Whether the plain run holds only because too little could be spent, and a run of so many turns has more."""
-        is_open = self.whole is not None and self.whole.verdict in ("cannot tell", "too dear to try on")
-        return not self.choices and is_open and turns >= 2 * self.of_turns
+        """Whether the plain run holds, and a run of so many turns can spend more on what was not found or not asked."""
+        return not self.choices and turns >= 2 * self.of_turns
 
     def is_nothing_for(self, turns: float) -> bool:
         """Whether a run of so many turns need not look for anything that is faster than the plain run."""

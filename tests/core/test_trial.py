@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core import trial
-from lightning_accel.core.purse import Purse
+from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.trial import TOO_DEAR, Contender, Trial
 from support.trial_cases import Call, X, block, compare
 
@@ -165,7 +165,7 @@ def test_a_trial_ends_where_another_call_cannot_be_paid_and_tells_the_purse_what
         purse.step_took(10.0)  # of which a hundredth of the run is a tenth of a second a step
         one = Trial(module, (torch.randn(4, 4),), samples=None, purse=purse)
         found = one.numbers(Contender(slow), Contender(slow))
-        assert purse.owed_s == calls
+        assert purse.spent_s[TRIALS] == calls
         return found.failure
 
     assert (tried(1_000), calls) == ("", 2)

@@ -199,19 +199,74 @@ def test_a_trial_that_is_too_dear_for_the_first_100_steps_waits(
 
 
 def test_the_next_fit_of_a_program_begins_with_what_was_proven() -> None:
-    with begun(2.0) as time:
-        fit(Beginner(time), 1_000)
-        model = Beginner(time)
-        fit(model, 1_000)
+    for _ in range(2):
+        with begun(2.0) as time:  # which the model holds
+            model = Beginner(time)
+            fit(model, 1_000)
     assert model.seen[0] == "on"
 
 
 def test_the_next_fit_of_a_program_in_which_nothing_was_faster_does_not_look() -> None:
-    with begun(0.7) as time:
-        fit(Beginner(time), 1_000)
-        model = Beginner(time)
-        fit(model, 1_000)
+    for _ in range(2):
+        with begun(0.7) as time:
+            model = Beginner(time)
+            fit(model, 1_000)
     assert set(model.seen) == {"plain"}
+
+
+def test_one_that_is_twice_as_long_looks_again() -> None:
+    for steps in (1_000, 2_000):
+        with begun(0.7) as time:
+            model = Beginner(time)
+            fit(model, steps)
+    assert set(model.seen) == {"plain", "on"}
+
+
+def test_a_short_fit_that_remembers_leaves_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for steps in (1_000, 170, 170):
+        monkeypatch.setattr(beginning, "_met", {})  # as another process has it
+        with begun(2.0) as time:
+            model = Beginner(time)
+            fit(model, steps)
+    assert "on" in model.seen
+
+
+def test_a_step_that_takes_its_batches_from_the_loader_itself_is_at_work_from_the_first(tmp_path: Path) -> None:
+    class Takes(Beginner):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            batch, *_ = next(dataloader_iter)
+            return super().training_step(batch, 0)
+
+    with begun(2.0) as time:
+        model = Takes(time)
+        fit(model, 5)
+    assert set(model.seen) == {"on"}
+
+
+def test_a_validation_that_begins_slowly_is_no_step() -> None:
+    class Slow(Callback):
+        def on_validation_start(self, trainer: Trainer, module: Any) -> None:
+            module.time.advance(500)
+
+    with begun(2.0) as time:
+        plugin = fit(Beginner(time), 30, val=batches(1), val_check_interval=1, callbacks=[Slow()])
+    assert plugin.purse is not None
+    assert plugin.purse.step_s == pytest.approx(STEP_S, rel=0.05)
+
+
+def test_a_test_after_a_fit_in_which_nothing_was_faster_is_plain() -> None:
+    class Tested(Beginner):
+        def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.seen.append("on" if There.is_around else "plain")
+
+    with begun(0.7) as time:
+        model, plugin = Tested(time), AccelPlugin(log=False, **OTHERS_OFF)
+        quiet: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "enable_model_summary": False}
+        trainer = Trainer(plugins=[plugin], accelerator="cpu", max_epochs=1, enable_checkpointing=False, **quiet)
+        trainer.fit(model, batches(1_000))
+        model.seen.clear()
+        trainer.test(model, batches(3), verbose=False)
+    assert model.seen == ["plain"] * 3
 
 
 def test_a_fit_in_another_process_knows_it_after_its_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:

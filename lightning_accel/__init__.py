@@ -6,7 +6,6 @@ a plain PyTorch loop.
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_RENAMED = {"MemoryPlan": "MemorySchedule"}
 _HOMES = {
     "AccelCLI": "cli.accel_cli",
     "AccelDDPStrategy": "strategies.ddp",
@@ -92,11 +90,6 @@ register_strategies()
 
 
 def __getattr__(name: str) -> object:
-    if name in _RENAMED:
-        warnings.warn(
-            f"lightning_accel.{name} is now {_RENAMED[name]}; the old name goes in 0.3.", FutureWarning, stacklevel=2
-        )
-        name = _RENAMED[name]
     # Imported when first used: torch and Lightning take seconds, `lightning-accel doctor` should not.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

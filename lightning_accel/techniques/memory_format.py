@@ -139,7 +139,6 @@ class MemoryFormatPlan:
     "memory_format",
     settings=MemoryFormatPlan,
     default="auto",
-    renamed={"preserve": "off"},
     after="inplace_activations",
     exactness="rounding",
 )

@@ -20,8 +20,6 @@ from lightning_accel.search.setup import Setup
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Result
 
-FORMAT = 2
-
 
 class Answers:
     """Comparisons and facts, by the setups that they are about; written after every one.
@@ -67,8 +65,6 @@ class Answers:
         self._write()
 
     def _read(self, content: Any) -> None:
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}, not {FORMAT}")
         self._asked_in_s = float(content["seconds"])
         self.facts = {key: Facts(**one) for key, one in content["facts"].items()}
         self._results = {key: Result.from_dict(one) for key, one in content["results"].items()}
@@ -79,7 +75,7 @@ class Answers:
         facts = {key: asdict(one) for key, one in self.facts.items()}
         results = {key: asdict(one) for key, one in self._results.items()}
         # Those that could not be told before are, by now, of this search.
-        content = {"format": FORMAT, "seconds": self._seconds, "facts": facts, "results": results}
+        content = {"seconds": self._seconds, "facts": facts, "results": results}
         with suppress(OSError):  # what cannot be kept has to be asked again
             write_whole(self._path, json.dumps(content, indent=1))
 

@@ -26,8 +26,6 @@ from lightning_accel.core.whole_file import write_whole
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning.settled import Tuning
 
-FORMAT = 2
-
 
 @dataclass(frozen=True)
 class Key:
@@ -112,7 +110,7 @@ def remember(key: Key, tuning: Tuning) -> None:
         OSError: The folder cannot be written to.
     """
     written = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    text = json.dumps({"format": FORMAT, "key": vars(key), "written": written, "tuning": tuning.to_dict()}, indent=1)
+    text = json.dumps({"key": vars(key), "written": written, "tuning": tuning.to_dict()}, indent=1)
     write_whole(folder() / key.file_name, text)
 
 
@@ -142,12 +140,8 @@ def clear() -> int:
 def _read(path: Path) -> Entry:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise DamagedError(f"{path} is in format {content['format']!r}, not {FORMAT}")
         return Entry(path, content["key"], content["written"], Tuning.from_dict(content["tuning"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, DamagedError):
-            raise
         raise DamagedError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 

@@ -33,7 +33,6 @@ from lightning_accel.tuning.described import described
 from lightning_accel.tuning.remembered import Key, folder
 from lightning_accel.tuning.settled import Tuning
 
-FORMAT = 2
 GOOD_FOR = timedelta(days=7)
 
 _FAILED = ("failed", "raised", "could not be applied", "not called", "not tried")
@@ -120,7 +119,7 @@ def recall(program: Program) -> Known | None:
     try:
         content = json.loads(program.path.read_text(encoding="utf-8"))
         written = datetime.fromisoformat(content["written"])
-        if content["format"] != FORMAT or datetime.now(timezone.utc) - written > GOOD_FOR:
+        if datetime.now(timezone.utc) - written > GOOD_FOR:
             return None
         decisions = {
             technique: {where: Verdict.from_dict(verdict) for where, verdict in verdicts.items()}
@@ -142,7 +141,6 @@ def remember(program: Program, decisions: Mapping[str, Verdicts], tuning: Tuning
     """
     sound = {name: verdicts for name, verdicts in decisions.items() if not any(map(_has_failed, verdicts.values()))}
     content = {
-        "format": FORMAT,
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "decisions": {name: {site: v.to_dict() for site, v in verdicts.items()} for name, verdicts in sound.items()},
         "tuning": None if tuning is None else tuning.to_dict(),

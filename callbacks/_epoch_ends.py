@@ -36,6 +36,15 @@ def reaches_max_steps(trainer: Trainer) -> bool:
     return trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps
 
 
+def turns_left(trainer: Trainer) -> float:
+    """How many optimizer steps a fit still has, about; infinite where it does not end by itself."""
+    batches, accumulated = trainer.num_training_batches, max(1, trainer.accumulate_grad_batches)
+    epochs = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
+    an_epoch = batches if batches == float("inf") else -(-batches // accumulated)  # its last batch ends a turn, too
+    turns = epochs * an_epoch - trainer.fit_loop.epoch_loop.batch_progress.current.ready / accumulated
+    return turns if trainer.max_steps == -1 else min(turns, trainer.max_steps - trainer.global_step)
+
+
 class EpochEnds:
     """What the ranks tell each other of the ends of their epochs, through the store that they have met in.
 

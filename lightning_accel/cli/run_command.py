@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -26,7 +25,7 @@ from lightning_accel.core.allocators import (
     installed_library,
     segment_settings,
 )
-from lightning_accel.core.cache import folder
+from lightning_accel.core.cache import digest, folder
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.heap import heap_settings
 from lightning_accel.core.processor import from_cpuinfo
@@ -204,7 +203,7 @@ def _file_for(possible: Sequence[Allocator]) -> Path:
         *(platform.python_version(), version("torch"), version("lightning-accel"), platform.libc_ver()),
         *((heap.name, dict(heap.environment)) for heap in possible),
     )
-    return folder() / "allocators" / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
+    return folder() / "allocators" / f"{digest(about)}.json"
 
 
 def _recalled(path: Path) -> Start | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightning_accel.core.cache import digest
 from lightning_accel.core.whole_file import write_whole
 from lightning_accel.search.job import Job
 from lightning_accel.search.judging import Facts, Objective
@@ -90,8 +90,7 @@ def answers_for(job: Job, host: str, objective: Objective, limit: int | None, se
         *(dict(getattr(job.data, "hparams", {})), _source_of(job.model), _source_of(job.data)),
         *(host, torch.__version__, version("lightning-accel"), objective, limit),
     )
-    digest = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-    return Answers(remembered.searches() / f"{digest}.json", seconds)
+    return Answers(remembered.searches() / f"{digest(about)}.json", seconds)
 
 
 def _source_of(thing: object) -> str:

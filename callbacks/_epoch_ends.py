@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_accel.core.report import Report
+from lightning_accel.callbacks._saying import report_of
 from lightning_accel.resilience.requeue import is_accumulating
 
 _PATIENCE_S = 1.0  # for a last step that did not keep the ranks together: one without a loss, say
@@ -152,8 +152,7 @@ class EpochEnds:
             " fit, and not all ranks did: they have different numbers of batches. SpeedMemoryLogger then measures each"
             f" rank by itself. {_MEND}"
         )
-        report = getattr(self._trainer.precision_plugin, "report", None)
-        if isinstance(report, Report):
+        if (report := report_of(self._trainer)) is not None:
             report.note(message)
         warnings.warn(message, stacklevel=2)
 

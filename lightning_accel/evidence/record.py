@@ -203,6 +203,11 @@ class Record:
         """The largest of an epoch; None where none was completed."""
         return max((float(epoch["peak_memory_mib"]) for epoch in self.epochs), default=None)
 
+    @property
+    def peak_memory_source(self) -> str:
+        """Whose peak that is; empty where no epoch was completed."""
+        return str(self.epochs[-1].get("peak_memory_source", "")) if self.epochs else ""
+
 
 class RecordWriter:
     """Writes a record, line by line.

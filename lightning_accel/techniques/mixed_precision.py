@@ -10,14 +10,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import Self, override
 
-from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.core.torch_private.training import optimizer_states
 from lightning_accel.techniques.arms import Arm
@@ -38,9 +37,6 @@ class PrecisionPlan:
     """
 
     mode: PrecisionSetting = "auto"
-
-    def __post_init__(self) -> None:
-        check_choice("precision", self.mode, get_args(PrecisionSetting))
 
 
 def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[str, str]:

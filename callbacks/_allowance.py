@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from lightning.pytorch import Trainer
 
+from lightning_accel.callbacks._epoch_ends import turns_left
 from lightning_accel.core.purse import SHARE as OF_THE_RUN
 from lightning_accel.core.purse import Purse
 
@@ -30,7 +30,7 @@ class Allowance:
         self._purse = purse if isinstance(purse, Purse) else Purse()
         self.is_asked = is_asked
         if self._is_own:
-            self._purse.steps = _steps_to_come(trainer)
+            self._purse.steps = max(0.0, turns_left(trainer) * trainer.accumulate_grad_batches)
 
     @property
     def step_s(self) -> float:
@@ -61,12 +61,3 @@ class Allowance:
     def pay(self, seconds: float) -> None:
         """Pays for what was done."""
         self._purse.pay(LOGGING, max(0.0, seconds))
-
-
-def _steps_to_come(trainer: Trainer) -> float:
-    epochs, batches = trainer.max_epochs, trainer.num_training_batches
-    has_end = epochs not in (None, -1) and math.isfinite(batches)
-    steps = (epochs - trainer.current_epoch) * batches if has_end and epochs is not None else math.inf
-    if trainer.max_steps != -1:
-        steps = min(steps, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
-    return max(0, steps)

@@ -120,11 +120,6 @@ class EpochSpeed:
     energy_j_per_sample: float | None
     stragglers: Stragglers | None
 
-    @property
-    def slowest_rank(self) -> int | None:
-        """The rank whose steps took longest; None for a single one. See :class:`Stragglers` for who held it up."""
-        return None if self.stragglers is None else self.stragglers.slowest_rank
-
     def metrics(self) -> dict[str, float]:
         """What is logged, under ``accel/``."""
         values = {name: getattr(self, name) for name in _LOGGED}

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_accel.core.report import Report
+from lightning_accel.callbacks._saying import report_of
 from lightning_accel.resilience.requeue import is_accumulating
 
 _PATIENCE_S = 1.0  # for a last step that did not keep the ranks together: one without a loss, say
@@ -34,6 +34,15 @@ def is_last_of_epoch(trainer: Trainer, batch_idx: int) -> bool:
 def reaches_max_steps(trainer: Trainer) -> bool:
     """Whether the run ends with the optimizer's next step."""
     return trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps
+
+
+def turns_left(trainer: Trainer) -> float:
+    """How many optimizer steps a fit still has, about; infinite where it does not end by itself."""
+    batches, accumulated = trainer.num_training_batches, max(1, trainer.accumulate_grad_batches)
+    epochs = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
+    an_epoch = batches if batches == float("inf") else -(-batches // accumulated)  # its last batch ends a turn, too
+    turns = epochs * an_epoch - trainer.fit_loop.epoch_loop.batch_progress.current.ready / accumulated
+    return turns if trainer.max_steps == -1 else min(turns, trainer.max_steps - trainer.global_step)
 
 
 class EpochEnds:
@@ -143,8 +152,7 @@ class EpochEnds:
             " fit, and not all ranks did: they have different numbers of batches. SpeedMemoryLogger then measures each"
             f" rank by itself. {_MEND}"
         )
-        report = getattr(self._trainer.precision_plugin, "report", None)
-        if isinstance(report, Report):
+        if (report := report_of(self._trainer)) is not None:
             report.note(message)
         warnings.warn(message, stacklevel=2)
 

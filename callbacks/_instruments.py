@@ -75,8 +75,7 @@ class FitInstruments:
         self._trainer = trainer
         self._device = trainer.strategy.root_device
         self.steps = 0
-        self._has_unknown_samples = False
-        self._has_advised = self._has_images = False
+        self._has_advised = False
         self._skipped_before = self._skipped_steps()
         self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
         self._memory: PeakMemory | None = None  # until the run can pay for it
@@ -238,10 +237,8 @@ class FitInstruments:
         if is_counted:
             self._watched()
         samples = self._samples.count(batch)
-        if self.steps == 0:
-            self._has_images = has_images(leaves(batch))
-            if self.record is not None:
-                self.record.has_images = self._has_images
+        if self.steps == 0 and self.record is not None:
+            self.record.has_images = has_images(leaves(batch))
         if samples is None:
             self._has_unknown_samples = True
             if self.record is not None:
@@ -327,7 +324,8 @@ class FitInstruments:
     def advise(self, speed: EpochSpeed) -> None:
         """Says what to change in a run that waits for its data, the first time that an interval does so."""
         if not self._has_advised:
-            self._has_advised = advise(self._trainer, speed, has_images=self._has_images)
+            of_images = self.record is not None and self.record.has_images  # the first rank's: it is what is said
+            self._has_advised = advise(self._trainer, speed, has_images=of_images)
 
     def settled(self) -> None:
         """Told where live trials have settled."""

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
+from lightning_accel.callbacks._saying import report_of
 from lightning_accel.core.report import Report
 from lightning_accel.evidence.anatomy import MemoryPeak
 from lightning_accel.evidence.figures import MEND, can_draw
@@ -87,13 +88,12 @@ class Outcome:
         memory: MemoryPeak | None = None,
     ) -> Outcome:
         """Of a fit as it stands."""
-        plugin: Any = trainer.precision_plugin
-        report, tuning, plan = (getattr(plugin, name, None) for name in ("report", "tuning", "plan"))
+        tuning, plan = (getattr(trainer.precision_plugin, name, None) for name in ("tuning", "plan"))
         return cls(
             epochs=epochs,
             speed=speed,
             parts_ms=parts_ms,
-            report=report if isinstance(report, Report) else None,
+            report=report_of(trainer),
             tuning=tuning if isinstance(tuning, Tuning) else None,
             settings=plan.to_dict() if isinstance(plan, Plan) else None,
             memory=memory,

@@ -6,36 +6,38 @@ a plain PyTorch loop.
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lightning_accel.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_accel.assembly import Handle, accelerate
-    from lightning_accel.cli.accel_cli import AccelCLI
-    from lightning_accel.core.host import Host
-    from lightning_accel.core.report import AccelError, AccelWarning, Report
-    from lightning_accel.lightning.plugin import AccelPlugin
-    from lightning_accel.lightning.xla_plugin import AccelXLAPlugin
-    from lightning_accel.memory.schedule import MemorySchedule
-    from lightning_accel.planning import plan_memory
-    from lightning_accel.search.tune import tune
-    from lightning_accel.settings import Plan
-    from lightning_accel.strategies.ddp import AccelDDPStrategy
-    from lightning_accel.strategies.fsdp import AccelFSDPStrategy
-    from lightning_accel.strategies.single_device import AccelStrategy
-    from lightning_accel.techniques.activation_offloading import OffloadingPlan
-    from lightning_accel.techniques.flash_attention.explain import explain
-    from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
-    from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
-    from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan, MemoryBudgetPlan
-    from lightning_accel.techniques.padding import PaddingPlan
+    from lightning_accel.assembly import Handle as Handle
+    from lightning_accel.assembly import accelerate as accelerate
+    from lightning_accel.cli.accel_cli import AccelCLI as AccelCLI
+    from lightning_accel.core.host import Host as Host
+    from lightning_accel.core.report import AccelError as AccelError
+    from lightning_accel.core.report import AccelWarning as AccelWarning
+    from lightning_accel.core.report import Report as Report
+    from lightning_accel.lightning.plugin import AccelPlugin as AccelPlugin
+    from lightning_accel.lightning.xla_plugin import AccelXLAPlugin as AccelXLAPlugin
+    from lightning_accel.memory.schedule import MemorySchedule as MemorySchedule
+    from lightning_accel.planning import plan_memory as plan_memory
+    from lightning_accel.search.tune import tune as tune
+    from lightning_accel.settings import Plan as Plan
+    from lightning_accel.strategies.ddp import AccelDDPStrategy as AccelDDPStrategy
+    from lightning_accel.strategies.fsdp import AccelFSDPStrategy as AccelFSDPStrategy
+    from lightning_accel.strategies.single_device import AccelStrategy as AccelStrategy
+    from lightning_accel.techniques.activation_offloading import OffloadingPlan as OffloadingPlan
+    from lightning_accel.techniques.flash_attention.explain import explain as explain
+    from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention as FlashMultiheadAttention
+    from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan as FlashAttentionPlan
+    from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan as CheckpointingPlan
+    from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan as MemoryBudgetPlan
+    from lightning_accel.techniques.padding import PaddingPlan as PaddingPlan
 
 __version__ = "0.1.0"
 
-_RENAMED = {"MemoryPlan": "MemorySchedule"}
 _HOMES = {
     "AccelCLI": "cli.accel_cli",
     "AccelDDPStrategy": "strategies.ddp",
@@ -62,41 +64,12 @@ _HOMES = {
     "tune": "search.tune",
 }
 
-__all__ = [
-    "AccelCLI",
-    "AccelDDPStrategy",
-    "AccelError",
-    "AccelFSDPStrategy",
-    "AccelPlugin",
-    "AccelStrategy",
-    "AccelWarning",
-    "AccelXLAPlugin",
-    "CheckpointingPlan",
-    "FlashAttentionPlan",
-    "FlashMultiheadAttention",
-    "Handle",
-    "Host",
-    "MemoryBudgetPlan",
-    "MemorySchedule",
-    "OffloadingPlan",
-    "PaddingPlan",
-    "Plan",
-    "Report",
-    "accelerate",
-    "explain",
-    "plan_memory",
-    "tune",
-]
+__all__ = [*_HOMES]
 
 register_strategies()
 
 
 def __getattr__(name: str) -> object:
-    if name in _RENAMED:
-        warnings.warn(
-            f"lightning_accel.{name} is now {_RENAMED[name]}; the old name goes in 0.3.", FutureWarning, stacklevel=2
-        )
-        name = _RENAMED[name]
     # Imported when first used: torch and Lightning take seconds, `lightning-accel doctor` should not.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -126,12 +125,6 @@ class Handle:
         """With a memory budget, what each block does for it, once that is decided; else None. It outlives the run."""
         budget = self.engine.technique(MemoryBudget)
         return None if budget is None else budget.memory_schedule
-
-    @property
-    def memory_plan(self) -> MemorySchedule | None:
-        """The older name of :attr:`memory_schedule`, until 0.3."""
-        warnings.warn("memory_plan is now memory_schedule; the old name goes in 0.3.", FutureWarning, stacklevel=2)
-        return self.memory_schedule
 
     @property
     def tuning(self) -> Tuning | None:

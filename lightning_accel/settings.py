@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
 from os import PathLike
@@ -16,12 +15,6 @@ from lightning_accel.arguments import Arguments, RunSettings, Values, arguments
 from lightning_accel.core.checks import check_bool, check_choice, check_ending, check_names, switch
 from lightning_accel.core.whole_file import write_whole
 from lightning_accel.techniques.registry import RUN_SETTINGS, declarations
-
-_RENAMED = {
-    "attention": "flash_attention",
-    "checkpointing": "gradient_checkpointing",
-    "offloading": "activation_offloading",
-}
 
 
 class Plan(Arguments, Values):
@@ -40,9 +33,6 @@ class Plan(Arguments, Values):
         declared = declarations()
         for name, declaration in declared.items():
             vars(self)[name] = declaration.read(settings.get(name, declaration.default))
-        for name, declaration in declared.items():
-            for other, value in declaration.moved(getattr(self, name)).items():
-                vars(self)[other] = declared[other].read(value)
         for name in RUN_SETTINGS:
             vars(self)[name] = settings.get(name, getattr(RunSettings, name))
         vars(self)["tune"] = switch(self.tune, on="auto")
@@ -107,14 +97,6 @@ class Plan(Arguments, Values):
         """Reads YAML text, or the file at a :class:`~pathlib.Path`."""
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
         return cls.from_dict(yaml.safe_load(text) or {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _RENAMED:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        technique = _RENAMED[name]
-        message = f"plan.{name} is now plan.of({technique!r}); the old name goes in 0.3."
-        warnings.warn(message, FutureWarning, stacklevel=2)
-        return self.of(technique)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise FrozenInstanceError(f"a plan cannot be changed; plan.replace({name}={value!r}) gives another")

@@ -327,39 +327,3 @@ def test_offloading_stays_what_it_is_on_the_way_to_yaml_and_back(setting: Any) -
     again = Plan.from_yaml(plan.to_yaml())
     assert again == plan
     assert again.of("activation_offloading") == plan.of("activation_offloading")
-
-
-# -- older spellings, until 0.3 ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("older", "today"),
-    [
-        ({"memory_format": "preserve"}, {"memory_format": "off"}),
-        ({"gradient_checkpointing": {"budget": "8GiB"}}, {"memory_budget": "8GiB"}),
-        (
-            {"gradient_checkpointing": {"budget": 0.5, "blocks": ["Block"]}},
-            {"memory_budget": {"budget": 0.5, "blocks": ["Block"]}},
-        ),
-    ],
-)
-def test_an_older_spelling_means_what_it_meant_and_says_the_new_one(
-    older: dict[str, Any], today: dict[str, Any]
-) -> None:
-    with pytest.warns(FutureWarning, match=f"is now .*{next(iter(today))}|is now 'off'"):
-        plan = Plan(**older)
-    assert {name: plan.of(name) for name in today} == {name: Plan(**today).of(name) for name in today}
-    assert Plan.from_yaml(plan.to_yaml()) == plan
-
-
-@pytest.mark.parametrize(
-    ("name", "today"),
-    [
-        ("attention", "flash_attention"),
-        ("checkpointing", "gradient_checkpointing"),
-        ("offloading", "activation_offloading"),
-    ],
-)
-def test_the_long_forms_are_found_by_their_older_names(name: str, today: str) -> None:
-    with pytest.warns(FutureWarning, match=r"plan\.of\("):
-        assert getattr(Plan(), name) == Plan().of(today)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_accel.cli.bench_runs import RunError, Side, ending_in_order, take_turns
+from lightning_accel.cli.bench_runs import RunError, Side, take_turns
 from lightning_accel.cli.compare_command import (
     COMPARED,
     NOT_COMPARABLE,
@@ -22,14 +22,12 @@ from lightning_accel.cli.compare_command import (
     share,
     show,
 )
+from lightning_accel.cli.ending import INTERRUPTED, TERMINATED, Terminated, sigterm_raises
 from lightning_accel.cli.revisions import Repository, RevisionError
 from lightning_accel.cli.run_command import complaint_about
 
 if TYPE_CHECKING:
     from lightning_accel.evidence.bench import Bench
-
-INTERRUPTED = 130
-"""Exit status, as of a program that Ctrl-C has ended."""
 
 _LIMITS = (("slowest", min), ("fastest", max))
 
@@ -51,12 +49,12 @@ def run(given: Sequence[str]) -> int:
     if arguments.gate is not None and arguments.runs < FEWEST_RUNS:
         parser.error(f"--gate needs an interval, which takes --runs {FEWEST_RUNS} or more; given: {arguments.runs}.")
     try:
-        with ending_in_order(), tempfile.TemporaryDirectory(prefix="lightning-accel-bench-") as temporary:
+        with sigterm_raises(), tempfile.TemporaryDirectory(prefix="lightning-accel-bench-") as temporary:
             a, b = _both(arguments, program, Path(temporary))
             found = bench(a.records, b.records)
             worse = judged(found, arguments.gate)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except (KeyboardInterrupt, Terminated) as stopped:
+        return TERMINATED if isinstance(stopped, Terminated) else INTERRUPTED
     except (RevisionError, RunError, RecordError, NotComparableError, OSError) as error:
         print(f"lightning-accel bench: {error}", file=sys.stderr)
         return NOT_COMPARABLE

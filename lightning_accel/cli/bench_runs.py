@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,20 +117,6 @@ def take_turns(a: Side, b: Side, runs: int, folder: Path) -> None:
         print(f"{record.num_steps:,} steps{last}, {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
         if counts:
             side.records.append(record)
-
-
-@contextmanager
-def ending_in_order() -> Iterator[None]:
-    """Lets SIGTERM, as CI sends it, end the block as an exception does, so that it is cleaned up after."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _ended(command: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path) -> int:

@@ -26,7 +26,7 @@ def run(*, clear: bool) -> None:
     from lightning_accel.core.byte_size import format_bytes
     from lightning_accel.tuning import remembered  # late: --help answers without torch
 
-    folder = remembered.folder()
+    folder = cache.folder()
     compiled = {
         "compiled kernels": ("compile", kernel_cache.folder()),
         "compiled programs": ("XLA", cache.xla_programs()),

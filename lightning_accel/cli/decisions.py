@@ -15,7 +15,6 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Forecast, Technique
-from lightning_accel.techniques.registry import declarations
 
 
 class ExampleModel(nn.Module):
@@ -73,27 +72,17 @@ class AttentionBlock(nn.Module):
         return x + y
 
 
-def by_default(host: Host, model: nn.Module) -> dict[str, Forecast]:
-    """What the settings that are on by default, those of ``AccelPlugin()``, come to on ``host``.
+def forecasts(plan: Plan, host: Host, model: nn.Module) -> dict[str, Forecast]:
+    """What the settings of ``plan`` come to on ``host``.
 
     Args:
+        plan: The settings.
         host: The machine.
         model: What is looked at for sites; it is left as it is, and need not be on the host's device.
 
     Returns:
         What the technique says of each setting, which is written with its value: ``'memory_format="auto"'``.
     """
-    return _forecasts(Plan(), host, model)
-
-
-def when_asked(host: Host, model: nn.Module) -> dict[str, Forecast]:
-    """The same, as :func:`by_default` gives it, of every other setting when it is asked for by itself."""
-    nothing = {name: one.off for name, one in declarations().items()}
-    asked = [{**nothing, name: value} for name, one in declarations().items() for value in one.shown]
-    return {setting: said for one in asked for setting, said in _forecasts(Plan(**one), host, model).items()}
-
-
-def _forecasts(plan: Plan, host: Host, model: nn.Module) -> dict[str, Forecast]:
     around = surroundings_for(plan, model, host, device=torch.device(host.device_type), in_plain_loop=True)
     return {f'{one.name}="{getattr(plan, one.name)}"': _forecast(one, host, model) for one in around.techniques}
 

@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_accel.cli.decisions import ExampleModel, by_default
+from lightning_accel.cli.decisions import ExampleModel, forecasts
 from lightning_accel.core.allocators import PACKAGES, installed_library, segment_settings
 from lightning_accel.core.heap import heap_in_use
 from lightning_accel.core.host import Host, usable_cores
+from lightning_accel.settings import Plan
 from lightning_accel.techniques.compilation import Compilation
 from lightning_accel.techniques.flash_attention.backends import installed_backends
 from lightning_accel.techniques.mixed_precision import resolve_precision
@@ -118,7 +119,7 @@ def _not_had(host: Host) -> Iterator[str]:
             "Trainer: Lightning's strategies for XLA take no AccelPlugin: give them an AccelXLAPlugin, which has the"
             " same settings; lightning_accel.accelerate(model) is for a loop without Lightning"
         )
-    for setting, said in by_default(host, ExampleModel()).items():
+    for setting, said in forecasts(Plan(), host, ExampleModel()).items():
         is_a_fact = setting.startswith(("precision", "allocator"))  # said above
         if not said.acts and said.is_missed and not is_a_fact:
             yield f"{setting}: {said.words}"

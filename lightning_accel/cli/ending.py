@@ -25,7 +25,7 @@ def ended(command: str, work: Callable[[], int]) -> int:
         work: All that the command does.
     """
     try:
-        with _sigterm_raises():
+        with sigterm_raises():
             return work()
     except (KeyboardInterrupt, Terminated) as stopped:
         _say(command, "stopped; nothing was left behind.")
@@ -36,7 +36,7 @@ def ended(command: str, work: Callable[[], int]) -> int:
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
+def sigterm_raises() -> Iterator[None]:
     """Lets what is under way clean up after itself: else the process is gone at once and its files stay."""
     if threading.current_thread() is not threading.main_thread():  # where Python lets nobody set a handler
         yield

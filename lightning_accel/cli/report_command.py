@@ -71,6 +71,6 @@ def _show(page: Page, path: Path) -> None:
     for one in page.findings[:1]:
         gain = f" (predicted: {one.speedup:.2f}x)" if one.speedup and one.speedup > 1 else ""
         print(f"Next: {one.action}{gain}")
-        for line in filter(None, (one.python,)):
-            print(f"  {line}")
+        if one.python:
+            print(f"  {one.python}")
     print(f"All of it: {path}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -26,13 +25,12 @@ from lightning_accel.core.allocators import (
     installed_library,
     segment_settings,
 )
-from lightning_accel.core.cache import folder
+from lightning_accel.core.cache import digest, folder
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.heap import heap_settings
 from lightning_accel.core.processor import from_cpuinfo
 from lightning_accel.core.whole_file import write_whole
 
-FORMAT = 1
 SECONDS = 20.0
 """How long the comparisons may take, of a machine that nothing is known of."""
 
@@ -192,7 +190,7 @@ def _with_heap(*, measures: bool) -> Start:
         reason = f"nothing to gain: no allocator is faster, {measured}"
     if not result.name and not result.is_sure:
         reason = f"nothing that could be told, {measured}; on a machine that is quiet: `lightning-accel run --measure`"
-    content = {"format": FORMAT, "environment": dict(result.environment), "reason": reason, "table": result.table}
+    content = {"environment": dict(result.environment), "reason": reason, "table": result.table}
     with suppress(OSError):  # what cannot be kept has to be measured again
         write_whole(path, json.dumps(content, indent=1))
     return Start(result.environment, reason, result.table)
@@ -205,13 +203,13 @@ def _file_for(possible: Sequence[Allocator]) -> Path:
         *(platform.python_version(), version("torch"), version("lightning-accel"), platform.libc_ver()),
         *((heap.name, dict(heap.environment)) for heap in possible),
     )
-    return folder() / "allocators" / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
+    return folder() / "allocators" / f"{digest(about)}.json"
 
 
 def _recalled(path: Path) -> Start | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return Start(content["environment"], content["reason"]) if content["format"] == FORMAT else None
+        return Start(content["environment"], content["reason"])
     except (OSError, ValueError, KeyError, TypeError):  # it is measured again, and written anew
         return None
 

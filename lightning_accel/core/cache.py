@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def folder() -> Path:
 def xla_programs() -> Path:
     """The folder within it of the programs that XLA has compiled, one within that for each process of a run."""
     return folder().absolute() / "xla"
+
+
+def digest(about: object) -> str:
+    """The name of a file for what is kept about something, which is told from all else by its ``repr``."""
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
 
 def size_bytes(within: Path) -> int:

@@ -32,8 +32,7 @@ _INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512_f": "A
 class Host:
     """The facts about a machine that the techniques decide by, so that they ask nobody else.
 
-    A plain value: build one by hand to see what a run would do on a machine that is not at hand, as
-    :mod:`lightning_accel.core.simulated_hosts` does.
+    A plain value: build one by hand to see what a run would do on a machine that is not at hand.
 
     Attributes:
         kind: The family of device the run computes on. AMD cards are ``"rocm"`` although torch calls them ``cuda``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,6 +66,15 @@ def together(measured: Iterable[Measured]) -> Measured:
         **_sums(found, "original_ms", "candidate_ms"),
         **_sums(found, "original_bytes", "candidate_bytes"),
     )
+
+
+def finite(data: Any, instead: Callable[[float], Any] = lambda value: None) -> Any:
+    """Plain values as JSON has them, with something ``instead`` of infinity and NaN, which it does not know."""
+    if isinstance(data, Mapping):
+        return {str(key): finite(value, instead) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value, instead) for value in data]
+    return instead(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _sums(found: Iterable[Measured], original: str, candidate: str) -> dict[str, Any]:

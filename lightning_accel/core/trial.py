@@ -70,7 +70,6 @@ class Comparison:
         error: The candidate's largest relative error, against the oracle where one was asked.
         original_ms: Milliseconds of the original, forward and backward, the fewest that were seen; None untimed.
         candidate_ms: The candidate's.
-        compared: How many tensors were compared.
         left_behind: Buffers, attributes and inputs that the forward pass changed (and the trial restored).
         spread: What it may be off by, as far as that had to be measured.
         is_same: Whether the candidate's numbers are the original's, to the bit; None where that was not asked.
@@ -80,7 +79,6 @@ class Comparison:
     error: float = 0.0
     original_ms: float | None = None
     candidate_ms: float | None = None
-    compared: int = 0
     left_behind: tuple[str, ...] = ()
     spread: Spread | None = None
     is_same: bool | None = None
@@ -347,7 +345,6 @@ class Trial:
         return Comparison(
             failure=failure,
             error=found.noise,
-            compared=len(expected),
             spread=measuring.spread,
             is_same=_are_same(expected, actual),
         )

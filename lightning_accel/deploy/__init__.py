@@ -6,11 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_accel.deploy.comparing import Comparison, Measured, compare
-    from lightning_accel.deploy.errors import DynamicDimensionError, ExportError, QuantizeError
-    from lightning_accel.deploy.exporting import Exported, export
-    from lightning_accel.deploy.int8 import MissingPackageError
-    from lightning_accel.deploy.quantizing import Quantized, quantize
+    from lightning_accel.deploy.comparing import Comparison as Comparison
+    from lightning_accel.deploy.comparing import Measured as Measured
+    from lightning_accel.deploy.comparing import compare as compare
+    from lightning_accel.deploy.errors import DynamicDimensionError as DynamicDimensionError
+    from lightning_accel.deploy.errors import ExportError as ExportError
+    from lightning_accel.deploy.errors import QuantizeError as QuantizeError
+    from lightning_accel.deploy.exporting import Exported as Exported
+    from lightning_accel.deploy.exporting import export as export
+    from lightning_accel.deploy.int8 import MissingPackageError as MissingPackageError
+    from lightning_accel.deploy.quantizing import Quantized as Quantized
+    from lightning_accel.deploy.quantizing import quantize as quantize
 
 _HOMES = {
     "Comparison": "comparing",
@@ -26,19 +32,7 @@ _HOMES = {
     "quantize": "quantizing",
 }
 
-__all__ = [
-    "Comparison",
-    "DynamicDimensionError",
-    "ExportError",
-    "Exported",
-    "Measured",
-    "MissingPackageError",
-    "QuantizeError",
-    "Quantized",
-    "compare",
-    "export",
-    "quantize",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> object:

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.device import device_of
+from lightning_accel.core.measured import finite
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.core.trial import one_line
 from lightning_accel.deploy import accuracy, turns
@@ -99,7 +100,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON; what is infinite is None."""
-        found: dict[str, Any] = _finite({**asdict(self), "worse": self.worse})
+        found: dict[str, Any] = finite({**asdict(self), "worse": self.worse})
         return found
 
 
@@ -270,11 +271,3 @@ def _recommended(forms: Mapping[str, Measured], max_drop: float) -> tuple[str, s
     if len(alike) > 1:
         said.append(f"of {', '.join(alike)}, which are as fast, the smallest")
     return chosen, "; ".join(said)
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, Mapping):
-        return {str(key): _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data

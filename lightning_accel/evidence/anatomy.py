@@ -143,7 +143,7 @@ class Anatomy:
             **{
                 **values,
                 "modules": [ModuleCost(**one) for one in values["modules"]],
-                "alike": [OperationsAlike(**one) for one in values.get("alike", [])],
+                "alike": [OperationsAlike(**one) for one in values["alike"]],
                 "copies": [LayoutCopy(**one) for one in values["copies"]],
                 "memory": None if memory is None else MemoryPeak(**memory),
             }

@@ -113,7 +113,7 @@ def compare(a: Record, b: Record) -> Comparison:
     first, second = a.parts_ms(BEGINNING), b.parts_ms(BEGINNING)
     parts = dict.fromkeys([*first, *second]) if first and second else ()
     memory = a.peak_memory_mib, b.peak_memory_mib
-    has_same_books = _source(a) == _source(b)
+    has_same_books = a.peak_memory_source == b.peak_memory_source
     common = sorted(a.losses.keys() & b.losses.keys())[-_LAST_LOSSES:]
     losses = [statistics.fmean(record.losses[step] for step in common) for record in (a, b)] if common else []
     is_finite = all(map(math.isfinite, losses))
@@ -187,10 +187,6 @@ def _blocks_ms(pieces: Sequence[Piece], *, by_sample: bool) -> list[float]:
         blocks[min(len(blocks) - 1, passed * len(blocks) // total)].append(piece)
         passed += piece.steps
     return [mean_ms(block, by_sample=by_sample) for block in blocks if block]
-
-
-def _source(record: Record) -> str:
-    return str(record.epochs[-1]["peak_memory_source"]) if record.epochs else ""
 
 
 def _differences(a: Record, b: Record) -> Iterator[tuple[str, tuple[str, str]]]:

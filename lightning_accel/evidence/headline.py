@@ -65,7 +65,8 @@ def headline_of(record: Record, tuning: Mapping[str, Any], earlier: Sequence[Rec
         return "As fast as plain: nothing that was tried on its own steps was faster for sure"
     ratio, low, high = (float(whole["interval"][name]) for name in ("ratio", "low", "high"))
     words = [f"{ratio:.2f}x [{low:.2f}, {'∞' if math.isinf(high) else f'{high:.2f}'}] over plain"]
-    plain = [one for one in earlier if one.header.settings is None and _source(one) == _source(record)]
+    source = record.peak_memory_source
+    plain = [one for one in earlier if one.header.settings is None and one.peak_memory_source == source]
     peaks = record.peak_memory_mib, plain[-1].peak_memory_mib if plain else None
     if peaks[0] and peaks[1]:
         words.append(f"{peaks[0] / peaks[1]:.2f}x the memory of {plain[-1].path.parent.parent.name}")
@@ -77,10 +78,6 @@ def headline_of(record: Record, tuning: Mapping[str, Any], earlier: Sequence[Rec
 def _line(text: str, number: int) -> str:
     lines = [line for line in text.strip().splitlines() if line.strip()]
     return lines[number].strip() if number < len(lines) else ""
-
-
-def _source(record: Record) -> str:
-    return str(record.epochs[-1].get("peak_memory_source", "")) if record.epochs else ""
 
 
 def _profit_step(record: Record, ratio: float) -> int | None:

@@ -63,7 +63,6 @@ def memory_use(record: Record) -> MemoryUse:
     parts = {} if found is None else {name: size for name, size in _largest(found.parts) if size > 0}
     modules = {} if found is None else dict(_largest(found.modules)[:_MOST])
     peak = round((record.peak_memory_mib or 0.0) * 2**20)
-    source = str(record.epochs[-1].get("peak_memory_source", "")) if record.epochs else ""
     reserved = [float(one["reserved_mib"]) for one in record.epochs if one.get("reserved_mib") is not None]
     reserved_bytes = round(max(reserved) * 2**20) if reserved else None
     device = record.header.device_bytes
@@ -73,7 +72,7 @@ def memory_use(record: Record) -> MemoryUse:
         beside=(BESIDE_ON_CPU if reserved_bytes is None else BESIDE_ON_GPU) if beside else "",
         beside_bytes=beside,
         peak_bytes=peak,
-        source=source,
+        source=record.peak_memory_source,
         reserved_bytes=reserved_bytes,
         device_bytes=device,
         headroom_bytes=max(0, device - (reserved_bytes or peak)) if device and peak else None,

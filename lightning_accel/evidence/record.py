@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_accel.core.measured import finite
 from lightning_accel.evidence.anatomy import Anatomy
 from lightning_accel.evidence.served import Served
 
@@ -204,6 +205,11 @@ class Record:
         peaks = [epoch["peak_memory_mib"] for epoch in self.epochs]
         return max((float(peak) for peak in peaks if peak is not None), default=None)
 
+    @property
+    def peak_memory_source(self) -> str:
+        """Whose peak that is; empty where no epoch was completed."""
+        return str(self.epochs[-1].get("peak_memory_source", "")) if self.epochs else ""
+
 
 class RecordWriter:
     """Writes a record, line by line.
@@ -251,7 +257,7 @@ class RecordWriter:
     def _append(self, kind: str, values: Mapping[str, Any]) -> None:
         # Opened anew for each line: nothing stays open in a process that forks, and a line is one write.
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, **_plain(values)}, default=str) + "\n")
+            file.write(json.dumps({"kind": kind, **finite(values, str)}, default=str) + "\n")
 
 
 def in_pieces(values: Sequence[float], most: int = MOST_PIECES) -> list[float]:
@@ -264,14 +270,3 @@ def in_pieces(values: Sequence[float], most: int = MOST_PIECES) -> list[float]:
 def piece_length(count: int, most: int = MOST_PIECES) -> int:
     """How many of so many values are in a piece, where there may be so many pieces."""
     return max(1, -(-count // most))
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it, which knows no infinity and no NaN: they are text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from lightning_accel.core.measured import finite
 from lightning_accel.core.whole_file import write_whole
 from lightning_accel.evidence import charts, tables
 from lightning_accel.evidence.figures import MEND, can_draw
@@ -33,7 +33,7 @@ def to_markdown(page: Page) -> str:
 
 def to_json(page: Page) -> str:
     """The same as JSON, by ``report.schema.json``."""
-    return json.dumps(_finite(asdict(page)), indent=1, allow_nan=False)
+    return json.dumps(finite(asdict(page)), indent=1, allow_nan=False)
 
 
 FORMS: Mapping[str, Callable[[Page], str]] = {".html": to_html, ".md": to_markdown, ".json": to_json}
@@ -72,12 +72,3 @@ def _environment(*, autoescape: bool) -> Environment:
     )
     environment.filters |= tables.FILTERS
     return environment
-
-
-def _finite(value: Any) -> Any:
-    """With null for what JSON has no number for."""
-    if isinstance(value, float):
-        return value if value - value == 0 else None
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value

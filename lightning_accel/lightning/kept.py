@@ -13,8 +13,6 @@ from lightning_accel.engine import Decisions
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.tuning.settled import Tuning
 
-_FIELDS = ("keep", "reason", "choices", "measured")  # older checkpoints have the first ones
-
 
 @dataclass
 class Kept:
@@ -43,7 +41,7 @@ class Kept:
         """Of plain values, for a checkpoint; only what there is."""
         found = {
             "decisions": {
-                technique: {site: list(verdict.to_dict().values()) for site, verdict in verdicts.items()}
+                technique: {site: verdict.to_dict() for site, verdict in verdicts.items()}
                 for technique, verdicts in self.decisions.items()
             },
             "out_of_memory": self.put_on,
@@ -57,9 +55,7 @@ class Kept:
         if "tuning" in state:
             self.tuning = Tuning.from_dict(state["tuning"])
         return {
-            technique: {
-                site: Verdict.from_dict(dict(zip(_FIELDS, values, strict=False))) for site, values in verdicts.items()
-            }
+            technique: {site: Verdict.from_dict(one) for site, one in verdicts.items()}
             for technique, verdicts in state.get("decisions", {}).items()
         }
 

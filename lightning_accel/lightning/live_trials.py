@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_accel.callbacks._epoch_ends import turns_left as turns_left
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.core.host import Host
@@ -418,15 +419,6 @@ def have(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
 
 def _rest(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
     engine.rest(arm.name for arm in arms if arm.name not in choices)
-
-
-def turns_left(trainer: Trainer) -> float:
-    """How many optimizer steps a fit still has, about; infinite where it does not end by itself."""
-    batches, accumulated = trainer.num_training_batches, max(1, trainer.accumulate_grad_batches)
-    epochs = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
-    an_epoch = batches if batches == float("inf") else -(-batches // accumulated)  # its last batch ends a turn, too
-    turns = epochs * an_epoch - trainer.fit_loop.epoch_loop.batch_progress.current.ready / accumulated
-    return turns if trainer.max_steps == -1 else min(turns, trainer.max_steps - trainer.global_step)
 
 
 def _peak_of(device: torch.device) -> PeakMemory | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -84,12 +83,6 @@ class AccelPlugin(Planned, AutocastingPrecision):
         """With a memory budget, what each block does for it in the current or the last run, once that is decided."""
         budget = None if self._run is None else self._run.engine.technique(MemoryBudget)
         return (budget and budget.memory_schedule) or self._memory_schedule
-
-    @property
-    def memory_plan(self) -> MemorySchedule | None:
-        """The older name of :attr:`memory_schedule`, until 0.3."""
-        warnings.warn("memory_plan is now memory_schedule; the old name goes in 0.3.", FutureWarning, stacklevel=2)
-        return self.memory_schedule
 
     # -- a run starts ------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 from contextlib import suppress
@@ -13,14 +12,13 @@ from typing import Any
 
 import torch
 
+from lightning_accel.core.cache import digest
 from lightning_accel.core.whole_file import write_whole
 from lightning_accel.search.job import Job
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.setup import Setup
 from lightning_accel.tuning import remembered
 from lightning_accel.tuning.comparison import Result
-
-FORMAT = 2
 
 
 class Answers:
@@ -67,8 +65,6 @@ class Answers:
         self._write()
 
     def _read(self, content: Any) -> None:
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}, not {FORMAT}")
         self._asked_in_s = float(content["seconds"])
         self.facts = {key: Facts(**one) for key, one in content["facts"].items()}
         self._results = {key: Result.from_dict(one) for key, one in content["results"].items()}
@@ -79,7 +75,7 @@ class Answers:
         facts = {key: asdict(one) for key, one in self.facts.items()}
         results = {key: asdict(one) for key, one in self._results.items()}
         # Those that could not be told before are, by now, of this search.
-        content = {"format": FORMAT, "seconds": self._seconds, "facts": facts, "results": results}
+        content = {"seconds": self._seconds, "facts": facts, "results": results}
         with suppress(OSError):  # what cannot be kept has to be asked again
             write_whole(self._path, json.dumps(content, indent=1))
 
@@ -94,8 +90,7 @@ def answers_for(job: Job, host: str, objective: Objective, limit: int | None, se
         *(dict(getattr(job.data, "hparams", {})), _source_of(job.model), _source_of(job.data)),
         *(host, torch.__version__, version("lightning-accel"), objective, limit),
     )
-    digest = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-    return Answers(remembered.searches() / f"{digest}.json", seconds)
+    return Answers(remembered.searches() / f"{digest(about)}.json", seconds)
 
 
 def _source_of(thing: object) -> str:

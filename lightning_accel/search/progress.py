@@ -20,11 +20,10 @@ class SearchProgress(AbstractContextManager["SearchProgress"]):
 
     Args:
         seconds: That the search may take.
-        console: Where to; by default standard error.
     """
 
-    def __init__(self, seconds: float, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+    def __init__(self, seconds: float) -> None:
+        self._console = Console(stderr=True)
         self._line = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),

@@ -214,22 +214,14 @@ class CompilationOnTrial(Compilation):
 
     Args:
         setting: ``"auto"``.
-        verify: As the base class has it.
-        prepare: As the base class has it.
         capture: What captures.
+        others: As the base class has them.
     """
 
     trial_step: ClassVar[None] = None
 
-    def __init__(
-        self,
-        setting: CompileSetting,
-        *,
-        verify: bool = True,
-        prepare: Prepare = lambda graph: None,
-        capture: Capture = capture_on_cuda,
-    ) -> None:
-        super().__init__(setting, verify=verify, prepare=prepare)
+    def __init__(self, setting: CompileSetting, *, capture: Capture = capture_on_cuda, **others: Any) -> None:
+        super().__init__(setting, **others)
         self._capture = capture
         self._setup = CompileSetup(self.notes, self._count)
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from typing_extensions import Self, override
 
-from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import tensors_in
@@ -46,9 +45,6 @@ class CudnnBenchmarkPlan:
     """
 
     mode: CudnnBenchmarkSetting = "auto"
-
-    def __post_init__(self) -> None:
-        check_choice("cudnn_benchmark", self.mode, get_args(CudnnBenchmarkSetting))
 
 
 class CudnnBenchmarkPatch(Patch):

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import Self, override
 
-from lightning_accel.core.checks import check_choice
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import isolated
@@ -50,9 +49,6 @@ class Float8Plan:
     """
 
     recipe: Float8Setting = "off"
-
-    def __post_init__(self) -> None:
-        check_choice("float8", self.recipe, get_args(Float8Setting))
 
 
 class _Layer:

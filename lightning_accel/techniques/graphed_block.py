@@ -27,6 +27,7 @@ from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
 from lightning_accel.core.torch_private.modes import has_modes
 from lightning_accel.core.torch_private.modules import hooks_of, hooks_on_all_modules, parts_of
 from lightning_accel.core.tree import leaves, map_tensors, tensors_in
+from lightning_accel.core.trial import one_line
 
 Forward = Callable[..., Any]
 Capture = Callable[[Forward, tuple[Tensor, ...]], Forward]
@@ -132,8 +133,7 @@ class GraphedBlock:
         except NotCapturedError:
             raise
         except Exception as error:  # a synchronisation, data-dependent control flow, tensors on the host
-            line = str(error).strip().split("\n", 1)[0]
-            raise NotCapturedError(f"cannot be captured: {type(error).__name__}: {line}") from None
+            raise NotCapturedError(f"cannot be captured: {one_line(error)}") from None
         finally:
             self._is_capturing = False
             before.restore()

@@ -10,13 +10,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from typing_extensions import Self, override
 
-from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
@@ -45,9 +44,6 @@ class MatmulPrecisionPlan:
     """
 
     mode: MatmulPrecisionSetting = "auto"
-
-    def __post_init__(self) -> None:
-        check_choice("matmul_precision", self.mode, get_args(MatmulPrecisionSetting))
 
 
 def possible_on(host: Host) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import Self, override
 
-from lightning_accel.core.checks import SettingError, check_choice
+from lightning_accel.core.checks import SettingError
 from lightning_accel.core.compiled import eager_where_compiled, is_compiled, is_inside_compiled
 from lightning_accel.core.device import device_of
 from lightning_accel.core.held import held_tensors
@@ -131,15 +131,11 @@ class MemoryFormatPlan:
 
     layout: MemoryFormatSetting = "auto"
 
-    def __post_init__(self) -> None:
-        check_choice("memory_format", self.layout, get_args(MemoryFormatSetting))
-
 
 @register(
     "memory_format",
     settings=MemoryFormatPlan,
     default="auto",
-    renamed={"preserve": "off"},
     after="inplace_activations",
     exactness="rounding",
 )

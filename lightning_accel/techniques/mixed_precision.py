@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import Self, override
 
-from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
+from lightning_accel.core.patch import temporarily
 from lightning_accel.core.torch_private.training import optimizer_states
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Forecast, Surroundings, Technique
@@ -38,9 +38,6 @@ class PrecisionPlan:
     """
 
     mode: PrecisionSetting = "auto"
-
-    def __post_init__(self) -> None:
-        check_choice("precision", self.mode, get_args(PrecisionSetting))
 
 
 def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[str, str]:
@@ -71,22 +68,15 @@ def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[str, str]:
     return "32-true", f"not measured on {host.kind} yet; set precision='bf16-mixed' to try it"
 
 
-@contextmanager
-def without_mha_fast_path(device_type: str) -> Iterator[None]:
+def without_mha_fast_path(device_type: str) -> AbstractContextManager[None]:
     """Keeps ``nn.TransformerEncoder`` and its parts on their ordinary path, on CPU.
 
     Their inference fast path checks for autocast on CUDA only: under CPU autocast a padding mask sends it into a
     nested-tensor kernel that fails with "expected scalar type Float but found BFloat16" (torch 2.11 to 2.13).
     """
-    before = torch.backends.mha.get_fastpath_enabled()
-    if device_type != "cpu" or not before:
-        yield
-        return
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+    if device_type != "cpu":
+        return nullcontext()
+    return temporarily(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False)
 
 
 class CountingGradScaler(torch.amp.GradScaler):

@@ -34,12 +34,12 @@ class Verdict:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Self:
-        """What :meth:`to_dict` gave, now or before there were figures.
+        """What :meth:`to_dict` gave.
 
         Raises:
-            TypeError: It did not.
+            KeyError, TypeError: It did not.
         """
-        measured = state.get("measured")
+        measured = state["measured"]
         return cls(**{**state, "measured": None if measured is None else Measured.from_dict(measured)})
 
 

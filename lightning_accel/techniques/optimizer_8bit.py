@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch.optim.adam import adam
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self, override
 
-from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.core.measured import Measured
 from lightning_accel.core.patch import MethodPatch, Patch
@@ -47,9 +46,6 @@ class Optimizer8bitPlan:
     """
 
     mode: Optimizer8bitSetting = "off"
-
-    def __post_init__(self) -> None:
-        check_choice("optimizer_8bit", self.mode, get_args(Optimizer8bitSetting))
 
 
 def why_not(optimizer: Optimizer) -> str | None:

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.stepping import (
@@ -55,9 +54,6 @@ class OptimizerPlan:
     """
 
     step: OptimizerSetting = "auto"
-
-    def __post_init__(self) -> None:
-        check_choice("optimizer", self.step, get_args(OptimizerSetting))
 
 
 def step_together(

@@ -42,14 +42,12 @@ class Declaration:
         default: The switch where a plan does not say.
         off: The switch that turns the technique off; ``False`` and ``"off"`` always do.
         on: What ``True`` means; None: nothing.
-        renamed: Older spellings of the switch → today's, accepted with a warning.
         after: The techniques that are applied before this one, where a run has them.
         before: Those that are applied after it.
         exactness: What it does to the numbers of a run.
         shown: Values, beside the default, that `docs/hosts.md` and the tests of all techniques go through.
         in_plain_loops_only: Whether Lightning's own part does it in a Lightning run.
         write: Turns what a plan holds into the plain values that :meth:`read` takes.
-        moved: Gives what an older spelling of the settings means today, setting by setting.
         elsewhere: Settings that may have been meant where a wrong value is given, as errors name them.
     """
 
@@ -59,14 +57,12 @@ class Declaration:
     default: Any
     off: Any
     on: Any
-    renamed: Mapping[str, str]
     after: tuple[str, ...]
     before: tuple[str, ...]
     exactness: Exactness
     shown: tuple[Any, ...]
     in_plain_loops_only: bool
     write: Callable[[Any], Any]
-    moved: Callable[[Any], dict[str, Any]]
     elsewhere: tuple[str, ...]
 
     @functools.cached_property
@@ -76,8 +72,8 @@ class Declaration:
 
     @functools.cached_property
     def more(self) -> list[str]:
-        """The names of the other fields, without older spellings."""
-        return [field.name for field in fields(self.settings)[1:] if "older" not in field.metadata]
+        """The names of the other fields."""
+        return [field.name for field in fields(self.settings)[1:]]
 
     @functools.cached_property
     def switch_type(self) -> Any:
@@ -110,10 +106,9 @@ class Declaration:
         if isinstance(value, self.settings):
             return value
         if isinstance(value, Mapping) and self.more:
-            check_names(value, allowed=[field.name for field in fields(self.settings)], owner=self.name)
-            today = {self.switch: self._today(value[self.switch])} if self.switch in value else {}
-            return self.settings(**{**value, **today})
-        value = self._today(value)
+            check_names(value, allowed=[self.switch, *self.more], owner=self.name)
+            return self.settings(**{key: self._spelled(of) if key == self.switch else of for key, of in value.items()})
+        value = self._spelled(value)
         if get_origin(self.switch_type) is Literal:
             more = [f"a mapping of {', '.join((self.switch, *self.more))}"] if self.more else []
             check_choice(self.name, value, get_args(self.switch_type), more=", ".join([*more, *self.elsewhere]))
@@ -129,17 +124,10 @@ class Declaration:
     def is_default(self, value: Any) -> bool:
         return bool(self.settings_of(value) == self.settings(**{self.switch: self.default}))
 
-    def _today(self, value: Any) -> Any:
+    def _spelled(self, value: Any) -> Any:
         if value is False or value == "off":
             return self.off
-        if value is True and self.on is not None:
-            return self.on
-        if isinstance(value, str) and value in self.renamed:
-            now = self.renamed[value]
-            message = f"{self.name}={value!r} is now {now!r}; the old name goes in 0.3."
-            warnings.warn(message, FutureWarning, stacklevel=2)
-            return now
-        return value
+        return self.on if value is True and self.on is not None else value
 
 
 def register(
@@ -149,14 +137,12 @@ def register(
     default: Any,
     off: Any = "off",
     on: Any = None,
-    renamed: Mapping[str, str] | None = None,
     after: str | tuple[str, ...] = (),
     before: str | tuple[str, ...] = (),
     exactness: Exactness = "rounding",
     shown: tuple[Any, ...] = (),
     in_plain_loops_only: bool = False,
     write: Callable[[Any], Any] | None = None,
-    moved: Callable[[Any], dict[str, Any]] | None = None,
     elsewhere: tuple[str, ...] = (),
 ) -> Callable[[T], T]:
     """Declares a technique; the arguments are those of :class:`Declaration`.
@@ -189,14 +175,12 @@ def register(
             default=default,
             off=off,
             on=on,
-            renamed=renamed or {},
             after=(after,) if isinstance(after, str) else after,
             before=(before,) if isinstance(before, str) else before,
             exactness=exactness,
             shown=shown,
             in_plain_loops_only=in_plain_loops_only,
             write=write or plain,
-            moved=moved or (lambda value: {}),
             elsewhere=elsewhere,
         )
         try:

@@ -76,12 +76,12 @@ class Result:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Result:
-        """What :func:`dataclasses.asdict` gave, through JSON or not, now or before there were sides and peaks.
+        """What :func:`dataclasses.asdict` gave, through JSON or not.
 
         Raises:
             KeyError, TypeError: It did not.
         """
-        plain = {"interval": Interval(**state["interval"]), "peak_bytes": tuple(state.get("peak_bytes", ()))}
+        plain = {"interval": Interval(**state["interval"]), "peak_bytes": tuple(state["peak_bytes"])}
         return cls(**{**state, **plain})
 
     @property

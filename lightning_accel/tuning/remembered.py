@@ -7,7 +7,6 @@ the shapes of its batches, the machine, the versions of torch and of this packag
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +19,11 @@ import torch
 from torch import nn
 
 from lightning_accel.core import cache, kernel_cache
-from lightning_accel.core.cache import folder as folder
+from lightning_accel.core.cache import digest, folder
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.whole_file import write_whole
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning.settled import Tuning
-
-FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Key:
         parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
         shapes = [[(size - 1).bit_length() for size in t.shape] for t in tensors_in(batch) if not t.is_nested]
         return cls(
-            model=f"{type(model).__qualname__} {_digest(repr(parameters))}",
+            model=f"{type(model).__qualname__} {digest(parameters)}",
             batch=repr(shapes),
             host=host,
             versions=f"torch {torch.__version__}, {_own_version()}",
@@ -61,7 +58,7 @@ class Key:
 
     @property
     def file_name(self) -> str:
-        return f"{_digest(repr(self))}.json"
+        return f"{digest(self)}.json"
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def remember(key: Key, tuning: Tuning) -> None:
         OSError: The folder cannot be written to.
     """
     written = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    text = json.dumps({"format": FORMAT, "key": vars(key), "written": written, "tuning": tuning.to_dict()}, indent=1)
+    text = json.dumps({"key": vars(key), "written": written, "tuning": tuning.to_dict()}, indent=1)
     write_whole(folder() / key.file_name, text)
 
 
@@ -142,17 +139,9 @@ def clear() -> int:
 def _read(path: Path) -> Entry:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise DamagedError(f"{path} is in format {content['format']!r}, not {FORMAT}")
         return Entry(path, content["key"], content["written"], Tuning.from_dict(content["tuning"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, DamagedError):
-            raise
         raise DamagedError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _own_version() -> str:

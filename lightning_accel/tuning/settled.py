@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -59,16 +60,9 @@ class Tuning:
             KeyError, TypeError: It did not.
         """
         whole = state["whole"]
-        return cls(
-            choices=dict(state["choices"]),
-            results={name: Result.from_dict(one) for name, one in state["results"].items()},
-            whole=None if whole is None else Result.from_dict(whole),
-            is_settled=bool(state["is_settled"]),
-            is_earlier=bool(state["is_earlier"]),
-            setup_s=dict(state.get("setup_s", {})),
-            gain_s=dict(state.get("gain_s", {})),
-            of_turns=float(state.get("of_turns", 0.0)),
-        )
+        results = {name: Result.from_dict(one) for name, one in state["results"].items()}
+        whole = None if whole is None else Result.from_dict(whole)
+        return cls(**{**deepcopy(state), "results": results, "whole": whole})
 
     def pays_after(self, name: str) -> int | None:
         """After how many turns an arm has won back what it took to set it up; None where that was never seen."""

@@ -25,18 +25,12 @@ class LiveTrials(Questions):
     """Decides which arms a run has, by turns of its own.
 
     Args:
-        arms: What can be switched.
-        turns: How many turns the run has, at least about; infinite where it does not end by itself.
+        arms: As of :class:`Questions`; likewise ``turns``, ``say``, ``gather``, ``known`` and ``purse``.
         put: Told, before a turn, of what is chosen for it, after the arms have been.
-        say: Told of what is decided, in a line each.
         peak: A window on the memory of the device; None where none can be had.
-        gather: Maps a value of this process to those of all, in the order of their ranks; None with one process.
-        known: What holds by earlier trials.
-        purse: What the run may pay; None: what its length allows.
         is_trusted: Whether it does without an audit: a resumed run's own, say. Else a run that is long enough has one.
 
     Attributes:
-        tuning: What they have come to.
         is_over: Whether the rest of the run is the user's own code: nobody needs to tell of turns any more.
     """
 

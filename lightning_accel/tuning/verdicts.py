@@ -26,14 +26,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_accel.core.cache import digest, folder
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.whole_file import write_whole
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.tuning.described import described
-from lightning_accel.tuning.remembered import Key, folder
+from lightning_accel.tuning.remembered import Key
 from lightning_accel.tuning.settled import Tuning
 
-FORMAT = 2
 GOOD_FOR = timedelta(days=7)
 
 _FAILED = ("failed", "raised", "could not be applied", "not called", "not tried")
@@ -106,13 +106,13 @@ class Program:
             repr(tensors),
             described(model) if held is None else held,
             source,
-            _digest(repr((settings, switches, sys.argv, _installed())).encode()),
+            digest((settings, switches, sys.argv, _installed())),
         )
 
     @property
     def path(self) -> Path:
         """Where its verdicts are kept."""
-        return folder() / "verdicts" / f"{_digest(repr(self).encode())}.json"
+        return folder() / "verdicts" / f"{digest(self)}.json"
 
 
 def recall(program: Program) -> Known | None:
@@ -120,7 +120,7 @@ def recall(program: Program) -> Known | None:
     try:
         content = json.loads(program.path.read_text(encoding="utf-8"))
         written = datetime.fromisoformat(content["written"])
-        if content["format"] != FORMAT or datetime.now(timezone.utc) - written > GOOD_FOR:
+        if datetime.now(timezone.utc) - written > GOOD_FOR:
             return None
         decisions = {
             technique: {where: Verdict.from_dict(verdict) for where, verdict in verdicts.items()}
@@ -142,7 +142,6 @@ def remember(program: Program, decisions: Mapping[str, Verdicts], tuning: Tuning
     """
     sound = {name: verdicts for name, verdicts in decisions.items() if not any(map(_has_failed, verdicts.values()))}
     content = {
-        "format": FORMAT,
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "decisions": {name: {site: v.to_dict() for site, v in verdicts.items()} for name, verdicts in sound.items()},
         "tuning": None if tuning is None else tuning.to_dict(),
@@ -207,7 +206,3 @@ _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), st
 def _is_a_librarys(file: str) -> bool:
     """Whether its version, which is known otherwise, tells what is in a file."""
     return file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

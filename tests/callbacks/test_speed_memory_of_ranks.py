@@ -115,7 +115,7 @@ def test_an_epoch_without_steps_is_none() -> None:
 
 def test_a_single_rank_is_not_compared() -> None:
     speed = together(rank_epoch())
-    assert speed.slowest_rank is None
+    assert speed.stragglers is None
     assert not LOGGED_BY_SEVERAL_RANKS & set(speed.metrics())
 
 

@@ -31,8 +31,8 @@ from lightning_accel.claims.claim import Missing, NotHereError, Target
 from lightning_accel.claims.measure import interleaved_ms, timed_ms
 from lightning_accel.claims.record import Row, measured
 from lightning_accel.core.host import Host
-from lightning_accel.core.simulated_hosts import SIMULATED_HOSTS
 from lightning_accel.deploy import int8, quantize
+from support.simulated_hosts import SIMULATED_HOSTS
 
 pytestmark = pytest.mark.numbers
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import runpy
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_accel.cli.decisions import ExampleModel, by_default, when_asked
+from hosts_page import page
+from lightning_accel.cli.decisions import ExampleModel, forecasts
 from lightning_accel.core.host import Host
-from lightning_accel.core.simulated_hosts import SIMULATED_HOSTS
+from lightning_accel.settings import Plan
+from support.simulated_hosts import SIMULATED_HOSTS, when_asked
 
 ROOT = Path(__file__).parents[2]
 
 
-def rendered() -> str:
-    page = runpy.run_path(str(ROOT / "benchmarks" / "_hosts.py"))["page"]
-    return str(page())
-
-
 def test_the_page_is_what_the_code_decides() -> None:
-    """To write it anew: python benchmarks/_hosts.py."""
-    assert rendered() == (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
+    """To write it anew: python tests/hosts_page.py."""
+    assert page() == (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
 
 
 def test_the_machine_that_it_is_written_on_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,25 +33,24 @@ def test_the_machine_that_it_is_written_on_makes_no_difference(monkeypatch: pyte
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", asked)
-    assert rendered() == (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
+    assert page() == (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
 
 
 def test_every_kind_of_host_is_on_the_page() -> None:
     assert {host.kind for host in SIMULATED_HOSTS.values()} == {"cuda", "rocm", "xla", "mps", "cpu"}
-    page = (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
-    assert [name for name in SIMULATED_HOSTS if f"\n### {name}\n" not in page] == []
+    assert [name for name in SIMULATED_HOSTS if f"\n### {name}\n" not in page()] == []
 
 
 @pytest.mark.parametrize("name", SIMULATED_HOSTS)
 def test_what_is_not_to_be_had_has_a_reason(name: str) -> None:
     model = ExampleModel()
-    forecasts = by_default(SIMULATED_HOSTS[name], model) | when_asked(SIMULATED_HOSTS[name], model)
-    assert all(forecast.words for forecast in forecasts.values())
+    found = forecasts(Plan(), SIMULATED_HOSTS[name], model) | when_asked(SIMULATED_HOSTS[name], model)
+    assert all(forecast.words for forecast in found.values())
 
 
 def test_looking_leaves_the_model_as_it_was() -> None:
     model = ExampleModel()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    by_default(SIMULATED_HOSTS["A100"], model)
+    forecasts(Plan(), SIMULATED_HOSTS["A100"], model)
     when_asked(SIMULATED_HOSTS["A100"], model)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before

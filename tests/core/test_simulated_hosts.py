@@ -19,12 +19,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_accel.assembly import Handle, accelerate
-from lightning_accel.cli.decisions import ExampleModel, when_asked
+from lightning_accel.cli.decisions import ExampleModel
 from lightning_accel.core import trial
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelError, AccelWarning
-from lightning_accel.core.simulated_hosts import SIMULATED_HOSTS
 from lightning_accel.settings import Plan
+from support.simulated_hosts import SIMULATED_HOSTS, when_asked
 
 pytestmark = pytest.mark.numbers
 

@@ -85,7 +85,6 @@ def test_a_candidate_with_the_same_numbers_agrees(make: Callable[[nn.Module], Ca
     assert found.failure == ""
     assert found.spread is not None
     assert found.error <= found.spread.allowed.noise
-    assert found.compared == 1 + 1 + len(list(module.parameters()))
 
 
 @pytest.mark.parametrize(("make", "reason"), BAD.values(), ids=BAD)

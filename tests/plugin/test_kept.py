@@ -11,9 +11,3 @@ def test_figures_travel_in_checkpoints_with_their_verdicts() -> None:
     measured = Measured(error=1e-6, spread=2e-6, is_same=False)
     decisions = {"flash_attention": {"attention": Verdict(keep=True, reason="2.0x", measured=measured)}}
     assert Kept().load(Kept(decisions=decisions).to_dict()) == decisions
-
-
-def test_a_checkpoint_from_before_there_were_figures_is_read() -> None:
-    state = {"decisions": {"flash_attention": {"attention": [False, "slower", {"shape": "original"}]}}}
-    verdict = Verdict(keep=False, reason="slower", choices={"shape": "original"})
-    assert Kept().load(state) == {"flash_attention": {"attention": verdict}}

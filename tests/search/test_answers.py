@@ -31,7 +31,7 @@ def test_what_was_answered_is_there_for_a_second_search() -> None:
     assert again.result(LARGER, Setup()) is None
 
 
-@pytest.mark.parametrize("content", ["", "{", "null", '{"format": 99}', '{"format": 1, "facts": {"a": {}}}'])
+@pytest.mark.parametrize("content", ["", "{", "null", '{"seconds": 9, "facts": {"a": {}}}'])
 def test_a_damaged_file_is_left_and_said(content: str) -> None:
     Path("one.json").write_text(content)
     answers = Answers(Path("one.json"))

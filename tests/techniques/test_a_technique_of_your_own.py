@@ -19,12 +19,13 @@ from torch.optim import Optimizer
 
 from arguments_stub import STUB, stub
 from lightning_accel import AccelPlugin, AccelWarning, Plan, accelerate
-from lightning_accel.cli.decisions import ExampleModel, when_asked
+from lightning_accel.cli.decisions import ExampleModel
 from lightning_accel.core.host import Host
 from lightning_accel.techniques import AttributePatch, Patch, Refusal, Surroundings, Technique, Verdict, register
 from lightning_accel.techniques.registry import declarations
 from support.lightning_models import Supervised, vectors
 from support.models import TASKS
+from support.simulated_hosts import when_asked
 from support.technique_table import Loop, model_for, start, structure, table
 
 HOST = Host(kind="cpu", device_name="a CPU")

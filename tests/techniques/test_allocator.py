@@ -19,8 +19,8 @@ from lightning_accel.assembly import Handle, surroundings_for
 from lightning_accel.core.allocators import EXPANDABLE_SEGMENTS, segment_settings
 from lightning_accel.core.heap import GLIBC, heap_in_use
 from lightning_accel.core.host import Host
-from lightning_accel.core.simulated_hosts import SIMULATED_HOSTS
 from lightning_accel.techniques.allocator import AllocatorTechnique
+from support.simulated_hosts import SIMULATED_HOSTS
 
 pytestmark = pytest.mark.skipif(heap_in_use() != GLIBC, reason="the heap of this process is not glibc's")
 

@@ -222,10 +222,3 @@ def test_a_plan_that_is_slower_at_a_first_look_is_audited_at_once() -> None:
     run = CompiledRun(Compiler(1.0, 1.0), layout=0.9, compiled=0.9)
     assert run.run(known=settled()).choices == {}
     assert run.seen[:60].count(False) > 15
-
-
-@pytest.mark.parametrize("missing", ["setup_s", "gain_s"])
-def test_what_was_remembered_before_there_were_setups_can_be_read(missing: str) -> None:
-    state = settled().to_dict()
-    del state[missing]
-    assert Tuning.from_dict(state).pays_after("compile") is None

@@ -172,7 +172,7 @@ def test_what_is_older_than_a_week_is_tried_again(program: Any) -> None:
     assert verdicts.recall(program()) is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "written": "yesterday", "decisions": {}}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"written": "yesterday", "decisions": {}}'])
 def test_a_damaged_file_is_as_none(program: Any, content: str) -> None:
     path = program().path
     path.parent.mkdir(parents=True)

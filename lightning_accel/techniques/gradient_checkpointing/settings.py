@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from lightning_accel.core.byte_size import parse_bytes
 from lightning_accel.core.checks import check_choice, names_given
@@ -21,28 +20,13 @@ class CheckpointingPlan:
             convolutions and attention computed and recomputes the rest; ``"off"`` does nothing.
         blocks: Class names or module paths of the blocks; empty: the model's repeated blocks, found by themselves
             (``selective`` takes the other parts that hold several layers too).
-        budget: The older spelling of ``memory_budget``; it goes in 0.3.
     """
 
     mode: CheckpointingMode = "full"
     blocks: tuple[str, ...] = ()
-    budget: int | float | str | None = field(default=None, metadata={"older": True})
 
     def __post_init__(self) -> None:
         check_choice("gradient_checkpointing.mode", self.mode, get_args(CheckpointingMode))
-        if self.budget is not None:
-            parse_bytes("gradient_checkpointing.budget", self.budget, fractions=True)
-            warnings.warn(
-                f"gradient_checkpointing={{'budget': {self.budget!r}}} is now memory_budget={self.budget!r}; the old"
-                " name goes in 0.3.",
-                FutureWarning,
-                stacklevel=3,
-            )
-            if self.mode == "selective":
-                raise ValueError(
-                    f"gradient_checkpointing={{'mode': {self.mode!r}, 'budget': {self.budget!r}}}: a budget plans the"
-                    " mode of each block itself. Give one of the two: {'budget': '12GiB'} or {'mode': 'full'}."
-                )
         object.__setattr__(self, "blocks", names_given("gradient_checkpointing.blocks", self.blocks))
 
 
@@ -65,13 +49,3 @@ class MemoryBudgetPlan:
         if self.budget != "off":
             parse_bytes("memory_budget", self.budget, fractions=True)
         object.__setattr__(self, "blocks", names_given("memory_budget.blocks", self.blocks))
-
-
-def budget_moved(value: str | CheckpointingPlan) -> dict[str, Any]:
-    """What ``gradient_checkpointing`` with a budget means today."""
-    if isinstance(value, str) or value.budget is None:
-        return {}
-    return {
-        "gradient_checkpointing": "off",
-        "memory_budget": MemoryBudgetPlan(budget=value.budget, blocks=value.blocks),
-    }

@@ -25,7 +25,7 @@ from lightning_accel.memory.kept import kept_bytes
 from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.first_calls import tried_at_first_calls
-from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan, budget_moved
+from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.relief import Relief
@@ -50,7 +50,6 @@ def checkpoint_block(site: str, block: nn.Module, mode: Recomputation) -> Method
     after="activation_offloading",
     exactness="exact",
     shown=("full", "selective"),
-    moved=budget_moved,
     elsewhere=("memory_budget='12GiB' for an amount of memory",),
 )
 class GradientCheckpointing(Technique):

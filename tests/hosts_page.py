@@ -1,6 +1,6 @@
 """Writes the tables of docs/hosts.md: what the techniques say of machines that are not at hand.
 
-python benchmarks/_hosts.py
+python tests/hosts_page.py
 
 A test holds that the page is what this writes, on whatever machine it runs.
 """
@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from lightning_accel.cli.decisions import ExampleModel, by_default, when_asked
+from lightning_accel.cli.decisions import ExampleModel, forecasts
 from lightning_accel.core.host import Host
-from lightning_accel.core.simulated_hosts import SIMULATED_HOSTS
+from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Forecast
+from support.simulated_hosts import SIMULATED_HOSTS, when_asked
 
 PAGE = Path(__file__).parent.parent / "docs" / "hosts.md"
 
@@ -55,7 +56,7 @@ def _overview(hosts: dict[str, Host]) -> str:
     model = ExampleModel()
     rows = []
     for name, host in hosts.items():
-        found = by_default(host, model) | when_asked(host, model)
+        found = forecasts(Plan(), host, model) | when_asked(host, model)
         rows.append([name, *(found[setting].brief for setting in COLUMNS)])
     return _table(["", *COLUMNS.values()], rows)
 
@@ -63,7 +64,7 @@ def _overview(hosts: dict[str, Host]) -> str:
 def _section(name: str, host: Host) -> str:
     model = ExampleModel()
     parts = [f"### {name}", f"`{_written(host)}`"]
-    parts.append(_table(["`AccelPlugin()`", "does"], _rows(by_default(host, model))))
+    parts.append(_table(["`AccelPlugin()`", "does"], _rows(forecasts(Plan(), host, model))))
     parts.append(_table(["asked for by name", "does"], _rows(when_asked(host, model))))
     return "\n\n".join(parts)
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+from lightning_accel.cli.decisions import forecasts
 from lightning_accel.core.host import Host
+from lightning_accel.settings import Plan
+from lightning_accel.techniques.base import Forecast
+from lightning_accel.techniques.registry import declarations
 
 SIMULATED_HOSTS: dict[str, Host] = {
     "A100": Host(kind="cuda", device_name="NVIDIA A100", capability=(8, 0), native_bf16=True, compiler="triton"),
@@ -25,3 +31,10 @@ SIMULATED_HOSTS: dict[str, Host] = {
     "AMX CPU": Host(kind="cpu", device_name="a CPU with AMX", native_bf16=True, compiler="g++"),
 }
 """Name → host. Each has what such a machine usually has: a compiler, and no attention packages that are not named."""
+
+
+def when_asked(host: Host, model: nn.Module) -> dict[str, Forecast]:
+    """What every setting that is not on by default comes to when it is asked for by itself."""
+    nothing = {name: one.off for name, one in declarations().items()}
+    asked = [{**nothing, name: value} for name, one in declarations().items() for value in one.shown]
+    return {setting: said for one in asked for setting, said in forecasts(Plan(**one), host, model).items()}

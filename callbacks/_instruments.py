@@ -151,7 +151,7 @@ class FitInstruments:
         self._is_looking = is_to_watch or self._parts is None
 
     def _feed(self) -> None:
-        self._allowance.took(self.steps, self.clock.timed.step_ms[-15:])
+        self._allowance.took(self.steps, self.clock.timed.cycle_ms[-15:])
 
     def _watching_s(self) -> float:
         """What it takes to watch a step, about: it runs uncompiled, and is told of every operation."""

@@ -53,6 +53,8 @@ class Teller:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Tells every logger of metrics, and not Lightning, which would show them as the user's."""
+        if not metrics:  # of a run of a step or two nothing is measured
+            return
         trainer = self._trainer
         # As Lightning counts for loggers: by batches where the module steps several optimizers itself.
         by_optimizer = trainer.lightning_module.automatic_optimization

@@ -111,7 +111,7 @@ class Timed(TensorDataset):
     """Takes simulated time to load."""
 
     def __init__(self, time: SimulatedTime, fetch_ms: float) -> None:
-        super().__init__(torch.zeros(8, 2))
+        super().__init__(torch.zeros(64, 2))
         self.time, self.fetch_ms = time, fetch_ms
 
     def __getitem__(self, index: int) -> Any:

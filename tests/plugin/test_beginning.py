@@ -231,6 +231,7 @@ def test_a_short_fit_that_remembers_leaves_what_is_remembered(monkeypatch: pytes
     assert "on" in model.seen
 
 
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 def test_a_step_that_takes_its_batches_from_the_loader_itself_is_at_work_from_the_first(tmp_path: Path) -> None:
     class Takes(Beginner):
         def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]

@@ -11,7 +11,9 @@ in a process of its own, forked from one that has nothing but imports behind it:
 - fresh: with the plugin and an empty cache folder; and again, in the same process;
 - in a new process, with that folder.
 
-Each process begins with two steps of a plain fit, so that no side pays for what every first fit of a process pays. A
+Each process begins with two steps of a plain fit, and of another model with the plugin, so that no side pays for what
+every first fit of a process pays, nor for the memory that a fork copies where it is first touched: 5 ms of a plugin's
+code, where a process of its own pays 2 ms once. A
 ratio is the median over the rounds of one round's plain by its accelerated fit. Rounds go over all models and lengths,
 so that a busy minute of the machine hits none in all of them. On a machine where others compute, ask for one thread:
 two that wait for each other measure the others. The whole takes about 20 minutes on two cores, half of that for 1,000
@@ -63,6 +65,9 @@ def fits(name: str, steps: int, settings: dict[str, Any] | None, times: int, thr
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # what the console is told
     _fit(name, 2, None, folder)
+    other = "mlp" if name != "mlp" else "lstm"
+    for warming in ({"tune": "off"}, {}):
+        _fit(other, 2, warming, folder / "other")
     return [_fit(name, steps, settings, folder) for _ in range(times)]
 
 

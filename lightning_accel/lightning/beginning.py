@@ -316,7 +316,8 @@ class Beginning:
         costs = sorted((steps * step_s, name) for name, steps in run.engine.trial_steps.items())
         now = ever = 0.0
         left_out, is_early = {}, purse.done < min(_WAIT * purse.steps, _WAIT_STEPS)
-        to_come_s = purse.total_s - sum(purse.spent_s.values())
+        # What is tried has to be judged, too, by turns of which some are slower.
+        to_come_s = purse.total_s - sum(purse.spent_s.values()) - _LEAST_TURNS * step_s * purse.steps_a_turn
         for cost_s, name in costs:
             ever += cost_s
             if ever > to_come_s:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_accel.assembly import surroundings_for
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, leave_page_of_evaluation
+from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
@@ -38,6 +39,8 @@ from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning.verdicts import Program
+
+_LOOK = 0.01  # of a turn, which a look before every switch may take
 
 
 class RunPrecision(Protocol):
@@ -118,6 +121,7 @@ class Run:
         self._hooks = PatchSet()
         self._around_steps = PatchSet()  # what a step that runs as the user wrote it does without
         self._is_bare = False  # the step under way is without
+        self._switches, self._look_s = 0, 0.0  # what the latest look for what outlives a step took
 
     def _make_engine(self, host: Host) -> Engine:
         trainer, kept = self._module.trainer, self._kept
@@ -325,8 +329,12 @@ class Run:
             is_plain: Whether it runs as the user wrote it. Then nothing of ours stands around it, or what the plan
                 gains would be measured from a plain run that is slower than the user's.
         """
-        if self._edges is not None:
+        if self._edges is not None and self._may_look():
+            began = seconds()
             self._edges.mend()
+            self._look_s = seconds() - began
+            if self._purse is not None:
+                self._purse.pay("looking for what outlives a step", self._look_s)
         if self._purse is None or may_lack_memory(self._module.trainer.strategy.root_device):
             return
         self._is_bare = is_plain
@@ -334,6 +342,12 @@ class Run:
             self._around_steps.undo()
         else:
             self._around_steps.apply()
+
+    def _may_look(self) -> bool:
+        """Whether to look for what a step has left before the next switch: of small steps ever more rarely."""
+        self._switches += 1
+        turn_s = None if self._purse is None else self._purse.turn_s
+        return turn_s is None or self._look_s <= _LOOK * turn_s or self._switches.bit_count() == 1
 
     def _can_repeat_step(self) -> bool:
         return self.net is not None and self.net.can_repeat

@@ -205,7 +205,8 @@ class Questions:
 
     def _is_worth_asking(self, arm: Arm, original: Choices, candidate: Choices) -> bool:
         # An audit may follow, which takes as long at least.
-        if self._allowance <= 0 or self._left < 2 * self._least_turns(original, candidate):
+        least = 0.0 if self._purse is None else 1.0  # turns, which a question may cost before its answer is known
+        if self._allowance <= least or self._left < 2 * self._least_turns(original, candidate):
             return False
         if not self._setups.is_affordable(arm, self._allowance, self._latest):
             return False

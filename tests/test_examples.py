@@ -157,12 +157,10 @@ def test_the_configuration_trains_and_its_scalars_are_there(monkeypatch: pytest.
     digits_cli.main()
     events = EventAccumulator("lightning_logs/digits/version_0")
     events.Reload()
-    for name in ("samples_per_sec", "steps_per_sec", "step_ms_p50", "step_ms_p95", "data_wait_frac"):
+    for name in ("samples_per_sec", "steps_per_sec", "step_ms_p50", "step_ms_p95"):
         values = [scalar.value for scalar in events.Scalars(f"accel/{name}")]
         assert len(values) in (1, 2), name  # two epochs within a second are told together
         assert all(value >= 0 for value in values)
-    for name in ("peak_memory_mib", "host_rss_mib"):
-        assert all(scalar.value > 50 for scalar in events.Scalars(f"accel/{name}"))
     assert len(events.Scalars("val/accuracy")) == 2
 
 

@@ -73,6 +73,11 @@ class Purse:
         """What there will have been to spend when the run ends; 0.0 while no step is over."""
         return SHARE * self.steps * self.step_s if self.step_s else 0.0
 
+    @property
+    def to_come_s(self) -> float:
+        """What there will be to spend until the run ends, beyond what was spent."""
+        return self.total_s - sum(self.spent_s.values())
+
     def can_pay(self, seconds: float) -> bool:
         """Whether there is as much."""
         return seconds <= self.left_s

@@ -295,8 +295,7 @@ class Beginning:
             if self._ends_with_nothing(turns):
                 return False
             is_proven = tuning is not None and tuning.is_proven
-            to_come_s = purse.total_s - sum(purse.spent_s.values())
-            if purse.turn_s is not None and to_come_s < _LEAST_TURNS * purse.turn_s:
+            if purse.turn_s is not None and purse.to_come_s < _LEAST_TURNS * purse.turn_s:
                 self._is_short = self._is_short or f"the run is too short: {turns:.0f} steps"
             if self._is_short and not (is_proven or self._kept.put_on):
                 self._end(self._is_short)
@@ -317,7 +316,7 @@ class Beginning:
         now = ever = 0.0
         left_out, is_early = {}, purse.done < min(_WAIT * purse.steps, _WAIT_STEPS)
         # What is tried has to be judged, too, by turns of which some are slower.
-        to_come_s = purse.total_s - sum(purse.spent_s.values()) - _LEAST_TURNS * step_s * purse.steps_a_turn
+        to_come_s = purse.to_come_s - _LEAST_TURNS * step_s * purse.steps_a_turn
         for cost_s, name in costs:
             ever += cost_s
             if ever > to_come_s:

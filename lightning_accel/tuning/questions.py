@@ -115,8 +115,7 @@ class Questions:
         """Whether the run cannot afford a question yet, and will be able to."""
         if self._purse is None or self._purse.turn_s is None or self._allowance >= 1:
             return False
-        to_come_s = self._purse.total_s - sum(self._purse.spent_s.values())
-        return to_come_s > self._purse.turn_s and self._left > 2 * MIN_TURNS
+        return self._purse.to_come_s > self._purse.turn_s and self._left > 2 * MIN_TURNS
 
     def _spend(self, turns: float) -> None:
         turns = max(0.0, turns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import yaml
 from typing_extensions import Self
 
 from lightning_accel.arguments import Arguments
@@ -68,8 +69,23 @@ class Planned(Arguments):
         """Adds a line to the report of the run that is under way."""
         self._reports.running.note(line)
 
-    def __repr__(self) -> str:
-        """As it would be written: with the settings that are not the default ones."""
+    def given(self) -> dict[str, Any]:
+        """The settings that are not the default ones."""
         defaults = vars(Plan())
-        given = {n: value for n, value in vars(self.plan).items() if n == "precision" or value != defaults[n]}
+        return {name: value for name, value in vars(self.plan).items() if value != defaults[name]}
+
+    def __repr__(self) -> str:
+        """As it would be written."""
+        given = {"precision": self.plan.precision, **self.given()}
         return f"{type(self).__name__}({', '.join(f'{setting}={value!r}' for setting, value in given.items())})"
+
+
+def _in_yaml(dumper: yaml.Dumper, plugin: Planned) -> yaml.Node:
+    """As Lightning's command line has it. Libraries have loggers write what a Trainer was given, for every fit."""
+    kind = type(plugin)
+    values = plugin.plan.to_dict()
+    given = {name: values[name] for name in plugin.given()}
+    return dumper.represent_data({"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": given})
+
+
+yaml.add_multi_representer(Planned, _in_yaml)

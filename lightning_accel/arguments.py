@@ -10,7 +10,7 @@ import inspect
 from typing import Any, Literal
 
 from lightning_accel.core.checks import nearest
-from lightning_accel.techniques.registry import declarations, documented, on_change
+from lightning_accel.techniques.registry import RUN_SETTINGS, declarations, documented, on_change
 
 
 class RunSettings:
@@ -46,7 +46,7 @@ class Arguments:
     """Takes the settings as keyword arguments, for a class on top of it."""
 
     def __init__(self, **settings: Any) -> None:
-        known = list(arguments())
+        known = [*declarations(), *RUN_SETTINGS]
         for name in settings:
             if name not in known:  # as Python says it, and what may have been meant
                 message = f"{type(self).__name__}() got an unexpected keyword argument {name!r}"

@@ -117,4 +117,6 @@ class Plan(Arguments, Values):
         return self
 
     def __deepcopy__(self, memo: Any) -> Plan:
-        return Plan(**copy.deepcopy(vars(self), memo))
+        copied = Plan.__new__(Plan)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied

@@ -35,6 +35,7 @@ class Purse:
         done: How many of them are over.
         steps_a_turn: How many of them there are from one step of the optimizer to the next.
         spent_s: What was paid for → seconds.
+        earned_s: What steps have taken less than plain ones, by what was paid for; it may be spent again.
     """
 
     def __init__(self, clock: Callable[[], float] = seconds) -> None:
@@ -42,6 +43,7 @@ class Purse:
         self.done = 0
         self.steps_a_turn = 1
         self.spent_s: defaultdict[str, float] = defaultdict(float)
+        self.earned_s = 0.0
         self._clock = clock
         self._plain_s: list[float] = []
         self._payer: list[float] = []  # what those who pay within another's payment have paid, one for each of these
@@ -59,7 +61,7 @@ class Purse:
     @property
     def left_s(self) -> float:
         """What there is left to spend now."""
-        spent = sum(self.spent_s.values())
+        spent = sum(self.spent_s.values()) - self.earned_s
         step_s = self.step_s
         if step_s is None:
             return BEFORE_FIRST_STEP_S - spent
@@ -76,7 +78,7 @@ class Purse:
     @property
     def to_come_s(self) -> float:
         """What there will be to spend until the run ends, beyond what was spent."""
-        return self.total_s - sum(self.spent_s.values())
+        return self.total_s + self.earned_s - sum(self.spent_s.values())
 
     def can_pay(self, seconds: float) -> bool:
         """Whether there is as much."""
@@ -90,6 +92,10 @@ class Purse:
     def pay(self, what: str, seconds: float) -> None:
         """Takes out what something has cost."""
         self.spent_s[what] += seconds
+
+    def earn(self, seconds: float) -> None:
+        """Puts in what faster steps have saved: whoever has it to lose is not slower than plain."""
+        self.earned_s += seconds
 
     @contextmanager
     def paying(self, what: str) -> Iterator[None]:

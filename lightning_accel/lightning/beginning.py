@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_accel.core.clocks import seconds
 from lightning_accel.core.compiled import is_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.out_of_memory import is_out_of_memory
-from lightning_accel.core.purse import TRIALS, Purse
+from lightning_accel.core.purse import SHARE, TRIALS, Purse
 from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.lightning.feeding import takes_loader
@@ -44,7 +44,7 @@ PLAIN_STEPS = 3
 """That are timed at least; the first one fills caches, and does not count."""
 
 _SURE_STEPS = 15  # by which what a step takes is known; a GPU's first ones are over before they are done
-_LEAST_TURNS = 3.0  # that a run may pay for slower arms: fewer show nothing
+_LEAST_TURNS = 0.7  # that a run may pay for slower arms: fewer show nothing
 # A run waits so long at most until it can pay for all that it will be able to pay for.
 _WAIT, _WAIT_STEPS = 0.1, 300  # of the run, and steps
 _SAID_S = 1.0  # trials that take longer are announced
@@ -56,15 +56,15 @@ class Met:
     """What this process knows of a program that it has trained before.
 
     Attributes:
-        held: What its module held before its first step, in words.
+        held: What its module held before its first step, in words, and the shapes of its first batch.
         step_s: What a plain step took.
-        opening_s: What it took to put the plan to work.
+        opening_s: What it took to put the plan to work; 0.0: the run was over before.
         tuning: What live trials have settled.
     """
 
-    held: str
+    held: tuple[str, Any]
     step_s: float
-    opening_s: float
+    opening_s: float = 0.0
     tuning: Tuning | None = None
 
 
@@ -107,6 +107,7 @@ class Beginning:
         make_run: Makes what puts the plan to work.
         start: Has it go to work: told which techniques are left out, and why, and of the program.
         stay_plain: Told that the whole run stays as the user wrote it, and why.
+        wins_untried: Whether there is something to win that needs no trial of its own: a precision of our choice.
     """
 
     def __init__(
@@ -119,6 +120,8 @@ class Beginning:
         make_run: Callable[[], Run],
         start: Callable[[Run, Mapping[str, str], Program | None], None],
         stay_plain: Callable[[str], None],
+        *,
+        wins_untried: bool,
     ) -> None:
         self._module, self._host, self._plan, self._kept, self._purse = module, host, plan, kept, purse
         self._make_run, self._start, self._stay_plain = make_run, start, stay_plain
@@ -139,6 +142,8 @@ class Beginning:
         self._compiling_ms = compiling_ms()
         self._is_short = ""  # too short for trials, and why
         self._is_open = False  # the program and its sites were looked at
+        self._wins_untried = wins_untried
+        self._owed_s = 0.0  # what it takes to try the techniques that were left out
         self.is_over = False
 
     @property
@@ -181,17 +186,22 @@ class Beginning:
 
     def batch(self, batch: Any) -> None:
         """Told of every batch that is about to be trained on, before its step."""
+        if self.is_over:
+            self._purse.done += 1
+            return
         if self._searches.are_running():
             self._began = None
             return
         self._take_time()
-        if not (self.is_over or (self._run is not None and self._run.is_started)):
-            self._purse.steps_a_turn = max(1, self._trainer.accumulate_grad_batches)
-            if self._purse.done == 0:
-                self._meet(batch)
-            # Edits come between two steps of the optimizer, as switches do.
-            begins_turn = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready % self._purse.steps_a_turn == 0
-            if not self.is_over and begins_turn and (self._cycles >= PLAIN_STEPS or self._is_known()):
+        self._purse.steps_a_turn = max(1, self._trainer.accumulate_grad_batches)
+        if self._purse.done == 0:
+            self._meet(batch)
+        # Edits come between two steps of the optimizer, as switches do.
+        begins_turn = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready % self._purse.steps_a_turn == 0
+        if begins_turn and not self.is_over:
+            if self._run is not None and self._run.is_started:
+                self._try_the_rest(self._run)
+            elif self._cycles >= PLAIN_STEPS or self._is_known():
                 self._consider()
         self._purse.done += 1
         self._began = seconds()
@@ -219,18 +229,30 @@ class Beginning:
         with self._purse.paying("setting up"), contextlib.suppress(Exception):  # of objects of any library's
             tensors = [tensor for tensor in tensors_in(batch) if not tensor.is_nested]
             self._first = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
-            self._signature = _signature(self._module, self._plan, self._first)
+            self._signature = _signature(self._module, self._plan)
             met = _met.get(self._signature)
-            if met is not None or turns > PLAIN_STEPS:
+            opening_s = self._opening_s if met is None else met.opening_s or self._opening_s
+            # This one's batches may be larger.
+            if met is not None and 2 * SHARE * self._purse.steps * met.step_s < opening_s:
+                self._is_short = self._is_short or f"the run is too short: {turns:.0f} steps"
+                self._purse.step_took(met.step_s)
+                self._end(self._is_short)
+            elif met is not None or turns > PLAIN_STEPS:
                 self._held = described(self._module)
+        if self.is_over:
+            return
         met = _met.get(self._signature)
-        if met is not None and met.held == self._held:
+        if met is not None and met.held == self._whole:
             self._purse.step_took(met.step_s)
             self._met_tuning = copy.deepcopy(met.tuning)
             if not self._ends_with_nothing(turns) and self._purse.can_pay(met.opening_s):
                 self._cycles = PLAIN_STEPS
         else:
             self._ends_with_nothing(turns)
+
+    @property
+    def _whole(self) -> tuple[str, Any]:
+        return self._held, tuple((tensor.shape, tensor.dtype) for tensor in self._first)
 
     def _tuning(self) -> Tuning | None:
         """What an earlier run has settled: of this module, of this program, or of one that looks like it."""
@@ -250,6 +272,8 @@ class Beginning:
 
     def _consider(self) -> None:
         purse = self._purse
+        if self._owed_s and not purse.can_pay(self._owed_s + self._opening_s):
+            return
         if not self._is_open:
             opening_s = self._opening_s
             if not (self._kept.put_on or purse.can_pay(opening_s)):
@@ -263,14 +287,40 @@ class Beginning:
         left_out = self._left_out(self._run)
         if left_out is None:
             return
+        self._go_to_work(self._run, left_out)
+
+    def _go_to_work(self, run: Run, left_out: Mapping[str, str]) -> None:
+        purse = self._purse
         with purse.paying("setting up"):
-            self._say(self._run, left_out)
-            self._start(self._run, left_out, self._program)
-            if self._run.live is not None:
-                self._run.live.recall(self._known, self._met_tuning)
+            self._say(run, left_out)
+            self._start(run, left_out, self._program)
+            if run.live is not None:
+                run.live.recall(self._known, self._met_tuning)
         self._is_charged = True
         if self._signature is not None and purse.step_s is not None:
-            _met[self._signature] = Met(self._held, purse.step_s, purse.spent_s["setting up"], self._tuning())
+            _met[self._signature] = Met(self._whole, purse.step_s, purse.spent_s["setting up"], self._tuning())
+
+    def _try_the_rest(self, run: Run) -> None:
+        """Begins again with what could not be paid for at first, once faster steps have earned as much."""
+        if not self._owed_s or not self._purse.can_pay(self._owed_s + self._opening_s):
+            return
+        if turns_left(self._trainer) < MIN_TURNS:
+            self._owed_s = 0.0
+            return
+        settled = None if run.live is None else run.live.settled
+        run.close()
+        self._kept.tuning, self._met_tuning = None, settled or self._met_tuning
+        self._run = self._make_run()
+        left_out = self._left_out(self._run)
+        self._go_to_work(self._run, left_out or {})
+
+    def goes_on(self) -> bool:
+        """Told that nothing has won of what was tried; whether it waits until the run can pay for the rest."""
+        can_ever = self._owed_s + self._opening_s <= self._purse.to_come_s
+        if not (self._wins_untried and self._owed_s and can_ever):
+            return False
+        self._kept.tuning, self._run, self._is_open, self._wins_untried = None, None, False, False
+        return True
 
     @functools.cached_property
     def _opening_s(self) -> float:
@@ -279,15 +329,15 @@ class Beginning:
         What is compiled is compiled once more, for another number format.
         """
         modules = list(self._module.modules())
-        first_s = 0.0 if _met else 0.02  # in a process: what is imported, and measured once
+        is_first = not any(met.opening_s for met in _met.values())  # what is imported, and measured once in a process
         compiling_s = (compiling_ms() - self._compiling_ms) / 1e3 if any(map(is_compiled, modules)) else 0.0
-        return first_s + 0.012 + 0.0002 * len(modules) + compiling_s
+        return 0.02 * is_first + 0.012 + 0.0002 * len(modules) + compiling_s
 
     def _open(self) -> bool:
         """Looks at the program and its sites; whether there may be something to win."""
         purse = self._purse
         with purse.paying("setting up"):
-            if not self._is_known():
+            if self._program is None and not self._is_known():
                 if self._held:
                     self._program = program_of(self._trainer, self._first, self._host, repr(self._plan), self._held)
                 self._known = None if self._program is None else verdicts.recall(self._program)
@@ -308,25 +358,25 @@ class Beginning:
         return True
 
     def _left_out(self, run: Run) -> dict[str, str] | None:
-        """The techniques whose trials the run cannot pay, and why; None: it will be able to pay for more soon."""
+        """The techniques whose trials the run cannot pay now, and why; None: it will soon be able to pay for more."""
         purse, step_s = self._purse, self._purse.step_s
         if step_s is None:  # a resumed run: its decisions hold
             return {}
         costs = sorted((steps * step_s, name) for name, steps in run.engine.trial_steps.items())
-        now = ever = 0.0
-        left_out, is_early = {}, purse.done < min(_WAIT * purse.steps, _WAIT_STEPS)
+        is_early = purse.done < min(_WAIT * purse.steps, _WAIT_STEPS) and not self._wins_untried
         # What is tried has to be judged, too, by turns of which some are slower.
         to_come_s = purse.to_come_s - _LEAST_TURNS * step_s * purse.steps_a_turn
+        now = ever = self._owed_s = 0.0
+        left_out = {}
         for cost_s, name in costs:
             ever += cost_s
-            if ever > to_come_s:
-                left_out[name] = f"not tried: it would take about {cost_s:.2g} s, more than this run can pay"
+            if purse.can_pay(now + cost_s):
+                now += cost_s
                 continue
-            now += cost_s
-            if not purse.can_pay(now):
-                if is_early:
-                    return None
-                left_out[name] = f"not tried: it would take about {cost_s:.2g} s, more than this run can pay by now"
+            if is_early and ever <= to_come_s:
+                return None
+            left_out[name] = f"not tried: it would take about {cost_s:.2g} s, more than this run can pay"
+            self._owed_s += cost_s
         return left_out
 
     def _say(self, run: Run, left_out: Mapping[str, str]) -> None:
@@ -341,8 +391,10 @@ class Beginning:
         self._stay_plain(reason)
 
     def close(self) -> None:
-        """Keeps, for the next fit of this program, what live trials have settled."""
-        met = _met.get(self._signature)
+        """Keeps, for the next fit of this program, what live trials have settled, and what a step took."""
+        met, step_s = _met.get(self._signature), self._purse.step_s
+        if met is None and self._signature is not None and step_s is not None:
+            _met[self._signature] = Met(self._whole, step_s)
         if met is not None and self._run is not None and self._run.live is not None:
             met.tuning = copy.deepcopy(self._run.live.settled) or met.tuning
         self._run, self.is_over = None, True
@@ -352,12 +404,12 @@ def _is_rehearsal(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run or trainer.overfit_batches)  # type: ignore[attr-defined]
 
 
-def _signature(module: LightningModule, plan: Plan, batch: Sequence[Tensor]) -> Any:
-    """What tells a program from others of this process, for nearly nothing: classes, parameters, batch, plan."""
+def _signature(module: LightningModule, plan: Plan) -> Any:
+    """What tells a program from others of this process, for nearly nothing: classes, parameters, plan."""
     if len(_met) > _MOST_MET:
         _met.clear()
     kinds = tuple(type(part) for part in module.modules())
     shapes = tuple((p.shape, p.dtype) for p in module.parameters() if not torch.nn.parameter.is_lazy(p))
     trainer = module.trainer
     terms = torch.get_num_threads(), module.device, type(trainer.strategy), trainer.accumulate_grad_batches
-    return kinds, shapes, tuple((t.shape, t.dtype) for t in batch), terms, plan
+    return kinds, shapes, terms, plan

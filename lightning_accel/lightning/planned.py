@@ -7,9 +7,10 @@ from typing import Any
 import yaml
 from typing_extensions import Self
 
-from lightning_accel.arguments import Arguments
+from lightning_accel.arguments import Arguments, RunSettings
 from lightning_accel.core.report import Report
 from lightning_accel.settings import Plan
+from lightning_accel.techniques.registry import declarations
 
 
 class Reports:
@@ -71,8 +72,12 @@ class Planned(Arguments):
 
     def given(self) -> dict[str, Any]:
         """The settings that are not the default ones."""
-        defaults = vars(Plan())
-        return {name: value for name, value in vars(self.plan).items() if value != defaults[name]}
+        declared = declarations()
+
+        def is_default(name: str, value: Any) -> bool:
+            return declared[name].is_default(value) if name in declared else value == getattr(RunSettings, name)
+
+        return {name: value for name, value in vars(self.plan).items() if not is_default(name, value)}
 
     def __repr__(self) -> str:
         """As it would be written."""

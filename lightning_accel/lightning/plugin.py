@@ -116,7 +116,9 @@ class AccelPlugin(Planned, AutocastingPrecision):
             self._stay_plain("no fit has shown that it is faster")
             return module
         assert self.purse is not None
-        self._beginning = Beginning(module, host, self.plan, self._kept, self.purse, make_run, start, self._stay_plain)
+        wins_untried = self.plan.precision == "auto" and precision != "32-true"
+        terms = module, host, self.plan, self._kept, self.purse
+        self._beginning = Beginning(*terms, make_run, start, self._stay_plain, wins_untried=wins_untried)
         if may_lack_memory(trainer.strategy.root_device):
             self._run = make_run()
             self._run.guard()
@@ -167,12 +169,12 @@ class AccelPlugin(Planned, AutocastingPrecision):
 
     def _retire(self, run: Run) -> None:
         """Has the rest of the run be the user's own: nothing was faster."""
-        if self._beginning is not None:
-            self._beginning.close()
         run.close()
         self._run = None
         if self.plan.precision == "auto":
             self._set_precision("32-true")
+        if self._beginning is not None and not self._beginning.goes_on():
+            self._beginning.close()
 
     def _end_beginning(self) -> None:
         if self._beginning is None:

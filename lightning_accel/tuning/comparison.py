@@ -132,6 +132,7 @@ class Comparison:
         self._halves: dict[int, tuple[list[float | None], list[float | None]]] = {}
         self._uncounted: list[float] = []  # of the candidate
         self._excess: list[float] = []  # of its turns over a plain one, in these
+        self._charged = 0.0
         self._schedule = self._turns()
         self._peaks: dict[int, int] = {}
         self._looks = [0, 0]  # at them, of each side
@@ -199,6 +200,12 @@ class Comparison:
     def cost(self) -> float:
         """What the candidate has cost, in turns of a plain run."""
         return sum(self._excess)
+
+    def charge(self) -> float:
+        """What that has become more by since it was last charged; less than 0: the candidate is faster than plain."""
+        more = self.cost - self._charged
+        self._charged += more
+        return more
 
     @property
     def gain_s(self) -> float:

@@ -45,6 +45,7 @@ _MIN_PAIRS = 14  # that can prove anything, a bad pair among them
 _WHOLE_SHARE, _ARM_SHARE = 0.25, 0.1  # of the turns left, that a comparison may take
 _PROMISING_SHARE = 0.5  # the same while it is about to be won
 _CANNOT_STAY = ("out of memory", "raised an error", "needs more memory")  # whatever it may gain
+_LEAST_ALLOWANCE = 0.3  # turns
 _LEAST_GAIN = 0.02  # of a step: what could gain less is not asked
 
 
@@ -118,10 +119,14 @@ class Questions:
         return self._purse.to_come_s > self._purse.turn_s and self._left > 2 * MIN_TURNS
 
     def _spend(self, turns: float) -> None:
-        turns = max(0.0, turns)
+        """Books what turns have taken more than plain ones; less than nothing was won, and may be spent again."""
         self._own_allowance -= turns
-        if self._purse is not None and self._purse.turn_s is not None:
+        if self._purse is None or self._purse.turn_s is None:
+            return
+        if turns > 0:
             self._purse.pay("slower ways on trial", turns * self._purse.turn_s)
+        else:
+            self._purse.earn(-turns * self._purse.turn_s)
 
     def _all_questions(self, is_trusted: bool) -> Course:
         """Yields one comparison after the other, is sent how each ended, and yields None while there is none."""
@@ -130,7 +135,8 @@ class Questions:
         if self._arms and self._left >= least_turns and not is_trusted:
             yield from self._settled_by(self._later_questions() if tuning.is_settled else self._first_questions())
         elif not (tuning.is_settled or is_trusted):
-            self._hold({name: choice for name, choice in tuning.choices.items() if not self._arms[name].starts_off})
+            is_asked = self._purse is None  # else what no steps can prove is not to stay
+            self._hold({n: choice for n, choice in tuning.choices.items() if is_asked and not self._arms[n].starts_off})
         while True:
             yield from self._watch()
 
@@ -275,6 +281,7 @@ class Questions:
     def _note_settled(self, seconds: float | None) -> None:
         if seconds is None:
             return
+        self._spend(1 / self._sure_gain - 1)
         self._latest.append(seconds)
         if self._settled_s is None and len(self._latest) == LATEST:
             self._settled_s = statistics.median(self._latest)
@@ -305,8 +312,8 @@ class Questions:
             test=test,
             max_pairs=max_pairs,
             most_pairs=most_pairs,
-            # Half of it, as an audit may follow; but a turn at least, or a single hiccup would decide.
-            allowance=max(1.0 if self._purse is not None else 0.0, self._allowance / 2),
+            # Half of it, as an audit may follow; but some of a turn, or a single hiccup would decide.
+            allowance=max(_LEAST_ALLOWANCE if self._purse is not None else 0.0, self._allowance / 2),
             original_gain=self._gain() if original else 1.0,
             has_setup=self._setups.pending_in(candidate),
         )
@@ -328,6 +335,11 @@ class Questions:
         """How many times as fast as a plain run what holds is, as far as known."""
         whole = self.tuning.whole
         return max(1.0, whole.interval.ratio) if whole is not None and self.tuning.choices else 1.0
+
+    @property
+    def _sure_gain(self) -> float:
+        """The same, at least."""
+        return max(1.0, self.tuning.whole.interval.low) if self.tuning.whole and self.tuning.is_proven else 1.0
 
     def _hold(self, choices: Choices, whole: Result | None = None) -> None:
         self.tuning.choices = {name: choice for name, choice in choices.items() if name not in self._setups.lost}

@@ -184,13 +184,13 @@ class LiveTrials(Questions):
             elif not self.tuning.is_settled and seconds is not None:
                 self._latest.append(seconds)
             if asking is not None and asking is self._comparison and asking.took(turn, seconds):
+                self._spend(asking.charge())
                 self._conclude()
 
     def _conclude(self) -> None:
         assert self._comparison is not None
         result = self._comparison.result()
         if result is not None:
-            self._spend(self._comparison.cost)
             self._setups.note_gain(result, self._comparison.gain_s)
             self._advance(result)
 

@@ -93,14 +93,14 @@ class Engine:
         if begins:
             self.begin()
 
-    @property
-    def trial_steps(self) -> dict[str, float]:
-        """What the trials to come will take, in steps of the run, about: by technique, those without one left out."""
-        return {
-            one.name: one.trial_steps
+    def costs_s(self, step_s: float) -> dict[str, float]:
+        """What techniques will take at first, in seconds, about, where a step takes so long; only those that do."""
+        costs = {
+            one.name: one.setup_s + step_s * (one.trial_steps if one.name not in self.decisions else 0.0)
             for one in self._techniques
-            if one.trial_steps and one.name not in self.decisions and len(self._edits.on_model[one.name])
+            if len(self._edits.on_model[one.name])
         }
+        return {name: cost_s for name, cost_s in costs.items() if cost_s}
 
     def begin(self, left_out: Mapping[str, str] | None = None) -> None:
         """Has the techniques go to work: those that are not tried from now on, the others with the next step.

@@ -362,7 +362,7 @@ class Beginning:
         purse, step_s = self._purse, self._purse.step_s
         if step_s is None:  # a resumed run: its decisions hold
             return {}
-        costs = sorted((steps * step_s, name) for name, steps in run.engine.trial_steps.items())
+        costs = sorted((cost_s, name) for name, cost_s in run.engine.costs_s(step_s).items())
         is_early = purse.done < min(_WAIT * purse.steps, _WAIT_STEPS) and not self._wins_untried
         # What is tried has to be judged, too, by turns of which some are slower.
         to_come_s = purse.to_come_s - _LEAST_TURNS * step_s * purse.steps_a_turn
@@ -381,10 +381,11 @@ class Beginning:
 
     def _say(self, run: Run, left_out: Mapping[str, str]) -> None:
         """Announces trials that the user will notice."""
-        steps = {name: each for name, each in run.engine.trial_steps.items() if name not in left_out}
-        seconds = sum(steps.values()) * (self._purse.step_s or 0.0)
-        if seconds > _SAID_S:
-            rank_zero_info(f"lightning-accel: trying {', '.join(steps)} on this step, about {seconds:.0f} s")
+        costs = run.engine.costs_s(self._purse.step_s or 0.0)
+        tried = {name: cost_s for name, cost_s in costs.items() if name not in left_out}
+        if sum(tried.values()) > _SAID_S:
+            took = f"{sum(tried.values()):.0f} s"
+            rank_zero_info(f"lightning-accel: trying {', '.join(tried)} on this step, about {took}")
 
     def _end(self, reason: str) -> None:
         self.is_over = True

@@ -159,6 +159,11 @@ class Technique:
     agree: Callable[[Any], Any] | None = None
     purse: Purse | None = None
 
+    @property
+    def setup_s(self) -> float:
+        """What it takes to be had on its sites, beside its trial, in seconds, about."""
+        return 0.0
+
     @classmethod
     def planned(cls, settings: Any, surroundings: Surroundings) -> Self | None:
         """The technique as a plan asks for it, and never for what is off; None: another one does its work."""

@@ -14,11 +14,13 @@ from typing_extensions import Self, override
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
 from lightning_accel.techniques.flash_attention.dispatch import Dispatch, Judge
 from lightning_accel.techniques.flash_attention.finder import find_sites
+from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from lightning_accel.techniques.flash_attention.huggingface import model_switches
 from lightning_accel.techniques.flash_attention.rehearsal import WatchedBackend
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
@@ -27,6 +29,7 @@ from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 
 _CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes
+_FIRST_CAPTURE_S, _CAPTURE_S = 0.5, 0.1  # what Dynamo takes, in a process and for every function
 _LATE = "not called on the first step, or only by a compiler, to which the original is left: tried when it is called"
 
 
@@ -118,6 +121,13 @@ class FlashAttention(Technique):
         if self._dispatches:
             limit = max(torch.compiler.config.recompile_limit, _CAPTURES)
             self._settings.enter_context(torch.compiler.config.patch(recompile_limit=limit))  # type: ignore[attr-defined]
+
+    @property
+    @override
+    def setup_s(self) -> float:
+        sites = (dispatch.attention for dispatch in self._dispatches.values())
+        forwards = {type(site.module).forward for site in sites if isinstance(site, HandWrittenSite)}
+        return _CAPTURE_S * len(forwards) + (_FIRST_CAPTURE_S if forwards and not compiling_ms() else 0.0)
 
     def _complain(self, lack: str) -> None:
         if self._plan.backend != "auto":

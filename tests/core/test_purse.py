@@ -51,6 +51,13 @@ def test_a_step_takes_the_median_of_the_latest() -> None:
     assert purse.step_s == 1.0
 
 
+def test_what_faster_steps_have_saved_may_be_spent_again() -> None:
+    purse = purse_of(100)
+    purse.earn(3.0)
+    assert purse.can_pay(5.0)
+    assert purse.spent_s == {}
+
+
 def test_what_was_paid_is_no_longer_there() -> None:
     purse = purse_of(100)
     purse.pay("trials", 1.5)

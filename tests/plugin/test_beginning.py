@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_accel import AccelPlugin
 from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.lightning import beginning
+from lightning_accel.lightning import plugin as plugin_module
 from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.techniques.notes import Verdict
 from support.live_runs import BATCH_SIZE, OTHERS_OFF, SimulatedTime, Speed, Timed, batches, fit, simulated
@@ -195,6 +196,66 @@ def test_a_trial_that_is_too_dear_for_the_first_100_steps_waits(
     assert 160 <= tried.tried_at[0] <= 170
 
 
+# -- what earns -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def has_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which bfloat16 is to be tried: what is to be won without a trial of parts."""
+    monkeypatch.setattr(plugin_module, "resolve_precision", lambda *_: ("bf16-mixed", "as this machine has it"))
+
+
+class InTwo(Beginner):
+    """Bfloat16 makes its steps so many times as fast, too."""
+
+    in_bfloat16 = 1.5
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.time.advance(10 / (self.in_bfloat16 if torch.is_autocast_enabled("cpu") else 1.0) - 10)
+        return super().training_step(batch, batch_idx)
+
+
+AUTO = {"precision": "auto"}
+
+
+def test_what_the_run_could_not_pay_is_tried_once_faster_steps_have_earned_it(
+    tried: type[Tried], has_precision: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tried, "trial_steps", 9.0)  # 2% of 400 steps are 8
+    with begun(1.3) as time:
+        tried.time = time
+        model = InTwo(time)
+        plugin = fit(model, 400, accel=AUTO)
+    assert len(tried.tried_at) == 1
+    assert model.seen[-50:].count("on") > 40
+    assert plugin.purse.earned_s > 0
+
+
+def test_it_is_not_tried_where_nothing_was_earned(
+    tried: type[Tried], has_precision: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tried, "trial_steps", 9.0)
+    monkeypatch.setattr(InTwo, "in_bfloat16", 0.8)
+    with begun(1.3) as time:
+        tried.time = time
+        fit(InTwo(time), 400, accel=AUTO)
+        assert time.now_ms < 1.02 * 400 * 10
+    assert not tried.tried_at
+
+
+def test_where_nothing_was_earned_it_waits_until_the_run_can_pay(
+    tried: type[Tried], has_precision: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tried, "trial_steps", 8.0)  # 5% of 100 steps are 5
+    monkeypatch.setattr(InTwo, "in_bfloat16", 0.8)
+    with begun(1.3) as time:
+        tried.time = time
+        model = InTwo(time)
+        fit(model, 3_000, accel=AUTO)
+    assert len(tried.tried_at) == 1
+    assert model.seen[-100:].count("on") > 90
+
+
 # -- many fits of one program -----------------------------------------------------------------------------------------
 
 
@@ -220,6 +281,16 @@ def test_one_that_is_twice_as_long_looks_again() -> None:
             model = Beginner(time)
             fit(model, steps)
     assert set(model.seen) == {"plain", "on"}
+
+
+@pytest.mark.parametrize("size", [4, 5], ids=["the same", "other batches"])
+def test_the_next_of_fits_that_are_too_short_is_not_looked_at(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Any] = []
+    monkeypatch.setattr(beginning, "described", lambda module: looked_at.append(module) or "")
+    for batch_size in (4, size):
+        with begun(2.0) as time:
+            fit(Beginner(time), loader=batches(20, batch_size))
+    assert len(looked_at) == 1
 
 
 def test_a_short_fit_that_remembers_leaves_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,17 +110,11 @@ def _read(path: Path, more: str) -> Any:
 
 @dataclass(frozen=True)
 class Noted:
-    """A class as LightningCLI notes one that was chosen by ``class_path``.
+    """A class as LightningCLI notes one that was chosen by ``class_path``."""
 
-    Attributes:
-        config: The file that says so.
-        class_path: ``package.module.Class``.
-        section: What the file says of it, arguments and all.
-    """
-
-    config: Path
-    class_path: str
-    section: dict[str, Any]
+    config: Path  # the file that says so
+    class_path: str  # `package.module.Class`
+    section: dict[str, Any]  # what the file says of it, arguments and all
 
     def load(self, section: str) -> Any:
         """The class.

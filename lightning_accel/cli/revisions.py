@@ -28,13 +28,9 @@ class RevisionError(ValueError):
 
 @dataclass(frozen=True)
 class Repository:
-    """A working tree of git.
+    """A working tree of git."""
 
-    Attributes:
-        root: Its top folder.
-    """
-
-    root: Path
+    root: Path  # its top folder
 
     @classmethod
     def around(cls, folder: Path) -> Repository:

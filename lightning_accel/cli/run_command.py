@@ -55,17 +55,11 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 
 @dataclass(frozen=True)
 class Start:
-    """How a program is started.
+    """How a program is started."""
 
-    Attributes:
-        environment: The variables that are added.
-        reason: Why, or why there are none.
-        table: A line for each allocator that was measured just now.
-    """
-
-    environment: Mapping[str, str]
-    reason: str
-    table: Sequence[str] = field(default=())
+    environment: Mapping[str, str]  # the variables that are added
+    reason: str  # why, or why there are none
+    table: Sequence[str] = field(default=())  # a line for each allocator that was measured just now
 
 
 def run(given: Sequence[str]) -> int:

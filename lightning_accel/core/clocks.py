@@ -25,20 +25,14 @@ def seconds() -> float:
 
 @dataclass
 class Tally:
-    """What the steps of an epoch took.
+    """What the steps of an epoch took."""
 
-    Attributes:
-        step_ms: The working time of each step.
-        cycle_ms: Of each, working, waiting for data and the gap before it.
-        each_wait_ms: Of each, waiting for data.
-        samples: How many samples the steps trained on.
-        before_backward_ms: Of each step with a backward pass, what it took from the cycle's begin to the first one.
-    """
-
-    step_ms: array[float] = field(default_factory=lambda: array("d"))
+    step_ms: array[float] = field(default_factory=lambda: array("d"))  # the working time of each step
+    # Of each, working, waiting for data and the gap before it.
     cycle_ms: array[float] = field(default_factory=lambda: array("d"))
-    each_wait_ms: array[float] = field(default_factory=lambda: array("d"))
-    samples: int = 0
+    each_wait_ms: array[float] = field(default_factory=lambda: array("d"))  # of each, waiting for data
+    samples: int = 0  # how many samples the steps trained on
+    # Of each step with a backward pass, what it took from the cycle's begin to the first one.
     before_backward_ms: array[float] = field(default_factory=lambda: array("d"))
 
     @property

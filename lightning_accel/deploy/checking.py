@@ -32,38 +32,23 @@ from lightning_accel.deploy.shapes import (
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        fixed: The dimensions that were to be open, and are of one size.
-        at_most: Of open dimensions, those for which the original takes no more.
-        calls: On which the file computes what the original does, but for those on other numbers.
-        error: The largest relative error there.
-    """
-
-    fixed: dict[Dimension, int]
-    at_most: dict[Dimension, int]
-    calls: list[Arguments]
-    error: float
+    fixed: dict[Dimension, int]  # the dimensions that were to be open, and are of one size
+    at_most: dict[Dimension, int]  # of open dimensions, those for which the original takes no more
+    calls: list[Arguments]  # on which the file computes what the original does, but for those on other numbers
+    error: float  # the largest relative error there
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a file is held against.
+    """What a file is held against."""
 
-    Attributes:
-        original: The model.
-        arguments: The example.
-        dynamic: As asked for.
-        form: What was written.
-        judge: Says how a form is off.
-    """
-
-    original: nn.Module
-    arguments: Arguments
-    dynamic: Dynamic
-    form: Form
-    judge: Judge
+    original: nn.Module  # the model
+    arguments: Arguments  # the example
+    dynamic: Dynamic  # as asked for
+    form: Form  # what was written
+    judge: Judge  # says how a form is off
 
     def example(self) -> None:
         """Raises where the original does not take the example, or returns nothing by which a form could be checked."""

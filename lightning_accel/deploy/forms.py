@@ -36,19 +36,12 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Captured:
-    """A model that is to be written.
+    """A model that is to be written."""
 
-    Attributes:
-        model: Plain, in eval mode.
-        arguments: An example.
-        dimensions: Which of the example's may change.
-        fuses_attention: Whether the graph has attention as one operation that the model spells out.
-    """
-
-    model: nn.Module = field(repr=False)
-    arguments: Arguments
-    dimensions: list[Dimension]
-    fuses_attention: bool
+    model: nn.Module = field(repr=False)  # plain, in eval mode
+    arguments: Arguments  # an example
+    dimensions: list[Dimension]  # which of the example's may change
+    fuses_attention: bool  # whether the graph has attention as one operation that the model spells out
 
     @cached_property
     def program(self) -> ExportedProgram:

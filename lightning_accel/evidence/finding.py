@@ -20,48 +20,28 @@ WORTH = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something to be mended.
+    """Something to be mended."""
 
-    Attributes:
-        name: By which another run's is told to be the same.
-        says: What was found, with its figures.
-        action: What to do, in a line.
-        python: What to write; empty: there is no one line.
-        yaml: The same in a configuration of Lightning's command line; empty: none.
-        speedup: How many times as fast the run is predicted to be then; None: that cannot be told.
-        freed_bytes: What the peak is predicted to lose.
-        basis: What the prediction rests on.
-    """
-
-    name: str
-    says: str
-    action: str
-    python: str = ""
-    yaml: str = ""
-    speedup: float | None = None
-    freed_bytes: int = 0
-    basis: str = ""
+    name: str  # by which another run's is told to be the same
+    says: str  # what was found, with its figures
+    action: str  # what to do, in a line
+    python: str = ""  # what to write; empty: there is no one line
+    yaml: str = ""  # the same in a configuration of Lightning's command line; empty: none
+    speedup: float | None = None  # how many times as fast the run is predicted to be then; None: that cannot be told
+    freed_bytes: int = 0  # what the peak is predicted to lose
+    basis: str = ""  # what the prediction rests on
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A record, with what every finder asks for.
+    """A record, with what every finder asks for."""
 
-    Attributes:
-        record: Of a run.
-        peaks: Of its machine; None: not known.
-        parts_ms: Of the mean step that was looked at, past the beginning.
-        step_ms: Their sum.
-        typical_ms: The median step, past the beginning.
-        waited: The share of all steps past the beginning that was waiting for data.
-    """
-
-    record: Record
-    peaks: Peaks | None
-    parts_ms: dict[str, float] = field(default_factory=dict)
-    step_ms: float = 0.0
-    typical_ms: float = 0.0
-    waited: float = 0.0
+    record: Record  # of a run
+    peaks: Peaks | None  # of its machine; None: not known
+    parts_ms: dict[str, float] = field(default_factory=dict)  # of the mean step that was looked at, past the beginning
+    step_ms: float = 0.0  # their sum
+    typical_ms: float = 0.0  # the median step, past the beginning
+    waited: float = 0.0  # the share of all steps past the beginning that was waiting for data
 
     @classmethod
     def of(cls, record: Record, peaks: Peaks | None) -> Seen:

@@ -20,32 +20,20 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Piece:
-    """Steps that follow each other.
+    """Steps that follow each other."""
 
-    Attributes:
-        first: Number of the first one, about.
-        steps: How many they are.
-        ms: Of a step, in their mean.
-        samples: The same; None: not known.
-    """
-
-    first: int
-    steps: int
-    ms: float
-    samples: float | None
+    first: int  # number of the first one, about
+    steps: int  # how many they are
+    ms: float  # of a step, in their mean
+    samples: float | None  # the same; None: not known
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a run.
+    """Of a run."""
 
-    Attributes:
-        per_second: Samples of all ranks, or where these are not known steps, which ranks take together.
-        unit: ``"samples"`` or ``"steps"``.
-    """
-
-    per_second: float
-    unit: str
+    per_second: float  # samples of all ranks, or where these are not known steps, which ranks take together
+    unit: str  # `"samples"` or `"steps"`
 
     def __str__(self) -> str:
         return f"{rate(self.per_second)} {self.unit}/s"

@@ -26,16 +26,12 @@ _MOST_WORKERS = 16
 
 @dataclass(frozen=True)
 class Knob:
-    """One thing to change.
+    """One thing to change."""
 
-    Attributes:
-        name: In the report.
-        bound: How many times as fast it could make a run at most, from what is known of the best one.
-        tries: The setups, one after the other, given what is known of the best one, and that one.
-    """
-
-    name: str
+    name: str  # in the report
+    # How many times as fast it could make a run at most, from what is known of the best one.
     bound: Callable[[Facts], float]
+    # The setups, one after the other, given what is known of the best one, and that one.
     tries: Callable[[Facts, Setup], Trying]
 
 

@@ -34,23 +34,14 @@ class Watcher(Protocol):
 
 @dataclass
 class Outcome:
-    """What a search has come to.
+    """What a search has come to."""
 
-    Attributes:
-        best: The changes to make.
-        whole: All of them against the run as it is; None where that was not compared.
-        facts: Of setups that have run, by their keys.
-        results: Every comparison, in its order.
-        notes: What else there is to say.
-        is_whole: Whether everything was asked: neither time nor patience ran out.
-    """
-
-    best: Setup = _PLAIN
-    whole: Result | None = None
-    facts: dict[str, Facts] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    is_whole: bool = True
+    best: Setup = _PLAIN  # the changes to make
+    whole: Result | None = None  # all of them against the run as it is; None where that was not compared
+    facts: dict[str, Facts] = field(default_factory=dict)  # of setups that have run, by their keys
+    results: list[Result] = field(default_factory=list)  # every comparison, in its order
+    notes: list[str] = field(default_factory=list)  # what else there is to say
+    is_whole: bool = True  # whether everything was asked: neither time nor patience ran out
 
 
 class _OutOfTimeError(Exception):

@@ -57,11 +57,8 @@ class Board(ABC):
     def conclude(self, run: Session, compared: Sequence[Session], metrics: AbstractSet[str], step: int) -> None:
         """Files settings and what came of them, and puts charts in groups where it has charts.
 
-        Args:
-            run: Of the run.
-            compared: Of what its live trials compared.
-            metrics: The names of all that were logged.
-            step: The optimizer's last.
+        ``compared`` is what the run's live trials compared, ``metrics`` the names of all that were logged, ``step`` the
+        optimizer's last.
         """
 
 

@@ -39,8 +39,7 @@ class CollectivesPatch(Patch):
     DistributedDataParallel does in C++, and functional collectives, as sharded tensors call them, go by unseen, and so
     do process groups that are written in Python.
 
-    Args:
-        listeners: Who is told; may change while the edit is there.
+    Listeners may come and go while the edit is there.
     """
 
     def __init__(self, listeners: Sequence[Listener]) -> None:

@@ -87,11 +87,7 @@ class Outcome:
         return max((epoch.peak_memory_mib for epoch in self.epochs if epoch.peak_memory_mib is not None), default=None)
 
     def line(self, record: Path | None = None) -> str:
-        """All of it in a line, for the console.
-
-        Args:
-            record: The run's, if it has one.
-        """
+        """All of it in a line, for the console."""
         parts = [str(self.speed) if self.speed is not None else "speed not measured: too few steps"]
         if self.ratio is not None:
             parts.append(f"{self.ratio} over plain")
@@ -108,11 +104,7 @@ class Outcome:
         return f"{line}. Where its time went, and what to do next: lightning-accel report {record.parent.parent}"
 
     def markdown(self, record: Path | None = None) -> str:
-        """For loggers that show text.
-
-        Args:
-            record: The run's, at its end, if it has one: the text is then that of a report.
-        """
+        """For loggers that show text; with a record, at the run's end, that of a report."""
         lines = [f"**{self.line()}**"]
         if record is not None:
             lines.append(self._report_on(record))

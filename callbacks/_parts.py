@@ -32,10 +32,8 @@ class StepParts:
     What DistributedDataParallel communicates is in the backward pass. On one GPU a few steps are held back, which take
     longer by what the host takes over a step, to tell when the device waits for the host.
 
-    Args:
-        trainer: In its fit. Its strategy and its loggers are told of by an edit, until :meth:`close`.
-        clock: Its.
-        may_hold: Whether a step may take longer now, as nobody decides anything by it.
+    Strategy and loggers of the Trainer are told of by an edit, until :meth:`close`. ``may_hold`` says whether a step
+    may take longer now, as nobody decides anything by it.
 
     Attributes:
         failure: Why no step is looked at; empty: they are.

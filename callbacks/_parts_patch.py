@@ -40,9 +40,6 @@ class PartsPatch(Patch):
     All who ask share one edit, made when the first of them applies it and undone by the last: they may end in another
     order than they began, and one edit upon another's would be left behind. Without a listener it is a call more.
     Of several ranks they are also told when one waits for others.
-
-    Args:
-        trainer: Its strategy and its loggers are edited.
     """
 
     def __init__(self, trainer: Trainer) -> None:

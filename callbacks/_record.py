@@ -49,9 +49,6 @@ class FitRecord:
 
     It never fails a run: what cannot be written is said.
 
-    Args:
-        trainer: In its fit.
-
     Attributes:
         parts: Of the steps that are looked at; None: none is.
         knows_samples: Whether every batch has told how many samples it holds.
@@ -115,10 +112,7 @@ class FitRecord:
     def step_ended(self, tally: Tally, outputs: Any, *, is_timed: bool = True) -> None:
         """Told after each step.
 
-        Args:
-            tally: The clock's, of this epoch.
-            outputs: What Lightning says that ``training_step`` returned.
-            is_timed: Whether the step is among those of the tally, or comes there once the device has passed it.
+        ``is_timed``: whether the step is among those of the tally, or comes there once the device has passed it.
         """
         self._steps += 1
         if self._folder is None:

@@ -97,8 +97,7 @@ class Recording:
     def stop(self, *, is_lost: bool = False) -> None:
         """Ends recording, and leaves everything as it was.
 
-        Args:
-            is_lost: Whether another profiler has taken over, whose metadata it would be.
+        Where ``is_lost``, another profiler has taken over, whose metadata it would be.
         """
         if not is_lost:
             about: dict[str, Any] = {"steps": self.steps, "why": self._why, "rank": self._rank}
@@ -107,11 +106,7 @@ class Recording:
         self._around.close()
 
     def write(self, folder: Path, stamp: str) -> list[Path]:
-        """Writes what was recorded, once it has stopped; a file is whole or not there.
-
-        Args:
-            folder: Made if need be.
-            stamp: Of the fit; no two have the same name.
+        """Writes what was recorded, once it has stopped, into a folder that is made; a file is whole or not there.
 
         Raises:
             OSError: It cannot be written.

@@ -34,11 +34,7 @@ def say_of_rank(trainer: Trainer, line: str) -> None:
 
 
 class Notes:
-    """Says each line once in a fit; it raises and warns of nothing.
-
-    Args:
-        trainer: Of the fit.
-    """
+    """Says each line once in a fit; it raises and warns of nothing."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

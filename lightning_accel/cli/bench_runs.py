@@ -38,10 +38,7 @@ class Side:
     records: list[Record] = field(default_factory=list)  # what the runs have left that count, in their order
 
     def run(self, folder: Path) -> Record:
-        """Runs it once; its output is shown where it fails.
-
-        Args:
-            folder: For the record; a new one.
+        """Runs it once, with its record in a new folder; its output is shown where it fails.
 
         Raises:
             RunError: It failed, left no record, or ran code of the other side.
@@ -79,12 +76,6 @@ class Side:
 
 def take_turns(a: Side, b: Side, runs: int, folder: Path) -> None:
     """Runs both, A B B A …, after a first run of each that fills caches and does not count. Progress is said.
-
-    Args:
-        a: Gets its records.
-        b: Likewise.
-        runs: How many of each count.
-        folder: For what they leave.
 
     Raises:
         RunError: One came to nothing.

@@ -63,11 +63,7 @@ class Start:
 
 
 def run(given: Sequence[str]) -> int:
-    """Becomes the program; where that is not possible, waits for it and returns its status.
-
-    Args:
-        given: What stands behind ``run``.
-    """
+    """Becomes the program; where that is not possible, waits for it and returns its status."""
     arguments = list(given)
     measures = arguments[:1] == ["--measure"]
     if measures:
@@ -95,13 +91,7 @@ def run(given: Sequence[str]) -> int:
 
 
 def start_for(arguments: Sequence[str], environment: Mapping[str, str], *, measures: bool) -> Start:
-    """With which variables a program is started, and why.
-
-    Args:
-        arguments: Of Python: the program, and what it is given.
-        environment: What is set.
-        measures: Whether what is remembered is measured anew.
-    """
+    """With which variables a program is started, and why; where it ``measures``, by nothing that is remembered."""
     found = _of_tune(arguments)
     if found is not None:
         path, variables = found

@@ -155,9 +155,7 @@ class EventClock(StepClock):
     Waiting is then what the *device* waited: a fetch that is over before the device has worked off its queue costs
     nothing. Events return to a pool as soon as they are read, so memory does not grow with the epoch.
 
-    Args:
-        new_event: Makes an event that keeps its time, such as a :class:`torch.cuda.Event`.
-        current_stream: The stream that training runs on; asked at the start of an epoch.
+    Which stream training runs on is asked at the start of an epoch.
     """
 
     def __init__(self, new_event: Callable[[], Any], current_stream: Callable[[], Any] = lambda: None) -> None:

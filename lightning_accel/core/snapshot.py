@@ -141,8 +141,7 @@ def own_stream(value: Any) -> Stream | None:
 def random_streams(device: torch.device | None = None) -> dict[str, Stream]:
     """The random streams that a step may draw from, each as the functions that get and set its state.
 
-    Args:
-        device: Whether torch's are among them, that of the host and that of this device; None: they are not.
+    With a device torch's are among them, that of the host and that of the device.
     """
     streams: dict[str, Stream] = {"random": (random.getstate, random.setstate)}
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -54,8 +54,7 @@ def keep_programs(folder: Path) -> str:
 
     Nothing can be changed about it once this process has compiled a program.
 
-    Args:
-        folder: Made where it is missing; each process has one within it, as they must not write to the same.
+    Each process has a folder within it, as they must not write to the same.
 
     Returns:
         Where they are kept, or why not, in words.

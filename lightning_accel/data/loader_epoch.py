@@ -44,11 +44,7 @@ class Data:
 class LoaderEpoch(Iterator[Any]):
     """Batches as ``source`` has them.
 
-    Args:
-        source: What loads them.
-        clock: Is told of every fetch; None: nobody times them.
-        data: What they are made of; None: nobody looks at it.
-        state: Of the data, when they were given to workers.
+    The clock is told of every fetch. ``state`` is that of the data when they were given to workers.
 
     Attributes:
         count: How many have been fetched.

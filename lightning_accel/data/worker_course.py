@@ -49,9 +49,7 @@ Course = Generator[Workers, Cost, Workers]
 def course(own: Workers, cores: int) -> Course:
     """Workers are added while that is faster, then kept, then given more batches to have ready.
 
-    Args:
-        own: The user's; with workers already, their number stays: what they draw at random cannot be seen from here.
-        cores: That this process may use.
+    Where the user has workers already, their number stays: what they draw at random cannot be seen from here.
     """
     best, cost = own, (yield own)
     before = cost

@@ -50,13 +50,6 @@ class Candidate:
 def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterable[Any], folder: Path) -> Candidate:
     """A model in one form.
 
-    Args:
-        name: As :func:`lightning_accel.deploy.combinations.split` lets pass.
-        model: The original.
-        arguments: An example.
-        calibration: Batches.
-        folder: For files.
-
     Raises:
         ExportError: The model cannot be had in this form.
         MissingPackageError: Something is not installed.

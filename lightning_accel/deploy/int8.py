@@ -36,9 +36,7 @@ class _NotFiniteError(Exception):
 class StaticLayer(nn.Module):
     """A layer whose inputs, weights and outputs are INT8, between tensors in float.
 
-    Args:
-        layer: In float, with a ``qconfig`` and the observer of its outputs.
-        inputs: The observer of its inputs.
+    It is made of one in float with a ``qconfig`` and the observer of its outputs, and of the observer of its inputs.
     """
 
     def __init__(self, layer: nn.Module, inputs: Any) -> None:
@@ -103,10 +101,7 @@ def weights_only(layer: nn.Module) -> nn.Module:
 def observed(model: nn.Module, names: list[str], calls: Mapping[int, Arguments]) -> dict[nn.Module, Any]:
     """Layer → observers of its inputs and its outputs, of those that have been called.
 
-    Args:
-        model: It is called, and stays as it is.
-        names: Of the layers to look at.
-        calls: The number of a batch of the calibration data → the call.
+    ``calls``: the number of a batch of the calibration data → the call.
 
     Raises:
         ValueError: A layer takes or returns what is not finite.

@@ -8,13 +8,7 @@ from lightning_accel.deploy.forms import FORMS
 
 
 def default_path(checkpoint: Path, form: str, precision: str) -> Path:
-    """Beside a checkpoint: ``best.pt2``, ``best.aoti.pt2``, ``best.int8-dynamic.onnx``; no two of one checkpoint alike.
-
-    Args:
-        checkpoint: Whose name it begins with.
-        form: Named where another one has the same ending.
-        precision: Named but for ``"32"``.
-    """
+    """Beside a checkpoint: ``best.pt2``, ``best.aoti.pt2``, ``best.int8-dynamic.onnx``; no two of one checkpoint alike."""
     ending = FORMS[form].ending
     first = next(name for name, kind in FORMS.items() if kind.ending == ending)
     parts = ([] if form == first else [form]) + ([] if precision == "32" else [precision])

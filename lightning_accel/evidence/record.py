@@ -137,8 +137,7 @@ class Record:
     def parts_ms(self, beginning: float = 0.0) -> dict[str, float]:
         """What a step's time goes to, in the mean of those that were looked at; empty where none was.
 
-        Args:
-            beginning: A share of the run that is left out, if any of them come after it.
+        A share of the run's ``beginning`` is left out, if any of them come after it.
         """
         begin = self.steps[0].first + beginning * self.num_steps if self.steps else 0
         late = [some for some in self.steps if some.looked_at and some.first >= begin]
@@ -163,11 +162,7 @@ class Record:
 
 
 class RecordWriter:
-    """Writes a record, line by line.
-
-    Args:
-        path: To where; the folder is made, and the file with the first line, which must be a new one.
-        header: What runs.
+    """Writes a record, line by line, into a new file, whose folder is made.
 
     Raises:
         OSError: It cannot be written; by every method.

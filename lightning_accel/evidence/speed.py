@@ -42,10 +42,7 @@ class Speed:
 def speed_of(steps: Sequence[Steps], settled_step: int | None, world_size: int) -> Speed | None:
     """How fast they were; None: they are too few to tell.
 
-    Args:
-        steps: Of one rank, all of the run.
-        settled_step: At which live trials had settled; None: they had not, or there were none.
-        world_size: How many ranks trained together.
+    ``settled_step``: at which live trials had settled; None: they had not, or there were none.
     """
     pieces = late(steps, settled_step)
     if sum(piece.steps for piece in pieces) < FEWEST:

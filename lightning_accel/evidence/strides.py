@@ -18,10 +18,6 @@ def odd_operand(operation: Any, read: Sequence[Tensor]) -> Tensor | None:
 
     Convolutions want what is dense in a memory format, products of matrices what BLAS has a leading dimension for,
     transposed or not.
-
-    Args:
-        operation: Of ATen; others have no such operand.
-        read: The tensors that it is given.
     """
     name = getattr(getattr(operation, "overloadpacket", operation), "__name__", "")
     if any(one.layout is not torch.strided for one in read):

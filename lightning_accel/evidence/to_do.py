@@ -14,11 +14,7 @@ COPYING = frozenset({"clone", "copy_", "to_copy"})
 
 
 class ToDo:
-    """Notes operation by operation what grows with the batch.
-
-    Args:
-        model: Whose weights do not.
-    """
+    """Notes operation by operation what grows with the batch, which a model's weights do not."""
 
     def __init__(self, model: nn.Module) -> None:
         shapes = [tuple(p.shape) for p in model.parameters() if not nn.parameter.is_lazy(p)]

@@ -20,9 +20,7 @@ def defer_signals(trainer: Trainer, timeout: timedelta | None = None) -> Deferre
 
     A collective call, to be made once Lightning has registered them and before the first step.
 
-    Args:
-        trainer: In its ``fit``.
-        timeout: How long a rank waits for the others at the end of a step; None: torch's default.
+    A rank waits for the others at the end of a step for so long as ``timeout`` says; None: torch's default.
 
     Returns:
         What to call ``undo`` on when the run ends; None where the job is not one that SLURM requeues.
@@ -45,10 +43,8 @@ class DeferredSignals(Callback):
     A signal that comes while the run validates waits for the step after: let SLURM send it that much before the end,
     ``#SBATCH --signal=SIGUSR1@600`` for ten minutes.
 
-    Args:
-        trainer: Whose callback this becomes.
-        numbers: Of the signals; where others than Lightning's handlers are registered, they stay.
-        group: Of all ranks, on their hosts; None for a single process.
+    Where others than Lightning's handlers are registered, they stay. ``group`` is of all ranks, on their hosts; None
+    for a single process.
     """
 
     def __init__(self, trainer: Trainer, numbers: list[int], group: dist.ProcessGroup | None) -> None:

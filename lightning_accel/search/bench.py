@@ -22,14 +22,8 @@ _QUESTIONS = 10  # between which the error is divided: about as many as are aske
 class Bench:
     """Runs of one job, and how they compare.
 
-    Args:
-        job: What they train.
-        host: The machine.
-        objective: What is better.
-        limit: The most memory that one may hold, in bytes.
-        available: What the machine has for two of them.
-        answers: What is known already; added to.
-        patience_s: How long one may take to begin, or for a block of turns.
+    ``limit`` is the most memory that one may hold, ``available`` what the machine has for two, both in bytes; what
+    ``answers`` knows already is not asked again. Each may take ``patience_s`` to begin, or for a block of turns.
 
     Attributes:
         limit: As given; the run as it is may need more.

@@ -104,9 +104,7 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
 
     What needs more memory has to be a tenth faster, as in live trials.
 
-    Args:
-        heaps: What to try.
-        seconds: For all comparisons together, once the processes are warm.
+    ``seconds`` are for all comparisons together, once the processes are warm.
 
     Raises:
         OSError: The stand-in does not run, or not in time.

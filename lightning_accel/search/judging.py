@@ -82,12 +82,7 @@ class Facts:
         return _turns_in(_BLOCK_S, self.turn_s)
 
     def settling_turns(self, loader: Mapping[str, Any], accumulate: int) -> int:
-        """Turns after a pause that do not count: caches are cold, and batches were loaded while nobody trained.
-
-        Args:
-            loader: Its settings.
-            accumulate: Batches to a turn.
-        """
+        """Turns after a pause that do not count: caches are cold, and batches were loaded while nobody trained."""
         workers = int(loader.get("num_workers") or 0)
         loaded = math.ceil(workers * int(loader.get("prefetch_factor") or 2) / accumulate)
         return loaded + (self.turn_s < _BLOCK_S)

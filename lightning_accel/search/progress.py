@@ -16,11 +16,7 @@ from lightning_accel.tuning.comparison import Result
 
 
 class SearchProgress(AbstractContextManager["SearchProgress"]):
-    """What is tried, the best so far, and the time that is left.
-
-    Args:
-        seconds: That the search may take.
-    """
+    """What is tried, the best so far, and the time that is left."""
 
     def __init__(self, seconds: float) -> None:
         self._console = Console(stderr=True)

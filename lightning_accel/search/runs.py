@@ -46,10 +46,6 @@ class _Process:
 class Workers:
     """The processes in which runs are made, each with the job read: one for every environment.
 
-    Args:
-        job: What they train.
-        patience_s: How long one may take to begin, or for a block of turns.
-
     Raises:
         ValueError: It cannot be copied.
     """

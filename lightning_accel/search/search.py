@@ -51,16 +51,8 @@ class _OutOfTimeError(Exception):
 class Search:
     """One search.
 
-    Args:
-        job: What is tuned.
-        host: The machine.
-        seconds: How long it may take.
-        objective: What is better.
-        limit: The most memory that a run may hold, in bytes; None: ``available``, or what it holds as it is.
-        available: What the machine has.
-        keeps_effective_batch: Whether the samples of an optimizer step stay as many as they are.
-        answers: What earlier searches have found out.
-        watcher: Who is told.
+    ``limit`` is the most memory that a run may hold, in bytes; None: what the machine has ``available``, or what the
+    run holds as it is. With ``keeps_effective_batch`` the samples of an optimizer step stay as many as they are.
     """
 
     def __init__(

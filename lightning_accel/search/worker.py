@@ -67,10 +67,8 @@ class Failed:
 class Paced(Callback):
     """Trains as many turns as it is told to, and waits between two blocks of them.
 
-    Args:
-        connection: Sends a number of turns, 0 for the end, and is sent a :class:`Block` for each.
-        job: What is trained; a turn is as many batches as it accumulates.
-        started: When the process began to work on this run, by ``time.perf_counter``.
+    The connection sends a number of turns, 0 for the end, and is sent a :class:`Block` for each; a turn is as many
+    batches as the job accumulates.
     """
 
     def __init__(self, connection: Connection, job: Job, started: float) -> None:

@@ -10,17 +10,26 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The candidate beside the original, at one site; None is what was not measured."""
+    """The candidate beside the original, at one site; None is what was not measured.
 
-    error: float | None = None  # the candidate's relative error
-    # What the original itself is off by, summed in other orders; of another number format, what rounding to it
-    # explains.
+    Attributes:
+        error: The candidate's relative error.
+        spread: What the original itself is off by, summed in other orders; of another number format, what rounding to
+            it explains.
+        is_same: Whether both gave the same numbers, to the bit.
+        original_ms: Of a forward and a backward pass, in milliseconds.
+        candidate_ms: The candidate's.
+        original_bytes: Of memory that this is about: states of an optimizer, say.
+        candidate_bytes: The candidate's.
+    """
+
+    error: float | None = None
     spread: float | None = None
-    is_same: bool | None = None  # whether both gave the same numbers, to the bit
-    original_ms: float | None = None  # of a forward and a backward pass, in milliseconds
-    candidate_ms: float | None = None  # the candidate's
-    original_bytes: int | None = None  # of memory that this is about: states of an optimizer, say
-    candidate_bytes: int | None = None  # the candidate's
+    is_same: bool | None = None
+    original_ms: float | None = None
+    candidate_ms: float | None = None
+    original_bytes: int | None = None
+    candidate_bytes: int | None = None
 
     @property
     def error_spreads(self) -> float | None:

@@ -15,24 +15,36 @@ MOST = 500
 
 @dataclass
 class Node:
-    """A module and its parts."""
+    """A module and its parts.
 
-    name: str  # its own name; the whole model's is `(model)`; `(7 more)` stands for so many with little in them
-    kind: str = ""  # its class
-    forward_ms: float = 0.0  # of its operations and those of its parts, in the forward pass
-    backward_ms: float = 0.0  # the same of the backward pass
-    flops: int = 0  # of both
-    low_precision_flops: int = 0  # of these, those on numbers of 16 bits or less
-    moved_bytes: int = 0  # that they read and wrote
-    held_bytes: int = 0  # what its forward pass made that was alive at the peak
-    parts: list[Node] = field(default_factory=list)  # below it, the most time first
+    Attributes:
+        name: Its own name; the whole model's is ``(model)``; ``(7 more)`` stands for so many with little in them.
+        kind: Its class.
+        forward_ms: Of its operations and those of its parts, in the forward pass.
+        backward_ms: The same of the backward pass.
+        flops: Of both.
+        low_precision_flops: Of these, those on numbers of 16 bits or less.
+        moved_bytes: That they read and wrote.
+        held_bytes: What its forward pass made that was alive at the peak.
+        parts: Below it, the most time first.
+    """
+
+    name: str
+    kind: str = ""
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    flops: int = 0
+    low_precision_flops: int = 0
+    moved_bytes: int = 0
+    held_bytes: int = 0
+    parts: list[Node] = field(default_factory=list)
 
     @property
     def ms(self) -> float:
         return self.forward_ms + self.backward_ms
 
-    def add(self, cost: ModuleCost, held_bytes: int) -> None:
-        """Adds what one module's own operations took."""
+    def add(self, cost: ModuleCost | Node, held_bytes: int) -> None:
+        """Adds what one module's own operations took, or a node's."""
         self.forward_ms += cost.forward_ms
         self.backward_ms += cost.backward_ms
         self.flops += cost.flops
@@ -112,14 +124,5 @@ def _sum(nodes: list[Node]) -> Node:
     count = sum(1 for node in nodes for _ in node.walk())
     total = Node(f"({count:,} more)")
     for node in nodes:
-        cost = ModuleCost(
-            module="",
-            kind="",
-            forward_ms=node.forward_ms,
-            backward_ms=node.backward_ms,
-            flops=node.flops,
-            moved_bytes=node.moved_bytes,
-            low_precision_flops=node.low_precision_flops,
-        )
-        total.add(cost, node.held_bytes)
+        total.add(node, node.held_bytes)
     return total

@@ -20,11 +20,17 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """The best of a few rounds."""
+    """The best of a few rounds.
 
-    float32_flops: float  # FLOPs a second of a product of float32 matrices, at the precision that is set for them
-    bfloat16_flops: float  # of one of bfloat16 matrices
-    bytes_per_sec: float  # read and written, by a copy in memory
+    Attributes:
+        float32_flops: FLOPs a second of a product of float32 matrices, at the precision that is set for them.
+        bfloat16_flops: Of one of bfloat16 matrices.
+        bytes_per_sec: Read and written, by a copy in memory.
+    """
+
+    float32_flops: float
+    bfloat16_flops: float
+    bytes_per_sec: float
 
 
 def measure_peaks(device: torch.device) -> Peaks:

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_accel.callbacks._collectives_patch import CollectivesPatch, Listener
+from lightning_accel.callbacks._collectives_patch import CollectivesPatch, Listener, told_of
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.evidence.parts import BACKWARD, FORWARD, LOGGING, OPTIMIZER, TRANSFER
 
@@ -109,13 +109,7 @@ def _telling(
     def method(caller: Any, *args: Any, **kwargs: Any) -> Any:
         if not listeners or owner() is not caller:  # a copy of it, which somebody made meanwhile
             return original(caller, *args, **kwargs)
-        told = tuple(listeners)
-        for listener in told:
-            listener.enter(part)
-        try:
+        with told_of(part, listeners):
             return original(caller, *args, **kwargs)
-        finally:
-            for listener in reversed(told):
-                listener.leave()
 
     return method

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._header import header_of
-from lightning_accel.callbacks._parts import EVERY, StepParts
+from lightning_accel.callbacks._parts import EVERY, StepParts, Taken
 from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks._saying import report_of, say
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
@@ -223,7 +223,7 @@ class FitRecord:
             self._attempt(self._catch_up)
 
     def _some(self) -> Steps:
-        parts_ms, looked_at = ({}, 0) if self.parts is None else self.parts.taken()
+        taken = Taken({}, 0, 0.0, 0.0) if self.parts is None else self.parts.taken()
         captured, compiling = graphs_captured(), compiling_ms()
         some = Steps(
             first=self._written + 1,
@@ -233,14 +233,14 @@ class FitRecord:
             wait_ms=in_pieces(self._wait_ms),
             samples=self._samples if self.knows_samples else None,
             losses=[(step, self._divided_by * value) for step, loss in self._losses for value in _value_of(loss)],
-            looked_at=looked_at,
-            parts_ms=parts_ms,
+            looked_at=taken.steps,
+            parts_ms=taken.parts_ms,
             held_mib=in_pieces(self._held_mib),
             captured=captured - self._captured,
             compiling_ms=max(0.0, compiling - self._compiling_ms),
-            loading_cpu_ms=0.0 if self.parts is None else self.parts.taken_loading_cpu_ms(),
+            loading_cpu_ms=taken.loading_cpu_ms,
             card={name: in_pieces(each, MOST_OF_CARD) for name, each in course_of_cards(self._trainer).items()},
-            samples_ms=0.0 if self.parts is None else self.parts.taken_samples_ms(),
+            samples_ms=taken.samples_ms,
             capturing=len(self._capturing_ms),
             capturing_ms=sum(self._capturing_ms),
         )

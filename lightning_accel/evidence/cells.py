@@ -42,12 +42,12 @@ def without_empty(table: Table) -> Table:
 
 def number_cell(value: float | None) -> Cell:
     if value is None:
-        return "", None
+        return NOTHING
     return (f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:,.4g}"), value
 
 
 def share_cell(value: float | None) -> Cell:
-    return ("", None) if value is None else (f"{value:.1%}", value)
+    return NOTHING if value is None else (f"{value:.1%}", value)
 
 
 def bytes_cell(size: float) -> Cell:

@@ -138,10 +138,6 @@ class Bench:
         """Batches to an optimizer step."""
         return setup.accumulate or self._job.accumulate
 
-    def rest(self) -> None:
-        """Ends all runs, and frees their memory."""
-        self._keep()
-
     def close(self) -> None:
         """Ends all processes."""
         self._workers.close()

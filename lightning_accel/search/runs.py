@@ -80,7 +80,7 @@ class Workers:
             raise RunError(f"its process ended at once: {self._last_words()}") from None
         if self._can_fork:
             self._forked[name] = process
-        run = Run(self, process, pid, setup)
+        run = Run(self, process, pid)
         self._runs.append(run)
         run.connection = self.accept(process.popen)
         run.ready = run.answer()
@@ -144,7 +144,6 @@ class Run:
     """One training under a setup, which waits between two blocks of turns.
 
     Attributes:
-        setup: What it was set up with.
         ready: What it said when it was warm.
         is_over: Whether it has ended.
         most_bytes: The most memory that it has held, its first steps among them.
@@ -153,8 +152,7 @@ class Run:
     ready: Ready
     connection: Connection
 
-    def __init__(self, workers: Workers, process: _Process, pid: int, setup: Setup) -> None:
-        self.setup = setup
+    def __init__(self, workers: Workers, process: _Process, pid: int) -> None:
         self._workers, self._process, self._pid = workers, process, pid
         self.is_over = False
         self.most_bytes = 0

@@ -6,14 +6,15 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from lightning_accel.core.host import Host
+from lightning_accel.data.worker_course import LEAST_WAIT
 from lightning_accel.search.answers import Answers
 from lightning_accel.search.bench import Bench
 from lightning_accel.search.job import Job
 from lightning_accel.search.judging import Facts, Objective
-from lightning_accel.search.knobs import LEAST_WAIT, Knob, knobs
+from lightning_accel.search.knobs import Knob, knobs
+from lightning_accel.search.progress import SearchProgress
 from lightning_accel.search.runs import RunError
 from lightning_accel.search.setup import Setup
 from lightning_accel.tuning.comparison import Result
@@ -22,14 +23,6 @@ _RESERVE = 0.2  # of the time, for the last comparison
 _PATIENCE_S, _LEAST_PATIENCE_S = 600.0, 60.0  # for a run to begin, and for a block of its turns
 _SHARE = 0.3  # of what is left, that one question may take
 _PLAIN = Setup()
-
-
-class Watcher(Protocol):
-    """Who is told how a search goes."""
-
-    def trying(self, what: str) -> None: ...
-
-    def told(self, result: Result, best: Setup) -> None: ...
 
 
 @dataclass
@@ -66,7 +59,7 @@ class Search:
         available: int,
         keeps_effective_batch: bool,
         answers: Answers,
-        watcher: Watcher,
+        watcher: SearchProgress,
     ) -> None:
         self._job, self._host, self._objective = job, host, objective
         self._is_limit_given = limit is not None

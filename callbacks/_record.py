@@ -48,19 +48,13 @@ class FitRecord:
     """What there is to tell of one fit on rank 0, and the file of it once it is kept.
 
     It never fails a run: what cannot be written is said.
-
-    Attributes:
-        parts: Of the steps that are looked at; None: none is.
-        knows_samples: Whether every batch has told how many samples it holds.
-        has_images: Whether there are images in a batch.
-        memory: At the peak of the step that was taken apart last; None: none was.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.parts: StepParts | None = None
-        self.knows_samples = True
-        self.has_images = False
-        self.memory: MemoryPeak | None = None
+        self.parts: StepParts | None = None  # of the steps that are looked at; None: none is
+        self.knows_samples = True  # whether every batch has told how many samples it holds
+        self.has_images = False  # whether there are images in a batch
+        self.memory: MemoryPeak | None = None  # at the peak of the step that was taken apart last; None: none was
         self._trainer = trainer
         self._folder: Path | None = None
         self._device = trainer.strategy.root_device

@@ -39,17 +39,13 @@ class Recording:
         why: What the trace is for; in its metadata.
         give_way: Called when another profiler begins: :meth:`stop` and :meth:`write`.
         lose: Called when another profiler has taken over: :meth:`stop`, and nothing is to be written.
-
-    Attributes:
-        steps: The numbers of those that were recorded as a whole.
-        without_tracks: Why what was written has no tracks for steps, phases and techniques; empty: it has.
     """
 
     def __init__(
         self, trainer: Trainer, first: int, why: str, give_way: Callable[[], Any], lose: Callable[[], Any]
     ) -> None:
-        self.steps: list[int] = []
-        self.without_tracks = ""
+        self.steps: list[int] = []  # the numbers of those that were recorded as a whole
+        self.without_tracks = ""  # why what was written has no tracks for steps, phases and techniques; empty: it has
         self._first, self._why, self._rank = first, why, trainer.global_rank
         self._report = report_of(trainer)
         device = trainer.strategy.root_device

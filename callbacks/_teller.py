@@ -24,14 +24,10 @@ _SUMMARY = f"{PREFIX}summary"
 
 
 class Teller:
-    """What there is to tell of one fit. It never fails a run: what cannot be told is said, once.
-
-    Attributes:
-        epochs: Those that have ended.
-    """
+    """What there is to tell of one fit. It never fails a run: what cannot be told is said, once."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.epochs: list[EpochSpeed] = []
+        self.epochs: list[EpochSpeed] = []  # those that have ended
         self._trainer = trainer
         self._has_settled = self._has_failed = False
         self._boards = boards_of(trainer.loggers)

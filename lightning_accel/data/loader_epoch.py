@@ -45,10 +45,6 @@ class LoaderEpoch(Iterator[Any]):
     """Batches as ``source`` has them.
 
     The clock is told of every fetch. ``state`` is that of the data when they were given to workers.
-
-    Attributes:
-        count: How many have been fetched.
-        first_s: What the first one took, in seconds.
     """
 
     def __init__(
@@ -57,8 +53,8 @@ class LoaderEpoch(Iterator[Any]):
         self._source, self._clock, self._data, self._state = source, clock, data, state
         self._complaint = ""
         self._is_compared = False
-        self.count = 0
-        self.first_s = 0.0
+        self.count = 0  # how many have been fetched
+        self.first_s = 0.0  # what the first one took, in seconds
 
     def __next__(self) -> Any:
         if self._clock is not None and self.count:

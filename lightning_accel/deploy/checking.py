@@ -18,6 +18,7 @@ from lightning_accel.deploy.errors import DynamicDimensionError, ExportError, in
 from lightning_accel.deploy.forms import Captured, Form, inputs_of
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, shapes_in
+from lightning_accel.deploy.losses import is_finite
 from lightning_accel.deploy.shapes import (
     Dimension,
     Dynamic,
@@ -137,7 +138,7 @@ class Check:
 
     def _is_finite(self, arguments: Arguments) -> bool:
         outputs = _outputs(self.original, arguments)
-        return outputs is not None and all(bool(torch.isfinite(t).all()) for t in outputs)
+        return outputs is not None and is_finite(outputs)
 
     def _said(self, failure: str) -> str:
         return f"form={self.form.name!r} {'computes ' if failure.startswith('other numbers') else ''}{failure}"

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from lightning_accel.core.tree import map_tensors
 
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 class HalfPrecision(nn.Module):
     """Computes in ``dtype`` between inputs and outputs in float32; the model is converted in place."""

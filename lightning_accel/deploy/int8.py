@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core import torchao
-from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.attention import SplitAttention, can_split
 from lightning_accel.deploy.inputs import Arguments
+from lightning_accel.deploy.losses import is_finite
 
 Convert = Callable[[nn.Module], nn.Module]
 """Makes of a layer in float the same in INT8; the layer stays."""
@@ -127,10 +127,9 @@ def observed(model: nn.Module, names: list[str], calls: Mapping[int, Arguments])
                 try:
                     model(*args, **kwargs)
                 except _NotFiniteError as why:
-                    is_finite = all(bool(tensor.isfinite().all()) for tensor in tensors_in((args, kwargs)))
-                    whose = (
-                        "whose own numbers are finite: the model makes them" if is_finite else "which holds such itself"
-                    )
+                    whose = "which holds such itself"
+                    if is_finite((args, kwargs)):
+                        whose = "whose own numbers are finite: the model makes them"
                     more = f"{whose}. INT8 has no range for them: give finite numbers."
                     raise ValueError(f"calibration: {why} on batch {number}, {more}") from None
     finally:

@@ -43,12 +43,6 @@ class Session:
         return [torch.from_numpy(one) for one in found]
 
 
-def parameters_of(model: nn.Module) -> tuple[str, ...]:
-    """The names of ``forward``'s arguments, in the order of positions."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(name for name, one in inspect.signature(model.forward).parameters.items() if one.kind in kinds)
-
-
 def constants_of(model: nn.Module, arguments: Arguments) -> dict[str, Any]:
     """Of ``forward``'s arguments, given or by default, those that are numbers or text: a file has them as they are."""
     args, kwargs = arguments

@@ -25,10 +25,6 @@ class Bench:
     ``limit`` is the most memory that one may hold, ``available`` what the machine has for two, both in bytes; what
     ``answers`` knows already is not asked again. Each may take ``patience_s`` to begin, or for a block of turns.
 
-    Attributes:
-        limit: As given; the run as it is may need more.
-        notes: Why something could not be compared.
-
     Raises:
         ValueError: The job cannot be copied.
     """
@@ -44,8 +40,8 @@ class Bench:
         answers: Answers,
         patience_s: float,
     ) -> None:
-        self.limit, self._available = limit, available
-        self.notes: list[str] = []
+        self.limit, self._available = limit, available  # the run as it is may need more than the limit that is given
+        self.notes: list[str] = []  # why something could not be compared
         self._job, self._host, self._objective, self._answers = job, host, objective, answers
         self._alive: dict[str, Run] = {}
         self._workers = Workers(job, patience_s)

@@ -43,13 +43,9 @@ class _Told:
 
 
 class _Process:
-    """The stand-in under one allocator.
+    """The stand-in under one allocator."""
 
-    Attributes:
-        latest: Its latest answer.
-    """
-
-    latest: _Told
+    latest: _Told  # its latest answer
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._popen = subprocess.Popen(

@@ -26,15 +26,11 @@ _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # which Windows does not hav
 
 
 class RunError(Exception):
-    """A run on trial has ended before its time.
-
-    Attributes:
-        is_memory: Whether it asked for more memory than there is.
-    """
+    """A run on trial has ended before its time."""
 
     def __init__(self, message: str, *, is_memory: bool = False) -> None:
         super().__init__(message)
-        self.is_memory = is_memory
+        self.is_memory = is_memory  # whether it asked for more memory than there is
 
 
 @dataclass
@@ -141,21 +137,15 @@ class Workers:
 
 
 class Run:
-    """One training under a setup, which waits between two blocks of turns.
+    """One training under a setup, which waits between two blocks of turns."""
 
-    Attributes:
-        ready: What it said when it was warm.
-        is_over: Whether it has ended.
-        most_bytes: The most memory that it has held, its first steps among them.
-    """
-
-    ready: Ready
+    ready: Ready  # what it said when it was warm
     connection: Connection
 
     def __init__(self, workers: Workers, process: _Process, pid: int) -> None:
         self._workers, self._process, self._pid = workers, process, pid
-        self.is_over = False
-        self.most_bytes = 0
+        self.is_over = False  # whether it has ended
+        self.most_bytes = 0  # the most memory that it has held, its first steps among them
 
     def block(self, turns: int) -> Block:
         """Has it train for so many turns.

@@ -109,10 +109,7 @@ def _restore_slots(module: nn.Module, before: dict[str, Tensor | None]) -> list[
 def _same_items(now: Any, before: Any) -> bool:
     """Whether two containers hold the very same objects; ``==`` would ask tensors, which answer with tensors."""
     if isinstance(now, dict):
-        now, before = (
-            [part for pair in now.items() for part in pair],
-            [part for pair in before.items() for part in pair],
-        )
+        now, before = ([part for pair in items.items() for part in pair] for items in (now, before))
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 

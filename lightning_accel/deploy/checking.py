@@ -45,7 +45,7 @@ class Checked:
 class Check:
     """What a file is held against."""
 
-    original: nn.Module  # the model
+    original: nn.Module
     arguments: Arguments  # the example
     dynamic: Dynamic  # as asked for
     form: Form  # what was written

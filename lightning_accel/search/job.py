@@ -39,7 +39,7 @@ _KEPT = (
 class Job:
     """A training to be tuned."""
 
-    model: LightningModule  # the module
+    model: LightningModule
     # Its data module, its training loader, or None: the module has loaders of its own.
     data: LightningDataModule | DataLoader[Any] | None
     plan: Plan = field(default_factory=Plan)  # the settings of its `AccelPlugin`

@@ -117,7 +117,7 @@ def worth_of_start(original: Facts, candidate: Facts, samples: float) -> float:
 class Side:
     """One side of a comparison."""
 
-    run: Run  # the run
+    run: Run
     facts: Facts  # what is known of it
     settle: int  # turns after a pause that do not count
 

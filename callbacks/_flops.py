@@ -28,7 +28,6 @@ class FlopMeter:
         self._contexts = ExitStack()
 
     def open(self, mode: FlopMode) -> None:
-        """Enters the mode."""
         self._tries += 1
         if dynamo_is_loaded():
             # Under a dispatch mode torch.compile marks what it meets as never to be compiled, and forgets what it

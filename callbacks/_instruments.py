@@ -153,7 +153,6 @@ class FitInstruments:
     # -- intervals -----------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Begins a new interval."""
         self.flops.close()
         self.pause_parts()
         self.clock.restart()

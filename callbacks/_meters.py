@@ -27,7 +27,6 @@ class EnergyMeter:
 
     @classmethod
     def open(cls, device: torch.device) -> EnergyMeter:
-        """The counter of ``device``."""
         try:
             return cls(Card.open(device))
         except Exception:  # no pynvml, no driver, no permission: the metric is left out

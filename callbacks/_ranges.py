@@ -28,7 +28,6 @@ class Ranges(threading.local):
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """A range with this name."""
         with record_function(name):
             if self._has_nvtx:
                 torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
@@ -50,7 +49,6 @@ class Ranges(threading.local):
             self._open.pop().close()
 
     def close(self) -> None:
-        """Ends all."""
         while self._open:
             self.leave()
 

@@ -41,7 +41,6 @@ class Notes:
         self._said: set[str] = set()
 
     def say(self, line: str) -> None:
-        """Says it, once."""
         if line not in self._said:
             self._said.add(line)
             say(self._trainer, line)

@@ -58,7 +58,6 @@ class PartTimer:
             self._switch(self._stack[-1])
 
     def end(self) -> None:
-        """Ends the step."""
         if self._stack:
             self._switch("")
             self._pending.append(self._switches)

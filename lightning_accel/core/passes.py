@@ -36,7 +36,6 @@ class Passes:
         return [_comparable(t) for t in results]
 
     def seconds(self, call: Call, args: Any, kwargs: Any, device: torch.device) -> float:
-        """How long one pass takes."""
         leaves, inputs = self.copies(args, kwargs)
         synchronize(device)
         start = perf_counter()

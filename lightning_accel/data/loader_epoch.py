@@ -26,7 +26,6 @@ class Data:
         self._loader = loader
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
         return len(self._loader)
 
     def state(self) -> bytes:

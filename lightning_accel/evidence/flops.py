@@ -66,7 +66,6 @@ class FlopMode(DispatchMode):
         return out
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operation."""
         return func(*args, **kwargs)
 
     def counted(self, flops: int) -> None:

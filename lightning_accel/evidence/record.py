@@ -176,7 +176,6 @@ class RecordWriter:
         self._append("run", {"format": FORMAT, **asdict(header)})
 
     def steps(self, some: Steps) -> None:
-        """Adds steps."""
         self._append("steps", asdict(some))
 
     def epoch(self, values: Mapping[str, Any]) -> None:
@@ -191,7 +190,6 @@ class RecordWriter:
         self._append("anatomy", asdict(anatomy))
 
     def settled(self, step: int) -> None:
-        """Says that live trials had settled at a step."""
         self._append("settled", {"step": step})
 
     def end(

@@ -85,7 +85,6 @@ def roof_table(model: Node, peaks: Peaks) -> Table:
 
 
 def outcomes_table(page: Page) -> Table:
-    """What predictions have come to."""
     heads = {"found": False, "predicted": True, "measured": True, "beside": False}
     rows = [
         [one.finding, (f"{one.predicted:.2f}x", one.predicted), (one.measured, one.ratio), one.earlier]
@@ -150,7 +149,6 @@ def served_table(served: Served) -> Table:
 
 
 def plain_table(caption: str, values: Mapping[str, str | float]) -> Table:
-    """Names and values."""
     rows = [[name, value if isinstance(value, str) else number_cell(value)] for name, value in values.items()]
     return table(caption, {"": False, "value": False}, rows)
 

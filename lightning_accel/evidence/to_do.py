@@ -24,7 +24,6 @@ class ToDo:
         self._moved_bytes: list[int] = []
 
     def note(self, name: str, written: Sequence[Tensor], moved_bytes: int) -> None:
-        """Notes the next operation."""
         is_of_weight = name in COPYING and any(tuple(tensor.shape) in self._weights for tensor in written)
         self._flops.append(0)
         self._low_precision_flops.append(0)

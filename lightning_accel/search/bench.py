@@ -135,7 +135,6 @@ class Bench:
         return setup.accumulate or self._job.accumulate
 
     def close(self) -> None:
-        """Ends all processes."""
         self._workers.close()
 
     def _can_run(self, name: str, before: Facts, original: Setup, candidate: Setup) -> Facts | Verdict:

@@ -39,7 +39,6 @@ class SearchProgress:
         self._line.stop()
 
     def trying(self, what: str) -> None:
-        """Shows what is being tried."""
         self._line.update(self._task, description=f"trying {what} · best so far: {self._best}")
 
     def told(self, result: Result, best: Setup) -> None:

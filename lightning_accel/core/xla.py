@@ -35,7 +35,7 @@ def why_missing() -> str:
 
 def end_step() -> None:
     """Has XLA compile and run what was recorded so far, without waiting for it."""
-    _torch_xla().sync()
+    importlib.import_module("torch_xla").sync()
 
 
 def programs_compiled() -> int:
@@ -76,10 +76,6 @@ def keep_programs(folder: Path) -> str:
             f" {CACHE_VARIABLE}={own} before it starts"
         )
     return f"compiled programs are kept in {own}"
-
-
-def _torch_xla() -> Any:
-    return importlib.import_module("torch_xla")
 
 
 def _metrics() -> Any:

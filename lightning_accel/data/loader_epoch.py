@@ -43,7 +43,7 @@ class Data:
 class LoaderEpoch(Iterator[Any]):
     """Batches as ``source`` has them.
 
-    The clock is told of every fetch. ``state`` is that of the data when they were given to workers.
+    The clock, if there is one, is told of every fetch. ``state`` is that of the data when workers were given them.
     """
 
     def __init__(

@@ -21,8 +21,8 @@ _VERSION = 18  # of ONNX's operators
 class Linear(nn.Module):
     """A linear layer, of which inputs are quantised by the range that they have at every call, or a given one.
 
-    The layer is one of ``torch.ao.nn.quantized`` or its ``dynamic``, with a range for each output channel; the given
-    range, of inputs, a scale and a zero point.
+    It is made of one of ``torch.ao.nn.quantized`` or its ``dynamic``, with a range for each output channel. A given
+    range of ``inputs`` is a scale and a zero point.
     """
 
     codes: Tensor

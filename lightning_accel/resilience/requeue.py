@@ -18,9 +18,8 @@ from lightning_accel.lightning.private import cluster_environment
 def defer_signals(trainer: Trainer, timeout: timedelta | None = None) -> DeferredSignals | None:
     """Makes the handlers that Lightning has registered for SLURM wait for the end of a training step.
 
-    A collective call, to be made once Lightning has registered them and before the first step.
-
-    A rank waits for the others at the end of a step for so long as ``timeout`` says; None: torch's default.
+    A collective call, to be made once Lightning has registered them and before the first step. A rank waits for the
+    others at the end of a step for so long as ``timeout`` says; None: torch's default.
 
     Returns:
         What to call ``undo`` on when the run ends; None where the job is not one that SLURM requeues.

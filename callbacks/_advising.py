@@ -13,13 +13,7 @@ from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
 
 
 def advise(trainer: Trainer, speed: EpochSpeed, *, has_images: bool) -> bool:
-    """Says it, if an interval has waited long enough; whether it has.
-
-    Args:
-        trainer: In its fit.
-        speed: Of the interval.
-        has_images: Whether there are images in a batch.
-    """
+    """Says it, if an interval has waited long enough; whether it has."""
     if speed.data_wait_frac is None or speed.data_wait_frac <= WORTH_ADVICE:
         return False
     if trainer.fast_dev_run:  # type: ignore[attr-defined]

@@ -45,6 +45,9 @@ _LAYOUT: dict[str, dict[str, tuple[str, ...]]] = {
 class Board(ABC):
     """What one logger can be told."""
 
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
     @abstractmethod
     def text(self, name: str, markdown: str, step: int) -> None:
         """Files a text."""
@@ -57,11 +60,8 @@ class Board(ABC):
     def conclude(self, run: Session, compared: Sequence[Session], metrics: AbstractSet[str], step: int) -> None:
         """Files settings and what came of them, and puts charts in groups where it has charts.
 
-        Args:
-            run: Of the run.
-            compared: Of what its live trials compared.
-            metrics: The names of all that were logged.
-            step: The optimizer's last.
+        ``compared`` is what the run's live trials compared, ``metrics`` the names of all that were logged, ``step`` the
+        optimizer's last.
         """
 
 
@@ -79,9 +79,6 @@ class TensorBoard(Board):
     the user's columns or add rows that are empty under them. So these stay what is shown there: beside them the arms
     that were compared are scalars alone, and no experiment is ever told of.
     """
-
-    def __init__(self, logger: TensorBoardLogger) -> None:
-        self._logger = logger
 
     @override
     def text(self, name: str, markdown: str, step: int) -> None:
@@ -126,9 +123,6 @@ class TensorBoard(Board):
 class WeightsAndBiases(Board):
     """A table of text, images, config and summary."""
 
-    def __init__(self, logger: WandbLogger) -> None:
-        self._logger = logger
-
     @override
     def text(self, name: str, markdown: str, step: int) -> None:
         self._logger.log_text(name, columns=["markdown"], data=[[markdown]], step=step)
@@ -149,9 +143,6 @@ class WeightsAndBiases(Board):
 class MLFlow(Board):
     """Artifacts in the folder ``accel``, params and metrics."""
 
-    def __init__(self, logger: MLFlowLogger) -> None:
-        self._logger = logger
-
     @override
     def text(self, name: str, markdown: str, step: int) -> None:
         self._logger.experiment.log_text(self._logger.run_id, markdown, f"{name}.md")
@@ -171,9 +162,6 @@ class MLFlow(Board):
 
 class Files(Board):
     """Files in the folder ``accel`` beside ``metrics.csv``; none in a folder that is not on this machine."""
-
-    def __init__(self, logger: CSVLogger) -> None:
-        self._logger = logger
 
     @override
     def text(self, name: str, markdown: str, step: int) -> None:

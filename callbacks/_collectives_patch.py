@@ -6,7 +6,8 @@ import functools
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,19 @@ class Listener(Protocol):
         """The one that began last ends."""
 
 
+@contextmanager
+def told_of(part: str, listeners: Sequence[Listener]) -> Iterator[None]:
+    """Tells those who listen at its begin of a part, and of its end."""
+    told = tuple(listeners)
+    for listener in told:
+        listener.enter(part)
+    try:
+        yield
+    finally:
+        for listener in reversed(told):
+            listener.leave()
+
+
 class CollectivesPatch(Patch):
     """Tells of collective calls of ``torch.distributed``, FSDP's among them, and of CUDA streams that wait for one.
 
@@ -39,8 +53,7 @@ class CollectivesPatch(Patch):
     DistributedDataParallel does in C++, and functional collectives, as sharded tensors call them, go by unseen, and so
     do process groups that are written in Python.
 
-    Args:
-        listeners: Who is told; may change while the edit is there.
+    Listeners may come and go while the edit is there.
     """
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
@@ -75,14 +88,8 @@ class CollectivesPatch(Patch):
             is_of_training = threading.get_ident() == self._thread or is_in_backward()
             if not is_of_training or not is_communication() or _is_capturing():
                 return original(*args, **kwargs)
-            told = tuple(self._listeners)
-            for listener in told:
-                listener.enter(COMMUNICATION)
-            try:
+            with told_of(COMMUNICATION, self._listeners):
                 return original(*args, **kwargs)
-            finally:
-                for listener in reversed(told):
-                    listener.leave()
 
         return call
 

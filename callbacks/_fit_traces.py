@@ -33,12 +33,8 @@ _SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR2", None)  # not on Wind
 class FitTraces:
     """The traces of one fit on this rank. They never fail a run: what cannot be traced is said.
 
-    Args:
-        trainer: In its fit; all ranks make theirs together.
-        steps: As :class:`~lightning_accel.callbacks.TraceCallback` has it; likewise ``on`` and ``at_most``.
-        on: When steps are traced.
-        at_most: So many times, where steps are slow.
-        files: Added to, when one is written.
+    All ranks make theirs together. The settings are those of :class:`~lightning_accel.callbacks.TraceCallback`;
+    ``files`` gets what is written.
     """
 
     def __init__(self, trainer: Trainer, steps: int | Sequence[int], on: str, at_most: int, files: list[Path]) -> None:

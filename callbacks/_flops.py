@@ -15,26 +15,19 @@ from lightning_accel.evidence.flops import FlopMode
 
 
 class FlopMeter:
-    """Counts one training step of a run, opened and closed by hand in two hooks.
-
-    Attributes:
-        flops: The FLOPs of one step; None until known.
-        is_due: Whether a step should still be counted.
-        is_open: Whether one is being counted.
-    """
+    """Counts one training step of a run, opened and closed by hand in two hooks."""
 
     _MAX_TRIES = 5
 
     def __init__(self) -> None:
-        self.flops: int | None = None
-        self.is_due = True
-        self.is_open = False
+        self.flops: int | None = None  # the FLOPs of one step; None until known
+        self.is_due = True  # whether a step should still be counted
+        self.is_open = False  # whether one is being counted
         self._tries = 0
         self._mode: FlopMode | None = None
         self._contexts = ExitStack()
 
     def open(self, mode: FlopMode) -> None:
-        """Enters the mode."""
         self._tries += 1
         if dynamo_is_loaded():
             # Under a dispatch mode torch.compile marks what it meets as never to be compiled, and forgets what it

@@ -53,16 +53,6 @@ class FitInstruments:
         trainer: In its fit.
         batch_size_fn: As of :class:`SpeedMemoryLogger`; likewise ``every_s``.
         is_asked: Whether the user has asked for all of it.
-
-    Attributes:
-        clock: Told of every fetch and step.
-        flops: Counts one of the steps.
-        energy: Told of every pause.
-        ends: Told of every step, where there are several ranks; else None.
-        steps: How many there were.
-        watch_from: The number of steps after which one is to be watched, operation by operation; None: none is.
-        record: Told of every step and epoch, on rank 0; else None.
-        teller: Told where the run settles, on rank 0; else None.
     """
 
     _FIRST_COUNTED_STEP = 3
@@ -74,18 +64,18 @@ class FitInstruments:
     ) -> None:
         self._trainer = trainer
         self._device = trainer.strategy.root_device
-        self.steps = 0
+        self.steps = 0  # how many there were
         self._has_advised = False
         self._skipped_before = self._skipped_steps()
         self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
         self._memory: PeakMemory | None = None  # until the run can pay for it
-        self.energy = EnergyMeter.open(self._device)
+        self.energy = EnergyMeter.open(self._device)  # told of every pause
         self._peak_flops = peak_flops_per_sec(self._device, str(trainer.precision))
-        self.clock = clock_for(self._device)
-        self.flops = FlopMeter()
-        self.ends = EpochEnds.open(trainer)
-        self.teller = Teller.open(trainer)
-        self.record = FitRecord(trainer) if trainer.is_global_zero else None
+        self.clock = clock_for(self._device)  # told of every fetch and step
+        self.flops = FlopMeter()  # counts one of the steps
+        self.ends = EpochEnds.open(trainer)  # told of every step, where there are several ranks; else None
+        self.teller = Teller.open(trainer)  # told where the run settles, on rank 0; else None
+        self.record = FitRecord(trainer) if trainer.is_global_zero else None  # told of every step and epoch
         self._parts: StepParts | None = None
         asks = report_path(trainer) is not None or RECORD_VARIABLE in os.environ
         self._allowance = Allowance(trainer, is_asked=is_asked or asks)
@@ -93,6 +83,7 @@ class FitInstruments:
         self._told_at = monotonic()
         self._epochs: list[int] = []  # that were not told of
         self._look_at, self._is_looking = self._FIRST_LOOK, True
+        # The number of steps after which one is to be watched, operation by operation; None: none is.
         self.watch_from: int | None = None
         self._was_taken_apart = False
         self._fetch_hooks: FetchPatch | None = None  # until the run can pay for them: what a fetch took is not known
@@ -162,7 +153,6 @@ class FitInstruments:
     # -- intervals -----------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Begins a new interval."""
         self.flops.close()
         self.pause_parts()
         self.clock.restart()

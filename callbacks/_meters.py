@@ -18,11 +18,7 @@ def host_rss_mib() -> float:
 
 
 class EnergyMeter:
-    """The card's energy counter, read when training starts, stops, pauses.
-
-    Args:
-        card: Whose; None where there is none, and nothing is known.
-    """
+    """The card's energy counter, read when training starts, stops, pauses; without a card nothing is known."""
 
     def __init__(self, card: Card | None = None) -> None:
         self._card = card
@@ -31,7 +27,6 @@ class EnergyMeter:
 
     @classmethod
     def open(cls, device: torch.device) -> EnergyMeter:
-        """The counter of ``device``."""
         try:
             return cls(Card.open(device))
         except Exception:  # no pynvml, no driver, no permission: the metric is left out

@@ -32,10 +32,6 @@ class Card:
 
     What an instance has of its own is its memory. Clocks and temperature are those of the whole card, and so are power,
     energy and utilisation, which others are part of: these are not known of an instance.
-
-    Args:
-        nvml: The module ``pynvml``, initialised.
-        handle: In it.
     """
 
     def __init__(self, nvml: Any, handle: Any) -> None:

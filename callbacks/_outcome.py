@@ -26,57 +26,34 @@ _RUN = f"{PREFIX}run/"  # not the names of an epoch's metrics, with which they w
 
 @dataclass(frozen=True)
 class Session:
-    """Settings, and what came of them.
+    """Settings, and what came of them."""
 
-    Attributes:
-        name: Of what was tried in live trials; empty: the run itself.
-        settings: Name → value.
-        metrics: Name → value.
-    """
-
-    name: str
-    settings: dict[str, Any]
-    metrics: dict[str, float]
+    name: str  # of what was tried in live trials; empty: the run itself
+    settings: dict[str, Any]  # name → value
+    metrics: dict[str, float]  # name → value
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Parts of a whole, for :func:`~lightning_accel.evidence.figures.share_bar`.
+    """Parts of a whole, for :func:`~lightning_accel.evidence.figures.share_bar`."""
 
-    Attributes:
-        name: As loggers file it.
-        title: What the whole is.
-        unit: Of the values.
-        values: Part → its size.
-    """
-
-    name: str
-    title: str
-    unit: str
-    values: Mapping[str, float]
+    name: str  # as loggers file it
+    title: str  # what the whole is
+    unit: str  # of the values
+    values: Mapping[str, float]  # part → its size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is known of a fit at its end, or where it has settled.
+    """What is known of a fit at its end, or where it has settled."""
 
-    Attributes:
-        epochs: Those that have ended.
-        speed: How fast it is; None: too few steps to tell.
-        parts_ms: What a step's time goes to; empty where none was looked at.
-        report: What the plugin did; None without it.
-        tuning: What live trials have come to; None without them.
-        settings: Of the plan; None without the plugin.
-        memory: At the peak of a step that was taken apart; None: none was.
-    """
-
-    epochs: Sequence[EpochSpeed]
-    speed: Speed | None
-    parts_ms: Mapping[str, float]
-    report: Report | None
-    tuning: Tuning | None
-    settings: Mapping[str, Any] | None
-    memory: MemoryPeak | None
+    epochs: Sequence[EpochSpeed]  # those that have ended
+    speed: Speed | None  # how fast it is; None: too few steps to tell
+    parts_ms: Mapping[str, float]  # what a step's time goes to; empty where none was looked at
+    report: Report | None  # what the plugin did; None without it
+    tuning: Tuning | None  # what live trials have come to; None without them
+    settings: Mapping[str, Any] | None  # of the plan; None without the plugin
+    memory: MemoryPeak | None  # at the peak of a step that was taken apart; None: none was
 
     @classmethod
     def of(
@@ -110,11 +87,7 @@ class Outcome:
         return max((epoch.peak_memory_mib for epoch in self.epochs if epoch.peak_memory_mib is not None), default=None)
 
     def line(self, record: Path | None = None) -> str:
-        """All of it in a line, for the console.
-
-        Args:
-            record: The run's, if it has one.
-        """
+        """All of it in a line, for the console."""
         parts = [str(self.speed) if self.speed is not None else "speed not measured: too few steps"]
         if self.ratio is not None:
             parts.append(f"{self.ratio} over plain")
@@ -131,11 +104,7 @@ class Outcome:
         return f"{line}. Where its time went, and what to do next: lightning-accel report {record.parent.parent}"
 
     def markdown(self, record: Path | None = None) -> str:
-        """For loggers that show text.
-
-        Args:
-            record: The run's, at its end, if it has one: the text is then that of a report.
-        """
+        """For loggers that show text; with a record, at the run's end, that of a report."""
         lines = [f"**{self.line()}**"]
         if record is not None:
             lines.append(self._report_on(record))

@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -26,16 +27,23 @@ HOLD_AT, HOLD_EVERY = 4, 64
 """Of so many looks one is at a step that a GPU is held back in, which is not counted; of the first ones, the fourth."""
 
 
+class Taken(NamedTuple):
+    """What some steps took, summed."""
+
+    parts_ms: dict[str, float]
+    steps: int
+    loading_cpu_ms: float  # processor time of this thread within fetches
+    samples_ms: float  # of loading samples, without making batches of them; without workers only
+
+
 class StepParts:
     """Times the parts of one step in sixteen; in the others every part is one call more.
 
     What DistributedDataParallel communicates is in the backward pass. On one GPU a few steps are held back, which take
     longer by what the host takes over a step, to tell when the device waits for the host.
 
-    Args:
-        trainer: In its fit. Its strategy and its loggers are told of by an edit, until :meth:`close`.
-        clock: Its.
-        may_hold: Whether a step may take longer now, as nobody decides anything by it.
+    Strategy and loggers of the Trainer are told of by an edit, until :meth:`close`. ``may_hold`` says whether a step
+    may take longer now, as nobody decides anything by it.
 
     Attributes:
         failure: Why no step is looked at; empty: they are.
@@ -151,8 +159,8 @@ class StepParts:
         self._told.forget(self.timer)
         self.timer = self._seen
 
-    def taken(self) -> tuple[dict[str, float], int]:
-        """Milliseconds of each part, summed over the steps looked at since this was last asked, and their number."""
+    def taken(self) -> Taken:
+        """What the steps took that were looked at since this was last asked."""
         seen, held = self._seen, self._held
         seen.read()
         found = dict(seen.ms)
@@ -164,10 +172,11 @@ class StepParts:
         found = self._with_communication(found)
         for part, ms in found.items():
             self._taken_ms[part] += ms
-        steps = seen.steps
-        self._taken_steps += steps
+        taken = Taken(found, seen.steps, self._loading_cpu_ms, self._samples_ms)
+        self._taken_steps += taken.steps
+        self._loading_cpu_ms = self._samples_ms = 0.0
         seen.clear()
-        return found, steps
+        return taken
 
     def _with_communication(self, parts_ms: dict[str, float]) -> dict[str, float]:
         """Tells apart what of a backward pass was nothing but communication, where DDP says so."""
@@ -183,16 +192,6 @@ class StepParts:
         self._seen.drop_pending()
         if self._held is not None:
             self._held.drop_pending()
-
-    def taken_loading_cpu_ms(self) -> float:
-        """Processor time of this thread within fetches, in the steps looked at since this was last asked."""
-        found, self._loading_cpu_ms = self._loading_cpu_ms, 0.0
-        return found
-
-    def taken_samples_ms(self) -> float:
-        """What it took to load samples, without making batches of them, in the same steps; without workers only."""
-        found, self._samples_ms = self._samples_ms, 0.0
-        return found
 
     def close(self) -> None:
         """Leaves strategy and loggers as they were."""

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_accel.callbacks._collectives_patch import CollectivesPatch, Listener
+from lightning_accel.callbacks._collectives_patch import CollectivesPatch, Listener, told_of
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.evidence.parts import BACKWARD, FORWARD, LOGGING, OPTIMIZER, TRANSFER
 
@@ -40,9 +40,6 @@ class PartsPatch(Patch):
     All who ask share one edit, made when the first of them applies it and undone by the last: they may end in another
     order than they began, and one edit upon another's would be left behind. Without a listener it is a call more.
     Of several ranks they are also told when one waits for others.
-
-    Args:
-        trainer: Its strategy and its loggers are edited.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -112,13 +109,7 @@ def _telling(
     def method(caller: Any, *args: Any, **kwargs: Any) -> Any:
         if not listeners or owner() is not caller:  # a copy of it, which somebody made meanwhile
             return original(caller, *args, **kwargs)
-        told = tuple(listeners)
-        for listener in told:
-            listener.enter(part)
-        try:
+        with told_of(part, listeners):
             return original(caller, *args, **kwargs)
-        finally:
-            for listener in reversed(told):
-                listener.leave()
 
     return method

@@ -20,11 +20,7 @@ from lightning_accel.core.torch_private.modules import eager_call
 
 
 class Ranges(threading.local):
-    """Ranges by :func:`torch.profiler.record_function`, and by NVTX for nsys; each thread has its own.
-
-    Args:
-        has_nvtx: Whether CUDA is there.
-    """
+    """Ranges by :func:`torch.profiler.record_function`, and by NVTX for nsys; each thread has its own."""
 
     def __init__(self, *, has_nvtx: bool) -> None:
         self._has_nvtx = has_nvtx
@@ -32,7 +28,6 @@ class Ranges(threading.local):
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """A range with this name."""
         with record_function(name):
             if self._has_nvtx:
                 torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
@@ -54,7 +49,6 @@ class Ranges(threading.local):
             self._open.pop().close()
 
     def close(self) -> None:
-        """Ends all."""
         while self._open:
             self.leave()
 
@@ -67,10 +61,7 @@ class ModuleRanges(Patch):
     no weights and no modules, as activations do not, is left alone: whether such a one may work in place is counted
     in references, to its caller's frame among them.
 
-    Args:
-        model: Whose modules they are.
-        ranges: Where they are named.
-        acting: Of each site, the techniques that act there, for its name.
+    ``acting`` has of each site the techniques that act there, for its name.
     """
 
     def __init__(self, model: nn.Module, ranges: Ranges, acting: Mapping[str, list[str]]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._header import header_of
-from lightning_accel.callbacks._parts import EVERY, StepParts
+from lightning_accel.callbacks._parts import EVERY, StepParts, Taken
 from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks._saying import report_of, say
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
@@ -48,22 +48,13 @@ class FitRecord:
     """What there is to tell of one fit on rank 0, and the file of it once it is kept.
 
     It never fails a run: what cannot be written is said.
-
-    Args:
-        trainer: In its fit.
-
-    Attributes:
-        parts: Of the steps that are looked at; None: none is.
-        knows_samples: Whether every batch has told how many samples it holds.
-        has_images: Whether there are images in a batch.
-        memory: At the peak of the step that was taken apart last; None: none was.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.parts: StepParts | None = None
-        self.knows_samples = True
-        self.has_images = False
-        self.memory: MemoryPeak | None = None
+        self.parts: StepParts | None = None  # of the steps that are looked at; None: none is
+        self.knows_samples = True  # whether every batch has told how many samples it holds
+        self.has_images = False  # whether there are images in a batch
+        self.memory: MemoryPeak | None = None  # at the peak of the step that was taken apart last; None: none was
         self._trainer = trainer
         self._folder: Path | None = None
         self._device = trainer.strategy.root_device
@@ -115,10 +106,7 @@ class FitRecord:
     def step_ended(self, tally: Tally, outputs: Any, *, is_timed: bool = True) -> None:
         """Told after each step.
 
-        Args:
-            tally: The clock's, of this epoch.
-            outputs: What Lightning says that ``training_step`` returned.
-            is_timed: Whether the step is among those of the tally, or comes there once the device has passed it.
+        ``is_timed``: whether the step is among those of the tally, or comes there once the device has passed it.
         """
         self._steps += 1
         if self._folder is None:
@@ -229,7 +217,7 @@ class FitRecord:
             self._attempt(self._catch_up)
 
     def _some(self) -> Steps:
-        parts_ms, looked_at = ({}, 0) if self.parts is None else self.parts.taken()
+        taken = Taken({}, 0, 0.0, 0.0) if self.parts is None else self.parts.taken()
         captured, compiling = graphs_captured(), compiling_ms()
         some = Steps(
             first=self._written + 1,
@@ -239,14 +227,14 @@ class FitRecord:
             wait_ms=in_pieces(self._wait_ms),
             samples=self._samples if self.knows_samples else None,
             losses=[(step, self._divided_by * value) for step, loss in self._losses for value in _value_of(loss)],
-            looked_at=looked_at,
-            parts_ms=parts_ms,
+            looked_at=taken.steps,
+            parts_ms=taken.parts_ms,
             held_mib=in_pieces(self._held_mib),
             captured=captured - self._captured,
             compiling_ms=max(0.0, compiling - self._compiling_ms),
-            loading_cpu_ms=0.0 if self.parts is None else self.parts.taken_loading_cpu_ms(),
+            loading_cpu_ms=taken.loading_cpu_ms,
             card={name: in_pieces(each, MOST_OF_CARD) for name, each in course_of_cards(self._trainer).items()},
-            samples_ms=0.0 if self.parts is None else self.parts.taken_samples_ms(),
+            samples_ms=taken.samples_ms,
             capturing=len(self._capturing_ms),
             capturing_ms=sum(self._capturing_ms),
         )

@@ -39,17 +39,13 @@ class Recording:
         why: What the trace is for; in its metadata.
         give_way: Called when another profiler begins: :meth:`stop` and :meth:`write`.
         lose: Called when another profiler has taken over: :meth:`stop`, and nothing is to be written.
-
-    Attributes:
-        steps: The numbers of those that were recorded as a whole.
-        without_tracks: Why what was written has no tracks for steps, phases and techniques; empty: it has.
     """
 
     def __init__(
         self, trainer: Trainer, first: int, why: str, give_way: Callable[[], Any], lose: Callable[[], Any]
     ) -> None:
-        self.steps: list[int] = []
-        self.without_tracks = ""
+        self.steps: list[int] = []  # the numbers of those that were recorded as a whole
+        self.without_tracks = ""  # why what was written has no tracks for steps, phases and techniques; empty: it has
         self._first, self._why, self._rank = first, why, trainer.global_rank
         self._report = report_of(trainer)
         device = trainer.strategy.root_device
@@ -97,8 +93,7 @@ class Recording:
     def stop(self, *, is_lost: bool = False) -> None:
         """Ends recording, and leaves everything as it was.
 
-        Args:
-            is_lost: Whether another profiler has taken over, whose metadata it would be.
+        Where ``is_lost``, another profiler has taken over, whose metadata it would be.
         """
         if not is_lost:
             about: dict[str, Any] = {"steps": self.steps, "why": self._why, "rank": self._rank}
@@ -107,11 +102,7 @@ class Recording:
         self._around.close()
 
     def write(self, folder: Path, stamp: str) -> list[Path]:
-        """Writes what was recorded, once it has stopped; a file is whole or not there.
-
-        Args:
-            folder: Made if need be.
-            stamp: Of the fit; no two have the same name.
+        """Writes what was recorded, once it has stopped, into a folder that is made; a file is whole or not there.
 
         Raises:
             OSError: It cannot be written.

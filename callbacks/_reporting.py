@@ -27,10 +27,7 @@ def report_path(trainer: Trainer) -> Path | None:
 def leave_report(trainer: Trainer, record: Path, *, is_asked_by_memory: bool) -> None:
     """Writes it, if there is to be one. It never fails a run: what cannot be written is said.
 
-    Args:
-        trainer: Whose fit is over.
-        record: Of the fit, with its end.
-        is_asked_by_memory: Whether it died of a lack of memory: one is then left beside the record, at least.
+    One of a fit that died of a lack of memory is left beside its record, at least.
     """
     wanted = report_path(trainer)
     if wanted is None and not is_asked_by_memory:

@@ -15,9 +15,8 @@ SizeReader = Callable[[Any], int]
 class SampleCounter:
     """Counts samples, and remembers *where* in a batch their number stands: a step costs a look-up, not a search.
 
-    Args:
-        batch_size_fn: The user's own count; nothing is searched then.
-        on_unknown: Called once with the first batch that has no samples to be found.
+    With ``batch_size_fn``, the user's own count, nothing is searched. ``on_unknown`` is called once, with the first
+    batch that has no samples to be found.
     """
 
     def __init__(self, batch_size_fn: SizeReader | None, on_unknown: Callable[[Any], None]) -> None:

@@ -34,18 +34,13 @@ def say_of_rank(trainer: Trainer, line: str) -> None:
 
 
 class Notes:
-    """Says each line once in a fit; it raises and warns of nothing.
-
-    Args:
-        trainer: Of the fit.
-    """
+    """Says each line once in a fit; it raises and warns of nothing."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._said: set[str] = set()
 
     def say(self, line: str) -> None:
-        """Says it, once."""
         if line not in self._said:
             self._said.add(line)
             say(self._trainer, line)

@@ -22,9 +22,6 @@ class SlowSteps:
     """Compares each step, from the end of the one before to its own, with the median of those before it.
 
     On a GPU it is the device's time, which is known some steps later.
-
-    Args:
-        clock: Whose marks are used.
     """
 
     def __init__(self, clock: StepClock) -> None:

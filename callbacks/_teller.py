@@ -24,17 +24,10 @@ _SUMMARY = f"{PREFIX}summary"
 
 
 class Teller:
-    """What there is to tell of one fit. It never fails a run: what cannot be told is said, once.
-
-    Args:
-        trainer: In its fit.
-
-    Attributes:
-        epochs: Those that have ended.
-    """
+    """What there is to tell of one fit. It never fails a run: what cannot be told is said, once."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.epochs: list[EpochSpeed] = []
+        self.epochs: list[EpochSpeed] = []  # those that have ended
         self._trainer = trainer
         self._has_settled = self._has_failed = False
         self._boards = boards_of(trainer.loggers)
@@ -68,14 +61,7 @@ class Teller:
         self._attempt(lambda: self._tell(Outcome.of(self._trainer, self.epochs, speed, {})))
 
     def ended(self, record: FitRecord, parts_ms: Mapping[str, float], *, tells_all: bool, draws: bool) -> None:
-        """Tells what the fit has come to.
-
-        Args:
-            record: Of the fit.
-            parts_ms: What a step's time goes to.
-            tells_all: Whether loggers are told more than metrics.
-            draws: Whether they get figures, too.
-        """
+        """Tells what the fit has come to: loggers more than metrics if ``tells_all``, and figures if it ``draws``."""
         if self.epochs:
             self._attempt(self._tell_end, record, parts_ms, tells_all, draws)
 

@@ -16,10 +16,10 @@ from lightning_accel.core.device import device_of
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.core.trial import one_line
 from lightning_accel.deploy.combinations import FormName, Precision, check_held
+from lightning_accel.deploy.destination import default_path
 from lightning_accel.deploy.exporting import Exported, export
 from lightning_accel.deploy.forms import FORMS
 from lightning_accel.deploy.inputs import arguments_of, example_in, shapes_in
-from lightning_accel.deploy.naming import default_path
 from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.shapes import Dynamic
 

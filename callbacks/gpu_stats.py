@@ -34,19 +34,14 @@ _VALUES: dict[str, Callable[[Card], float | None]] = {
 
 @dataclass(kw_only=True)
 class CardEpoch:
-    """One rank's card in one epoch.
+    """One rank's card in one epoch."""
 
-    Attributes:
-        values: What was read, by names that have the unit; a name that the card does not tell is not there.
-        throttled_by: Of each time that the card was asked, why it was throttled.
-        energy_j: What it spent, validation left out; None: not known.
-        samples: That its rank trained on; None: not known.
-    """
-
+    # What was read, by names that have the unit; a name that the card does not tell is not there.
     values: dict[str, list[float]] = field(default_factory=dict)
+    # Of each time that the card was asked, why it was throttled.
     throttled_by: list[list[str]] = field(default_factory=list)
-    energy_j: float | None = None
-    samples: int | None = 0
+    energy_j: float | None = None  # what it spent, validation left out; None: not known
+    samples: int | None = 0  # that its rank trained on; None: not known
 
 
 class GpuStats(Callback):

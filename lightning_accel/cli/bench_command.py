@@ -33,11 +33,7 @@ _LIMITS = (("slowest", min), ("fastest", max))
 
 
 def run(given: Sequence[str]) -> int:
-    """Runs both, prints the comparison; returns the exit status.
-
-    Args:
-        given: What stands behind ``bench``.
-    """
+    """Runs both, prints the comparison; returns the exit status."""
     parser = _parser()
     arguments, program = _parsed(parser, given)
     if complaint := complaint_about(program):

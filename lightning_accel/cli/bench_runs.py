@@ -27,31 +27,18 @@ class RunError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two that are compared.
+    """One of the two that are compared."""
 
-    Attributes:
-        letter: ``"A"`` or ``"B"``.
-        name: Which code it is, for people.
-        command: What is run.
-        folder: Where.
-        environment: With which variables.
-        elsewhere: A folder none of whose code may run; None: whatever runs.
-        records: What the runs have left that count, in their order.
-    """
-
-    letter: str
-    name: str
-    command: Sequence[str]
-    folder: Path
-    environment: Mapping[str, str]
-    elsewhere: Path | None = None
-    records: list[Record] = field(default_factory=list)
+    letter: str  # `"A"` or `"B"`
+    name: str  # which code it is, for people
+    command: Sequence[str]  # what is run
+    folder: Path  # where
+    environment: Mapping[str, str]  # with which variables
+    elsewhere: Path | None = None  # a folder none of whose code may run; None: whatever runs
+    records: list[Record] = field(default_factory=list)  # what the runs have left that count, in their order
 
     def run(self, folder: Path) -> Record:
-        """Runs it once; its output is shown where it fails.
-
-        Args:
-            folder: For the record; a new one.
+        """Runs it once, with its record in a new folder; its output is shown where it fails.
 
         Raises:
             RunError: It failed, left no record, or ran code of the other side.
@@ -89,12 +76,6 @@ class Side:
 
 def take_turns(a: Side, b: Side, runs: int, folder: Path) -> None:
     """Runs both, A B B A …, after a first run of each that fills caches and does not count. Progress is said.
-
-    Args:
-        a: Gets its records.
-        b: Likewise.
-        runs: How many of each count.
-        folder: For what they leave.
 
     Raises:
         RunError: One came to nothing.

@@ -30,12 +30,6 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
 def load_batches(model: LightningModule, checkpoint: Path, data: str | None, *, needed: bool) -> list[Any] | None:
     """The first batches of the data that are named; without a name the checkpoint's own where they are needed.
 
-    Args:
-        model: Of the checkpoint.
-        checkpoint: Its path.
-        data: ``MODULE:FUNCTION``; None: it was not given.
-        needed: Whether nothing can be done without.
-
     Raises:
         CheckpointError: They are needed, or named, and there are none.
     """

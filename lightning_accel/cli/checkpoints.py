@@ -30,11 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(path: Path, model: str | None) -> LightningModule:
-    """The module with a checkpoint's weights, on the CPU.
-
-    Args:
-        path: Of the checkpoint.
-        model: ``MODULE:CLASS``; None: as LightningCLI has noted it.
+    """The module with a checkpoint's weights, on the CPU; without ``MODULE:CLASS`` of the class LightningCLI noted.
 
     Raises:
         CheckpointError: There is no such class, or no such file; or nothing says which class it is; or the file is
@@ -110,17 +106,11 @@ def _read(path: Path, more: str) -> Any:
 
 @dataclass(frozen=True)
 class Noted:
-    """A class as LightningCLI notes one that was chosen by ``class_path``.
+    """A class as LightningCLI notes one that was chosen by ``class_path``."""
 
-    Attributes:
-        config: The file that says so.
-        class_path: ``package.module.Class``.
-        section: What the file says of it, arguments and all.
-    """
-
-    config: Path
-    class_path: str
-    section: dict[str, Any]
+    config: Path  # the file that says so
+    class_path: str  # `package.module.Class`
+    section: dict[str, Any]  # what the file says of it, arguments and all
 
     def load(self, section: str) -> Any:
         """The class.
@@ -175,10 +165,8 @@ def _by_noted_class(path: Path) -> LightningModule:
 def load_example(model: LightningModule, path: Path | None, batches: list[Any] | None = None) -> Any:
     """What ``forward`` takes, out of a file of ``torch.save`` with an example or a batch.
 
-    Args:
-        model: Whose ``example_input_array`` it is where there is no file.
-        path: Of the file.
-        batches: Of which the first has it where there is neither.
+    Without a file it is the model's ``example_input_array``, and where there is none, what the first of the batches
+    has.
 
     Raises:
         CheckpointError: There is none of the three, or the file holds something else.

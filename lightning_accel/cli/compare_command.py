@@ -102,7 +102,6 @@ def rows_of(found: Comparison) -> list[tuple[str, str, str, str]]:
 
 
 def show(rows: Iterable[tuple[str, str, str, str]]) -> None:
-    """Prints rows as a table."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -73,12 +73,7 @@ class AttentionBlock(nn.Module):
 
 
 def forecasts(plan: Plan, host: Host, model: nn.Module) -> dict[str, Forecast]:
-    """What the settings of ``plan`` come to on ``host``.
-
-    Args:
-        plan: The settings.
-        host: The machine.
-        model: What is looked at for sites; it is left as it is, and need not be on the host's device.
+    """What the settings of ``plan`` come to on ``host``; the model, which is looked at for sites, may be elsewhere.
 
     Returns:
         What the technique says of each setting, which is written with its value: ``'memory_format="auto"'``.

@@ -139,7 +139,6 @@ def _ms(value: float) -> str:
 
 
 def show(found: Comparison) -> None:
-    """Prints a comparison as a table."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

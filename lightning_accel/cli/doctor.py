@@ -46,21 +46,14 @@ _NVIDIA_ONLY = ("cuda12", "cuda13", "flash", "tensorrt")
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """One optional part of the package.
+    """One optional part of the package."""
 
-    Attributes:
-        name: As in ``pip install 'lightning-accel[name]'``.
-        purpose: What it is for.
-        state: ``"not for this machine"`` where it is missing and would be of no use.
-        found: The packages that are installed, with their versions.
-        wanting: The packages that are not, or are too old, with what is asked for.
-    """
-
-    name: str
-    purpose: str
+    name: str  # as in `pip install 'lightning-accel[name]'`
+    purpose: str  # what it is for
+    # `"not for this machine"` where it is missing and would be of no use.
     state: Literal["ready", "missing", "not for this machine"]
-    found: tuple[str, ...]
-    wanting: tuple[str, ...]
+    found: tuple[str, ...]  # the packages that are installed, with their versions
+    wanting: tuple[str, ...]  # the packages that are not, or are too old, with what is asked for
 
     @property
     def install(self) -> str:
@@ -70,19 +63,12 @@ class Extra:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Everything the doctor found.
+    """Everything the doctor found."""
 
-    Attributes:
-        facts: What the machine is and has: title → value.
-        precision: What ``precision="auto"`` chooses here, and why.
-        extras: The optional parts of the package, in the order of ``pyproject.toml``.
-        advice: What would make more of this machine, a line each.
-    """
-
-    facts: dict[str, str]
-    precision: tuple[str, str]
-    extras: tuple[Extra, ...]
-    advice: tuple[str, ...]
+    facts: dict[str, str]  # what the machine is and has: title → value
+    precision: tuple[str, str]  # what `precision="auto"` chooses here, and why
+    extras: tuple[Extra, ...]  # the optional parts of the package, in the order of `pyproject.toml`
+    advice: tuple[str, ...]  # what would make more of this machine, a line each
 
 
 def examine(host: Host | None = None) -> Diagnosis:

@@ -18,12 +18,7 @@ class Terminated(BaseException):
 
 
 def ended(command: str, work: Callable[[], int]) -> int:
-    """What ``work`` returns; where it is stopped or fails one line, and the status that says so.
-
-    Args:
-        command: Whose name the line begins with.
-        work: All that the command does.
-    """
+    """What ``work`` returns; where it is stopped or fails one line, and the status that says so."""
     try:
         with sigterm_raises():
             return work()

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _write(arguments: argparse.Namespace) -> int:
     # late: --help answers without torch
     from lightning_accel.deploy import export, quantize
-    from lightning_accel.deploy.naming import default_path
+    from lightning_accel.deploy.destination import default_path
 
     form, precision, path = arguments.form, arguments.precision, arguments.checkpoint
     check_held(form, precision)

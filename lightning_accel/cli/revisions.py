@@ -28,13 +28,9 @@ class RevisionError(ValueError):
 
 @dataclass(frozen=True)
 class Repository:
-    """A working tree of git.
+    """A working tree of git."""
 
-    Attributes:
-        root: Its top folder.
-    """
-
-    root: Path
+    root: Path  # its top folder
 
     @classmethod
     def around(cls, folder: Path) -> Repository:
@@ -67,12 +63,7 @@ class Repository:
 
     @contextmanager
     def checked_out(self, commit: str, folder: Path, links: Sequence[Path] = ()) -> Iterator[None]:
-        """Has a commit in a new folder, until the end of the block; whatever ends it.
-
-        Args:
-            commit: Its full name.
-            folder: Which is not there yet.
-            links: Files and folders of the working tree that are linked to from there.
+        """Has a commit in a new folder, linked to files of the working tree, until the block ends, however.
 
         Raises:
             RevisionError: That is not possible, or the commit has a file where a link is to be.
@@ -109,9 +100,6 @@ class Repository:
         """A PYTHONPATH by which a checkout's code is found before the working tree's.
 
         Packages that are installed from the working tree (``pip install -e``) would be imported from there.
-
-        Args:
-            folder: Of the checkout.
         """
         given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
         # The first entry is the folder of this very command.

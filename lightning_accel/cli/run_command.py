@@ -55,25 +55,15 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 
 @dataclass(frozen=True)
 class Start:
-    """How a program is started.
+    """How a program is started."""
 
-    Attributes:
-        environment: The variables that are added.
-        reason: Why, or why there are none.
-        table: A line for each allocator that was measured just now.
-    """
-
-    environment: Mapping[str, str]
-    reason: str
-    table: Sequence[str] = field(default=())
+    environment: Mapping[str, str]  # the variables that are added
+    reason: str  # why, or why there are none
+    table: Sequence[str] = field(default=())  # a line for each allocator that was measured just now
 
 
 def run(given: Sequence[str]) -> int:
-    """Becomes the program; where that is not possible, waits for it and returns its status.
-
-    Args:
-        given: What stands behind ``run``.
-    """
+    """Becomes the program; where that is not possible, waits for it and returns its status."""
     arguments = list(given)
     measures = arguments[:1] == ["--measure"]
     if measures:
@@ -101,13 +91,7 @@ def run(given: Sequence[str]) -> int:
 
 
 def start_for(arguments: Sequence[str], environment: Mapping[str, str], *, measures: bool) -> Start:
-    """With which variables a program is started, and why.
-
-    Args:
-        arguments: Of Python: the program, and what it is given.
-        environment: What is set.
-        measures: Whether what is remembered is measured anew.
-    """
+    """With which variables a program is started, and why; where it ``measures``, by nothing that is remembered."""
     found = _of_tune(arguments)
     if found is not None:
         path, variables = found

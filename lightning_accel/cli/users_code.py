@@ -17,11 +17,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def running(what: str, more: str = "") -> Iterator[None]:
-    """Around the user's own code, which finds modules of the working folder.
-
-    Args:
-        what: What is run, as the user wrote it: ``"--data train:batches"``.
-        more: What to do about a failure.
+    """Around the user's own code, which finds modules of the working folder; ``more`` says what to do if it fails.
 
     Raises:
         CheckpointError: It has raised something, or would have ended the process.

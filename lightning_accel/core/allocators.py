@@ -32,15 +32,10 @@ _KEEPS_FREE_MEMORY = {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"}
 
 @dataclass(frozen=True)
 class Allocator:
-    """One to start a process with.
+    """One to start a process with."""
 
-    Attributes:
-        name: For people.
-        environment: The variables that choose it.
-    """
-
-    name: str
-    environment: Mapping[str, str]
+    name: str  # for people
+    environment: Mapping[str, str]  # the variables that choose it
 
 
 @functools.cache  # the loader is asked through processes of its own

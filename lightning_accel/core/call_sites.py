@@ -29,9 +29,7 @@ def variables(instruction: dis.Instruction) -> tuple[str, ...]:
 def remembered(read: Callable[[CodeType, int], T], at_most: int = 4096) -> Callable[[FrameType], T]:
     """``read(code, offset)`` of the place where a frame is, each read once.
 
-    Args:
-        read: What to find out.
-        at_most: Places; then all are forgotten, since a notebook or a compiler makes code over and over.
+    Of more places than ``at_most`` all are forgotten, since a notebook or a compiler makes code over and over.
     """
     known: dict[tuple[int, int], tuple[CodeType, T]] = {}
 

@@ -25,20 +25,14 @@ def seconds() -> float:
 
 @dataclass
 class Tally:
-    """What the steps of an epoch took.
+    """What the steps of an epoch took."""
 
-    Attributes:
-        step_ms: The working time of each step.
-        cycle_ms: Of each, working, waiting for data and the gap before it.
-        each_wait_ms: Of each, waiting for data.
-        samples: How many samples the steps trained on.
-        before_backward_ms: Of each step with a backward pass, what it took from the cycle's begin to the first one.
-    """
-
-    step_ms: array[float] = field(default_factory=lambda: array("d"))
+    step_ms: array[float] = field(default_factory=lambda: array("d"))  # the working time of each step
+    # Of each, working, waiting for data and the gap before it.
     cycle_ms: array[float] = field(default_factory=lambda: array("d"))
-    each_wait_ms: array[float] = field(default_factory=lambda: array("d"))
-    samples: int = 0
+    each_wait_ms: array[float] = field(default_factory=lambda: array("d"))  # of each, waiting for data
+    samples: int = 0  # how many samples the steps trained on
+    # Of each step with a backward pass, what it took from the cycle's begin to the first one.
     before_backward_ms: array[float] = field(default_factory=lambda: array("d"))
 
     @property
@@ -161,9 +155,7 @@ class EventClock(StepClock):
     Waiting is then what the *device* waited: a fetch that is over before the device has worked off its queue costs
     nothing. Events return to a pool as soon as they are read, so memory does not grow with the epoch.
 
-    Args:
-        new_event: Makes an event that keeps its time, such as a :class:`torch.cuda.Event`.
-        current_stream: The stream that training runs on; asked at the start of an epoch.
+    Which stream training runs on is asked at the start of an epoch.
     """
 
     def __init__(self, new_event: Callable[[], Any], current_stream: Callable[[], Any] = lambda: None) -> None:

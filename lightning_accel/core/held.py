@@ -30,9 +30,7 @@ def held_tensors(*roots: tuple[str, Any], most: int = MOST) -> Iterator[tuple[st
 
     The way leads through attributes, containers, hooks, closures, and global variables of code that the user wrote.
 
-    Args:
-        roots: Names and objects.
-        most: Values that are looked at, in all and of each container.
+    So many values at ``most`` are looked at, in all and of each container.
 
     Raises:
         LookupError: At the end, where there is more than that, or something that does not like to be looked at.

@@ -81,24 +81,18 @@ class Host:
     def _detect_cuda(cls, device: torch.device) -> Host:
         # Triton builds a small launcher in C for every kernel.
         has_triton = importlib.util.find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang")))
-        name, compiler, kernels = (
-            torch.cuda.get_device_name(device),
-            "triton" if has_triton else None,
-            _installed_kernels(),
+        made = functools.partial(
+            cls,
+            device_name=torch.cuda.get_device_name(device),
+            compiler="triton" if has_triton else None,
+            kernels=_installed_kernels(),
         )
         if torch.version.hip is None:
-            return cls(
-                kind="cuda",
-                device_name=name,
-                capability=torch.cuda.get_device_capability(device),
-                native_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
-                compiler=compiler,
-                kernels=kernels,
-            )
+            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            return made(kind="cuda", capability=torch.cuda.get_device_capability(device), native_bf16=bf16)
         # With what it was built with, behind a colon: gfx90a:sramecc+:xnack-
         arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
-        bf16 = arch.startswith(_BF16_ARCHITECTURES)
-        return cls(kind="rocm", device_name=name, arch=arch, native_bf16=bf16, compiler=compiler, kernels=kernels)
+        return made(kind="rocm", arch=arch, native_bf16=arch.startswith(_BF16_ARCHITECTURES))
 
     @property
     def described(self) -> str:

@@ -54,10 +54,7 @@ def idle_ms(seen: PartTimer, held: PartTimer, parts: Collection[str]) -> dict[st
     It is at the least, as a device that was held back may wait all the same: where the host asks it for a result in
     the midst of a step, and where a step has more operations than fit into its queue.
 
-    Args:
-        seen: The parts of steps as they are.
-        held: The same of steps in which the device was held back; a part that it has not seen is not spoken of.
-        parts: In which it is looked for.
+    ``held`` is of steps in which the device was held back; a part that it has not seen is not spoken of.
     """
     found = {}
     for part in parts:

@@ -29,10 +29,6 @@ def is_trial() -> bool:
 def isolated(module: nn.Module, device: torch.device | None = None) -> Iterator[list[str]]:
     """Leaves random streams, buffers, plain attributes and the active dispatch modes as they were found.
 
-    Args:
-        module: What runs inside.
-        device: Where; by default where its parameters are.
-
     Yields:
         A list that holds, once the context is left, the names of what was found changed and restored.
     """

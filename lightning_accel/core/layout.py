@@ -160,9 +160,6 @@ class OptimizerLayouts:
     elements, without an error (``AdamW(fused=True)`` on CPU, torch 2.13). They differ after a checkpoint of a
     contiguous run is loaded, and after weights change their layout in mid-run; the states of watched optimizers are
     matched then, and by :meth:`match`.
-
-    Args:
-        parameters: Those whose layout may change.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -221,11 +218,7 @@ def restore_layouts(
 ) -> None:
     """Gives a checkpoint the layouts that a plain run's would have, so that a plain run can go on from it.
 
-    Args:
-        checkpoint: Lightning's, with ``state_dict`` and ``optimizer_states``; the tensors in use are left alone.
-        module: The module whose ``state_dict`` it holds.
-        optimizers: Those whose states it holds, in order.
-        strides: The layouts to give, by parameter.
+    The tensors in use are left alone.
     """
     state_dict = checkpoint["state_dict"]
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -16,10 +16,6 @@ from lightning_accel.core.clocks import StepClock
 class PartTimer:
     """Times the parts of some steps, by a clock's own marks; on a GPU these are events, read once it has passed them.
 
-    Args:
-        clock: Whose marks are used.
-        rest: The name of what lies in no part.
-
     Attributes:
         ms: Part → milliseconds in all steps that were read.
         abreast_ms: Of these, what lay between two marks the first of which the device had come to before the host came
@@ -62,7 +58,6 @@ class PartTimer:
             self._switch(self._stack[-1])
 
     def end(self) -> None:
-        """Ends the step."""
         if self._stack:
             self._switch("")
             self._pending.append(self._switches)

@@ -20,21 +20,13 @@ Call = Callable[..., Any]
 
 @dataclass
 class Passes:
-    """How computations that take the place of each other are called.
+    """How computations that take the place of each other are called."""
 
-    Attributes:
-        module: Whose parameters' gradients are wanted.
-        with_gradients: Whether there is a backward pass.
-        judged: Takes from the outputs those that matter.
-        writes_to_input: Whether a computation has written into its arguments (copies, here).
-        num_outputs: How many of the results that were last asked for are outputs: the first.
-    """
-
-    module: nn.Module
-    with_gradients: bool = True
-    judged: Callable[[Any], Any] = lambda outputs: outputs
-    writes_to_input: bool = False
-    num_outputs: int = 0
+    module: nn.Module  # whose parameters' gradients are wanted
+    with_gradients: bool = True  # whether there is a backward pass
+    judged: Callable[[Any], Any] = lambda outputs: outputs  # takes from the outputs those that matter
+    writes_to_input: bool = False  # whether a computation has written into its arguments (copies, here)
+    num_outputs: int = 0  # how many of the results that were last asked for are outputs: the first
 
     def results(self, call: Call, args: Any, kwargs: Any) -> list[Tensor]:
         """Outputs, then gradients of inputs and parameters: floating-point tensors only, detached, dense, real."""
@@ -44,7 +36,6 @@ class Passes:
         return [_comparable(t) for t in results]
 
     def seconds(self, call: Call, args: Any, kwargs: Any, device: torch.device) -> float:
-        """How long one pass takes."""
         leaves, inputs = self.copies(args, kwargs)
         synchronize(device)
         start = perf_counter()

@@ -149,9 +149,6 @@ class PatchSet:
     def __len__(self) -> int:
         return len(self._patches)
 
-    def __getitem__(self, site: str) -> Patch:
-        return self._patches[site]
-
     def __contains__(self, site: object) -> bool:
         return site in self._patches
 

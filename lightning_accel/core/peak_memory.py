@@ -24,12 +24,9 @@ class _Books:
 
 
 class PeakMemory:
-    """The peak since the latest :meth:`restart`.
+    """The peak since the latest :meth:`restart`: of torch's allocator on CUDA, else of this process.
 
     The books have one peak, and to begin a window is to reset it: what was there before is kept for all other windows.
-
-    Args:
-        device: Whose memory: that of torch's allocator on CUDA, else that of this process.
 
     Attributes:
         source: Whose peak it is, and since when, in words.

@@ -109,10 +109,7 @@ def _restore_slots(module: nn.Module, before: dict[str, Tensor | None]) -> list[
 def _same_items(now: Any, before: Any) -> bool:
     """Whether two containers hold the very same objects; ``==`` would ask tensors, which answer with tensors."""
     if isinstance(now, dict):
-        now, before = (
-            [part for pair in now.items() for part in pair],
-            [part for pair in before.items() for part in pair],
-        )
+        now, before = ([part for pair in items.items() for part in pair] for items in (now, before))
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
@@ -141,8 +138,7 @@ def own_stream(value: Any) -> Stream | None:
 def random_streams(device: torch.device | None = None) -> dict[str, Stream]:
     """The random streams that a step may draw from, each as the functions that get and set its state.
 
-    Args:
-        device: Whether torch's are among them, that of the host and that of this device; None: they are not.
+    With a device torch's are among them, that of the host and that of the device.
     """
     streams: dict[str, Stream] = {"random": (random.getstate, random.setstate)}
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -132,12 +132,8 @@ def make_ready(kind: type[Optimizer], group: Group, states: Mapping[Tensor, dict
 
     To be called before every step, of which each has its own gradients: one or two µs for each parameter.
 
-    Args:
-        kind: What :func:`kind_of` gave.
-        group: One of the optimizer's ``param_groups``.
-        states: The optimizer's ``state``. A fused kernel reads the counts of steps beside the parameter, in float32:
-            they are put there.
-        way: The way.
+    A fused kernel reads the counts of steps, which are in ``states``, beside the parameter, in float32: they are put
+    there.
     """
     reason = why_never(kind, group, way)
     if reason is not None:

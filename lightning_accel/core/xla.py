@@ -35,7 +35,7 @@ def why_missing() -> str:
 
 def end_step() -> None:
     """Has XLA compile and run what was recorded so far, without waiting for it."""
-    _torch_xla().sync()
+    importlib.import_module("torch_xla").sync()
 
 
 def programs_compiled() -> int:
@@ -54,8 +54,7 @@ def keep_programs(folder: Path) -> str:
 
     Nothing can be changed about it once this process has compiled a program.
 
-    Args:
-        folder: Made where it is missing; each process has one within it, as they must not write to the same.
+    Each process has a folder within it, as they must not write to the same.
 
     Returns:
         Where they are kept, or why not, in words.
@@ -77,10 +76,6 @@ def keep_programs(folder: Path) -> str:
             f" {CACHE_VARIABLE}={own} before it starts"
         )
     return f"compiled programs are kept in {own}"
-
-
-def _torch_xla() -> Any:
-    return importlib.import_module("torch_xla")
 
 
 def _metrics() -> Any:

@@ -57,9 +57,6 @@ class CupyArrays:
 
     What is handed out as a tensor is always memory that torch allocated as a tensor. Torch knows only of those which
     streams use them: :meth:`torch.Tensor.record_stream` silently passes over memory that came in through DLPack.
-
-    Args:
-        device: The device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -29,7 +29,7 @@ _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class GroupedBatches:
-    """The batches of a loader's own, grouped by length.
+    """The batches of a loader's own, grouped by length: ``lengths`` has those of all samples, of shape (N,).
 
     The order that the sampler gives is cut into windows; within each, samples of like length come into one batch, and
     the batches into a random order. Sizes of batches stay where they are, the short one at the end.
@@ -37,10 +37,6 @@ class GroupedBatches:
     The order of a window's batches follows from its samples: so the random streams of the run are not drawn from, and
     where the sampler begins again (Lightning does so in resuming a run in mid-epoch) its batches are the same again. On
     several ranks it follows from what all of them know: each has its longest batches when the others have theirs.
-
-    Args:
-        batches: Of the loader's own.
-        lengths: Of all samples, of shape (N,).
     """
 
     def __init__(self, batches: BatchSampler, lengths: np.ndarray[Any, Any]) -> None:
@@ -112,9 +108,7 @@ class GroupedLoader(StandIn):
 def why_not_grouped(loader: Any, *, is_one_of_many: bool = False) -> str:
     """Why a loader's batches cannot be grouped, as far as it can be told beforehand; empty: they can.
 
-    Args:
-        loader: Any.
-        is_one_of_many: Whether each of several processes has one.
+    ``is_one_of_many``: whether each of several processes has one.
     """
     if type(loader) is not DataLoader:
         return f"it is a {type(loader).__name__}, which is not rebuilt: only a DataLoader of torch's own is"

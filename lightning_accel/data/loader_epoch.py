@@ -26,7 +26,6 @@ class Data:
         self._loader = loader
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
         return len(self._loader)
 
     def state(self) -> bytes:
@@ -44,15 +43,7 @@ class Data:
 class LoaderEpoch(Iterator[Any]):
     """Batches as ``source`` has them.
 
-    Args:
-        source: What loads them.
-        clock: Is told of every fetch; None: nobody times them.
-        data: What they are made of; None: nobody looks at it.
-        state: Of the data, when they were given to workers.
-
-    Attributes:
-        count: How many have been fetched.
-        first_s: What the first one took, in seconds.
+    The clock, if there is one, is told of every fetch. ``state`` is that of the data when workers were given them.
     """
 
     def __init__(
@@ -61,8 +52,8 @@ class LoaderEpoch(Iterator[Any]):
         self._source, self._clock, self._data, self._state = source, clock, data, state
         self._complaint = ""
         self._is_compared = False
-        self.count = 0
-        self.first_s = 0.0
+        self.count = 0  # how many have been fetched
+        self.first_s = 0.0  # what the first one took, in seconds
 
     def __next__(self) -> Any:
         if self._clock is not None and self.count:

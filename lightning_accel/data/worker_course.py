@@ -15,17 +15,11 @@ _MORE_PREFETCH = 4
 
 @dataclass(frozen=True)
 class Workers:
-    """How a loader loads.
+    """How a loader loads."""
 
-    Attributes:
-        count: In how many processes; 0: in that of the training.
-        prefetch: How many batches each of them has ready.
-        is_kept: Whether they are kept from epoch to epoch.
-    """
-
-    count: int = 0
-    prefetch: int = 2
-    is_kept: bool = False
+    count: int = 0  # in how many processes; 0: in that of the training
+    prefetch: int = 2  # how many batches each of them has ready
+    is_kept: bool = False  # whether they are kept from epoch to epoch
 
     def __str__(self) -> str:
         if not self.count:
@@ -36,17 +30,11 @@ class Workers:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an epoch took.
+    """What an epoch took."""
 
-    Attributes:
-        batch_s: Seconds from batch to batch, waiting included.
-        waited: The share of them that it waited for data.
-        start: The share of the epoch that it waited for its first batch: workers have to be started.
-    """
-
-    batch_s: float
-    waited: float
-    start: float
+    batch_s: float  # seconds from batch to batch, waiting included
+    waited: float  # the share of them that it waited for data
+    start: float  # the share of the epoch that it waited for its first batch: workers have to be started
 
     @property
     def running_s(self) -> float:
@@ -61,9 +49,7 @@ Course = Generator[Workers, Cost, Workers]
 def course(own: Workers, cores: int) -> Course:
     """Workers are added while that is faster, then kept, then given more batches to have ready.
 
-    Args:
-        own: The user's; with workers already, their number stays: what they draw at random cannot be seen from here.
-        cores: That this process may use.
+    Where the user has workers already, their number stays: what they draw at random cannot be seen from here.
     """
     best, cost = own, (yield own)
     before = cost

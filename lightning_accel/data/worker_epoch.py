@@ -21,12 +21,7 @@ _PATIENCE_S = 120.0  # for a batch: a worker that was forked while somebody held
 
 
 class LoadingProcesses:
-    """Loads what a loader would, with other workers.
-
-    Args:
-        loader: The user's.
-        pins: Whether batches are to be in pinned memory, also where the loader does not say so.
-    """
+    """Loads what a loader would, with other workers."""
 
     def __init__(self, loader: DataLoader[Any], pins: bool) -> None:
         self._loader, self._pins = loader, pins
@@ -41,10 +36,8 @@ class LoadingProcesses:
     def beside(self, workers: Workers, state: bytes, failed: Callable[[Exception], Any]) -> Iterator[Any]:
         """An epoch with workers where the user has none.
 
-        Args:
-            workers: How many.
-            state: Of the data; workers that are kept have a copy of one state.
-            failed: Is told of a worker's error, after which the rest is loaded in this process.
+        Workers that are kept have a copy of one ``state`` of the data. ``failed`` is told of a worker's error, after
+        which the rest is loaded in this process.
         """
         indices = self._indices()
         # What a DataLoader draws when it is iterated, for the seeds of workers.

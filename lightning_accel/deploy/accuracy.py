@@ -46,15 +46,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a form makes of the data.
+    """What a form makes of the data."""
 
-    Attributes:
-        scores: Metric → its value on the data, and its values on data drawn anew.
-        outputs: Of each batch.
-    """
-
-    scores: Mapping[str, tuple[float, Tensor]]
-    outputs: list[list[Tensor]]
+    scores: Mapping[str, tuple[float, Tensor]]  # metric → its value on the data, and its values on data drawn anew
+    outputs: list[list[Tensor]]  # of each batch
 
 
 def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:

@@ -53,10 +53,6 @@ def by_what_int8_loses(quantized: nn.Module, original: nn.Module) -> Judge:
     It may be off from the model in float by a few times what the same layers are off in torch's INT8: one number that
     is rounded the other way moves all that come after, so that two that are both right are as far from each other as
     from the model in float.
-
-    Args:
-        quantized: With layers in INT8 as ``quantize`` makes them.
-        original: The same in float.
     """
     from torch.ao.nn.quantized import dynamic
 

@@ -13,9 +13,6 @@ class SplitAttention(nn.Module):
 
     Torch's own way to do this, ``torch.ao.nn.quantizable.MultiheadAttention``, gives other numbers with
     ``batch_first`` (torch 2.13: off by as much as the result).
-
-    Args:
-        original: With one embedding size for query, key and value, and no added key and value biases.
     """
 
     in_proj_bias = None  # by which nn.TransformerEncoderLayer sees that its fused form is not for this one

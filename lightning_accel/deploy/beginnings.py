@@ -18,13 +18,7 @@ SECONDS = 60.0
 
 
 def first_off(model: nn.Module, calls: list[Arguments], is_off: IsOff) -> str:
-    """The innermost module that is off by itself, on the inputs it has within the model; empty: none is.
-
-    Args:
-        model: It is off as a whole.
-        calls: On which.
-        is_off: Whether a module is, on some arguments.
-    """
+    """The innermost module that is off by itself, on the inputs it has within the model; empty: none is."""
     name, module, ends = "", model, monotonic() + SECONDS
     while found := next(_children_off(module, calls, is_off, ends), None):
         child, calls = found

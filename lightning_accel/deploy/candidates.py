@@ -37,34 +37,18 @@ print(held() - before)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A form that is to be measured.
+    """A form that is to be measured."""
 
-    Attributes:
-        name: ``"eager"``, a mode of ``quantize``, a form of ``export``, or both: ``"torchscript+int8-dynamic"``.
-        call: The model, called as the original is.
-        disk_bytes: Of the file, or of the saved weights where there is none.
-        memory_bytes: Of the weights, or by how much a process grows that loads the file; None: not known.
-        first_call_ms: Loading and calling it for the first time.
-        remarks: What is to be known of it.
-    """
-
-    name: str
-    call: Callable[..., Any] = field(repr=False)
-    disk_bytes: int
-    memory_bytes: int | None
-    first_call_ms: float
-    remarks: tuple[str, ...] = ()
+    name: str  # `"eager"`, a mode of `quantize`, a form of `export`, or both: `"torchscript+int8-dynamic"`
+    call: Callable[..., Any] = field(repr=False)  # the model, called as the original is
+    disk_bytes: int  # of the file, or of the saved weights where there is none
+    memory_bytes: int | None  # of the weights, or by how much a process grows that loads the file; None: not known
+    first_call_ms: float  # loading and calling it for the first time
+    remarks: tuple[str, ...] = ()  # what is to be known of it
 
 
 def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterable[Any], folder: Path) -> Candidate:
     """A model in one form.
-
-    Args:
-        name: As :func:`lightning_accel.deploy.combinations.split` lets pass.
-        model: The original.
-        arguments: An example.
-        calibration: Batches.
-        folder: For files.
 
     Raises:
         ExportError: The model cannot be had in this form.

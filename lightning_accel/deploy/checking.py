@@ -18,6 +18,7 @@ from lightning_accel.deploy.errors import DynamicDimensionError, ExportError, in
 from lightning_accel.deploy.forms import Captured, Form, inputs_of
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, shapes_in
+from lightning_accel.deploy.losses import is_finite
 from lightning_accel.deploy.shapes import (
     Dimension,
     Dynamic,
@@ -32,38 +33,23 @@ from lightning_accel.deploy.shapes import (
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        fixed: The dimensions that were to be open, and are of one size.
-        at_most: Of open dimensions, those for which the original takes no more.
-        calls: On which the file computes what the original does, but for those on other numbers.
-        error: The largest relative error there.
-    """
-
-    fixed: dict[Dimension, int]
-    at_most: dict[Dimension, int]
-    calls: list[Arguments]
-    error: float
+    fixed: dict[Dimension, int]  # the dimensions that were to be open, and are of one size
+    at_most: dict[Dimension, int]  # of open dimensions, those for which the original takes no more
+    calls: list[Arguments]  # on which the file computes what the original does, but for those on other numbers
+    error: float  # the largest relative error there
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a file is held against.
-
-    Attributes:
-        original: The model.
-        arguments: The example.
-        dynamic: As asked for.
-        form: What was written.
-        judge: Says how a form is off.
-    """
+    """What a file is held against."""
 
     original: nn.Module
-    arguments: Arguments
-    dynamic: Dynamic
-    form: Form
-    judge: Judge
+    arguments: Arguments  # the example
+    dynamic: Dynamic  # as asked for
+    form: Form  # what was written
+    judge: Judge  # says how a form is off
 
     def example(self) -> None:
         """Raises where the original does not take the example, or returns nothing by which a form could be checked."""
@@ -152,7 +138,7 @@ class Check:
 
     def _is_finite(self, arguments: Arguments) -> bool:
         outputs = _outputs(self.original, arguments)
-        return outputs is not None and all(bool(torch.isfinite(t).all()) for t in outputs)
+        return outputs is not None and is_finite(outputs)
 
     def _said(self, failure: str) -> str:
         return f"form={self.form.name!r} {'computes ' if failure.startswith('other numbers') else ''}{failure}"

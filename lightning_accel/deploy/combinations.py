@@ -34,15 +34,15 @@ def forms_with(numbers: str) -> list[str]:
     return [form for form, held in HOLDS.items() if numbers in held]
 
 
-def check_held(form: str, numbers: str, name: str = "precision") -> None:
-    """Raises a ``ValueError`` unless a form of that name holds these numbers; ``name`` is what the user calls them."""
+def check_held(form: str, numbers: str) -> None:
+    """Raises a ``ValueError`` unless a form of that name holds these numbers."""
     check_choice("form", form, tuple(HOLDS))
-    check_choice(name, numbers, NUMBERS)
+    check_choice("precision", numbers, NUMBERS)
     held = HOLDS[cast(FormName, form)]
     if numbers not in held:
         raise ValueError(
-            f"form={form!r} is not written with {name}={numbers!r}. It is with {', '.join(held)}; {numbers} is written"
-            f" as {', '.join(forms_with(numbers))}."
+            f"form={form!r} is not written with precision={numbers!r}. It is with {', '.join(held)}; {numbers} is"
+            f" written as {', '.join(forms_with(numbers))}."
         )
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from lightning_accel.core.whole_file import is_special
 from lightning_accel.deploy.combinations import Numbers
-from lightning_accel.deploy.forms import Form
-from lightning_accel.deploy.naming import default_path
+from lightning_accel.deploy.forms import FORMS, Form
 
 
 def target_of(path: str | Path | None, form: Form, numbers: Numbers) -> Path:
@@ -30,6 +29,14 @@ def target_of(path: str | Path | None, form: Form, numbers: Numbers) -> Path:
             f"{target.with_suffix(form.ending).name!r} say."
         )
     return target
+
+
+def default_path(checkpoint: Path, form: str, precision: str) -> Path:
+    """Beside a checkpoint: ``best.pt2``, ``best.aoti.pt2``, ``best.int8-dynamic.onnx``; no two of one are alike."""
+    ending = FORMS[form].ending
+    first = next(name for name, kind in FORMS.items() if kind.ending == ending)
+    parts = ([] if form == first else [form]) + ([] if precision == "32" else [precision])
+    return checkpoint.with_name("".join([checkpoint.stem, *(f".{part}" for part in parts), ending]))
 
 
 def beside(target: Path) -> tempfile.TemporaryDirectory[str]:

@@ -22,16 +22,15 @@ from lightning_accel.deploy.combinations import FormName, Mode, Numbers, Precisi
 from lightning_accel.deploy.destination import beside, put, target_of
 from lightning_accel.deploy.errors import ExportError, failing_node, in_words, users_line_in, users_line_of
 from lightning_accel.deploy.forms import FORMS, Captured, Form
-from lightning_accel.deploy.half import HalfPrecision
-from lightning_accel.deploy.inputs import arguments_of, shapes_in
+from lightning_accel.deploy.half import DTYPES, HalfPrecision
+from lightning_accel.deploy.inputs import arguments_of, positions, shapes_in
 from lightning_accel.deploy.int8 import without_deprecations
 from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.quantizing import Quantized
-from lightning_accel.deploy.sessions import WithConstants, constants_of, parameters_of
+from lightning_accel.deploy.sessions import WithConstants, constants_of
 from lightning_accel.deploy.shapes import Dynamic, dimensions_of, sizes_of, widened
 
 _IN_INT8 = " Export what quantize() has returned, not its .model alone, as {}."
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,8 @@ def export(
     kind = FORMS[form]
     target = target_of(path, kind, numbers)
     original = plain_copy(model.model if isinstance(model, Quantized) else model).requires_grad_(False)
-    if precision in _DTYPES:
-        original = HalfPrecision(original, _DTYPES[precision]).eval()
+    if precision in DTYPES:
+        original = HalfPrecision(original, DTYPES[precision]).eval()
     device = device_of(original)
     kind.check(device)
     arguments = arguments_of(original, example)
@@ -179,7 +178,7 @@ def export(
         error=checked.error,
         num_bytes=num_bytes,
         device_type=device.type,
-        parameters=parameters_of(original),
+        parameters=tuple(one.name for one in positions(original)),
         constants=constants_of(original, arguments),
     )
 

@@ -36,19 +36,12 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Captured:
-    """A model that is to be written.
+    """A model that is to be written."""
 
-    Attributes:
-        model: Plain, in eval mode.
-        arguments: An example.
-        dimensions: Which of the example's may change.
-        fuses_attention: Whether the graph has attention as one operation that the model spells out.
-    """
-
-    model: nn.Module = field(repr=False)
-    arguments: Arguments
-    dimensions: list[Dimension]
-    fuses_attention: bool
+    model: nn.Module = field(repr=False)  # plain, in eval mode
+    arguments: Arguments  # an example
+    dimensions: list[Dimension]  # which of the example's may change
+    fuses_attention: bool  # whether the graph has attention as one operation that the model spells out
 
     @cached_property
     def program(self) -> ExportedProgram:
@@ -68,25 +61,15 @@ class Captured:
 
 
 class Form(ABC):
-    """One form.
+    """One form."""
 
-    Attributes:
-        name: As users write it.
-        ending: Of its file.
-        packages: What has to be installed, as modules.
-        install: The command that does.
-        has_graph: Whether it is made of :attr:`Captured.program`.
-        fuses_attention: Whether it has a kernel for attention as a whole.
-        needs_ending: Whether its library writes files with this ending only.
-    """
-
-    name: str
-    ending: str
-    packages: tuple[str, ...] = ()
-    install = ""
-    has_graph = True
-    fuses_attention = True
-    needs_ending = False
+    name: str  # as users write it
+    ending: str  # of its file
+    packages: tuple[str, ...] = ()  # what has to be installed, as modules
+    install = ""  # the command that does
+    has_graph = True  # whether it is made of `Captured.program`
+    fuses_attention = True  # whether it has a kernel for attention as a whole
+    needs_ending = False  # whether its library writes files with this ending only
 
     def check(self, device: torch.device) -> None:
         """Raises a MissingPackageError, with the mend, where this machine cannot make the form."""

@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 from lightning_accel.core.tree import map_tensors
 
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 class HalfPrecision(nn.Module):
-    """Computes in ``dtype`` between inputs and outputs in float32.
-
-    Args:
-        model: It is converted in place.
-        dtype: ``torch.float16`` or ``torch.bfloat16``.
-    """
+    """Computes in ``dtype`` between inputs and outputs in float32; the model is converted in place."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()

@@ -16,12 +16,11 @@ from lightning_accel.core.trial import one_line
 from lightning_accel.core.users_lines import users_line
 from lightning_accel.deploy.beginnings import first_off
 from lightning_accel.deploy.errors import QuantizeError, users_line_of
-from lightning_accel.deploy.half import HalfPrecision
+from lightning_accel.deploy.half import DTYPES, HalfPrecision
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.losses import outputs_of, percent, worst
 from lightning_accel.deploy.plain import plain_copy
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _TRIED = 2
 """So many batches tell in which layer it begins."""
 
@@ -34,7 +33,7 @@ def halved(
     Raises:
         QuantizeError: It fails there, where the original does not, or is off by more than ``max_error``.
     """
-    half = HalfPrecision(plain_copy(original), _DTYPES[mode]).eval()
+    half = HalfPrecision(plain_copy(original), DTYPES[mode]).eval()
     try:
         error = worst(half, calls, expected) if calls else 0.0
     except Exception as failure:
@@ -82,7 +81,7 @@ def _off(original: nn.Module, mode: str, error: float, calls: list[Arguments], m
     def is_off(module: nn.Module, inner: list[Arguments]) -> bool:
         try:
             expected = [outputs_of(module, call) for call in inner]
-            return not worst(HalfPrecision(plain_copy(module), _DTYPES[mode]).eval(), inner, expected) <= max_error
+            return not worst(HalfPrecision(plain_copy(module), DTYPES[mode]).eval(), inner, expected) <= max_error
         except Exception:  # it takes or returns what has no half precision
             return False
 

@@ -43,7 +43,7 @@ def example_in(model: nn.Module, batch: Any) -> Any:
         parameters = inspect.signature(model.forward).parameters.values()
         if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
             return batch
-        return batch if len(batch) <= len(_positions(model)) else inputs_and_targets(model, batch)[0]
+        return batch if len(batch) <= len(positions(model)) else inputs_and_targets(model, batch)[0]
     return inputs_and_targets(model, batch)[0]
 
 
@@ -61,13 +61,13 @@ def inputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
         return {key: value for key, value in given.items() if key not in others}, target
     if not isinstance(batch, tuple | list) or not batch:
         return batch, None
-    needed = sum(parameter.default is parameter.empty for parameter in _positions(model))
+    needed = sum(parameter.default is parameter.empty for parameter in positions(model))
     if needed < 2 or isinstance(batch[0], tuple | list | Mapping):
         return batch[0], batch[-1] if len(batch) > 1 else None
     return tuple(batch[:needed]), batch[-1] if len(batch) > needed else None
 
 
-def _positions(model: nn.Module) -> list[inspect.Parameter]:
+def positions(model: nn.Module) -> list[inspect.Parameter]:
     """The parameters of ``forward`` that positional arguments go to, one each."""
     parameters = inspect.signature(model.forward).parameters.values()
     return [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core import torchao
-from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.attention import SplitAttention, can_split
 from lightning_accel.deploy.inputs import Arguments
+from lightning_accel.deploy.losses import is_finite
 
 Convert = Callable[[nn.Module], nn.Module]
 """Makes of a layer in float the same in INT8; the layer stays."""
@@ -36,9 +36,7 @@ class _NotFiniteError(Exception):
 class StaticLayer(nn.Module):
     """A layer whose inputs, weights and outputs are INT8, between tensors in float.
 
-    Args:
-        layer: In float, with a ``qconfig`` and the observer of its outputs.
-        inputs: The observer of its inputs.
+    It is made of one in float with a ``qconfig`` and the observer of its outputs, and of the observer of its inputs.
     """
 
     def __init__(self, layer: nn.Module, inputs: Any) -> None:
@@ -103,10 +101,7 @@ def weights_only(layer: nn.Module) -> nn.Module:
 def observed(model: nn.Module, names: list[str], calls: Mapping[int, Arguments]) -> dict[nn.Module, Any]:
     """Layer → observers of its inputs and its outputs, of those that have been called.
 
-    Args:
-        model: It is called, and stays as it is.
-        names: Of the layers to look at.
-        calls: The number of a batch of the calibration data → the call.
+    ``calls``: the number of a batch of the calibration data → the call.
 
     Raises:
         ValueError: A layer takes or returns what is not finite.
@@ -132,10 +127,9 @@ def observed(model: nn.Module, names: list[str], calls: Mapping[int, Arguments])
                 try:
                     model(*args, **kwargs)
                 except _NotFiniteError as why:
-                    is_finite = all(bool(tensor.isfinite().all()) for tensor in tensors_in((args, kwargs)))
-                    whose = (
-                        "whose own numbers are finite: the model makes them" if is_finite else "which holds such itself"
-                    )
+                    whose = "which holds such itself"
+                    if is_finite((args, kwargs)):
+                        whose = "whose own numbers are finite: the model makes them"
                     more = f"{whose}. INT8 has no range for them: give finite numbers."
                     raise ValueError(f"calibration: {why} on batch {number}, {more}") from None
     finally:

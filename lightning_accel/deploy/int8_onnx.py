@@ -21,9 +21,8 @@ _VERSION = 18  # of ONNX's operators
 class Linear(nn.Module):
     """A linear layer, of which inputs are quantised by the range that they have at every call, or a given one.
 
-    Args:
-        layer: Of ``torch.ao.nn.quantized`` or its ``dynamic``, with a range for each output channel.
-        inputs: The scale and the zero point of inputs; None: by every call's own.
+    It is made of one of ``torch.ao.nn.quantized`` or its ``dynamic``, with a range for each output channel. A given
+    range of ``inputs`` is a scale and a zero point.
     """
 
     codes: Tensor
@@ -54,11 +53,7 @@ class Linear(nn.Module):
 
 
 class StaticConv(nn.Module):
-    """A convolution of which inputs and outputs are quantised by the ranges of the calibration data.
-
-    Args:
-        layer: As ``quantize`` has made it.
-    """
+    """A convolution of which inputs and outputs are quantised by the ranges of the calibration data."""
 
     def __init__(self, layer: StaticLayer) -> None:
         super().__init__()

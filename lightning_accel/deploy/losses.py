@@ -51,6 +51,11 @@ def measure_of(expected: Sequence[Sequence[Tensor]]) -> str:
     return OF_NORM if any(t.is_floating_point() for t in tensors) else OF_WHOLE
 
 
+def is_finite(data: Any) -> bool:
+    """Whether all tensors in it hold finite numbers alone."""
+    return all(bool(tensor.isfinite().all()) for tensor in tensors_in(data))
+
+
 def percent(share: float) -> str:
     """As many digits as tell it from zero: ``5%``, ``0.0213%``."""
     return f"{100 * share:.3g}%"

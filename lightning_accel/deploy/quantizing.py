@@ -21,7 +21,7 @@ from lightning_accel.deploy.combinations import MODES, Mode
 from lightning_accel.deploy.errors import QuantizeError
 from lightning_accel.deploy.halving import halved
 from lightning_accel.deploy.inputs import Arguments, calls_of, shapes_in
-from lightning_accel.deploy.losses import measure_of, outputs_of, percent, worst
+from lightning_accel.deploy.losses import is_finite, measure_of, outputs_of, percent, worst
 from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.restoring import Trial
 
@@ -157,7 +157,7 @@ def _in_int8(
         }
         convert = int8.static(ranges)
     elif mode == "int8-dynamic":
-        int8.observed(model, names, {n: call for n, call in enumerate(calls) if not _finite((call, expected[n]))})
+        int8.observed(model, names, {n: call for n, call in enumerate(calls) if not is_finite((call, expected[n]))})
     layers = {name: model.get_submodule(name) for name in names if name not in kept}
     converted = {}
     for name, layer in layers.items():
@@ -204,10 +204,6 @@ def _check_numbers(model: nn.Module, mode: Mode, names: list[str]) -> None:
                     f"mode={mode!r} takes a model in float32, and {f'layer {name!r}' if name else 'the model'} is in"
                     f" {parameter.dtype}: model.float() before, and batches in float32."
                 )
-
-
-def _finite(data: Any) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in tensors_in(data))
 
 
 def _expected(model: nn.Module, call: Arguments, number: int) -> list[Tensor]:

@@ -16,12 +16,7 @@ from lightning_accel.deploy.losses import percent, worst
 class Trial:
     """A model of which layers are in INT8 or in float, and what that costs.
 
-    Args:
-        model: It is edited in place; what it is then, :attr:`model` has.
-        layers: Name → the layer in float.
-        converted: Name → the same in INT8.
-        calls: On which to try it.
-        expected: The outputs of each.
+    The model is edited in place; what it is then, :attr:`model` has.
     """
 
     def __init__(

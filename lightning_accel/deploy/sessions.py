@@ -17,12 +17,7 @@ _CONSTANTS = (bool, int, float, complex, str)
 
 
 class Session:
-    """A library's session that takes and returns tensors.
-
-    Args:
-        names: Of its inputs, in the order of the model's.
-        run: Takes arrays by these names, and returns arrays.
-    """
+    """A library's session that takes and returns tensors: ``run`` has arrays by names, in the order of the model's."""
 
     def __init__(self, names: Sequence[str], run: Callable[[dict[str, Any]], Sequence[Any]]) -> None:
         self._names = names
@@ -48,12 +43,6 @@ class Session:
         return [torch.from_numpy(one) for one in found]
 
 
-def parameters_of(model: nn.Module) -> tuple[str, ...]:
-    """The names of ``forward``'s arguments, in the order of positions."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(name for name, one in inspect.signature(model.forward).parameters.items() if one.kind in kinds)
-
-
 def constants_of(model: nn.Module, arguments: Arguments) -> dict[str, Any]:
     """Of ``forward``'s arguments, given or by default, those that are numbers or text: a file has them as they are."""
     args, kwargs = arguments
@@ -63,13 +52,7 @@ def constants_of(model: nn.Module, arguments: Arguments) -> dict[str, Any]:
 
 
 class WithConstants:
-    """A file that refuses other constants than it has.
-
-    Args:
-        call: The file.
-        parameters: The model's, as :func:`parameters_of` has them.
-        constants: Name → value.
-    """
+    """A file that refuses other constants than it has."""
 
     def __init__(self, call: Callable[..., Any], parameters: Sequence[str], constants: Mapping[str, Any]) -> None:
         self._call = call

@@ -22,17 +22,11 @@ _LEAST = 2  # torch takes a dimension of size 1 for one that stays so
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension of one tensor of the inputs.
+    """One dimension of one tensor of the inputs."""
 
-    Attributes:
-        index: Of the tensor, in the order of the inputs.
-        axis: Of the dimension.
-        name: Whose size it is.
-    """
-
-    index: int
-    axis: int
-    name: Name
+    index: int  # of the tensor, in the order of the inputs
+    axis: int  # of the dimension
+    name: Name  # whose size it is
 
 
 def dimensions_of(arguments: Arguments, dynamic: Dynamic) -> list[Dimension]:

@@ -46,14 +46,7 @@ class Latency:
 def timed(
     calls: Mapping[str, Call], arguments: Arguments, seconds: float, device: torch.device
 ) -> dict[str, list[float]]:
-    """Name → seconds of each round, in which a call of each is timed; rounds begin at either end in turns.
-
-    Args:
-        calls: What is timed.
-        arguments: What they are called with.
-        seconds: How long, about, in all.
-        device: Where they compute; it is waited for.
-    """
+    """Name → seconds of each round, in which a call of each is timed; rounds begin at either end in turns."""
     args, kwargs = arguments
     spent: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():

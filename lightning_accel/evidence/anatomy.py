@@ -21,43 +21,27 @@ WITHIN = "workspace that operations take and give back"
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPeak:
-    """What was alive at the moment of a step at which most was.
+    """What was alive at the moment of a step at which most was."""
 
-    Attributes:
-        peak_bytes: All of it: tensors' storages, each counted once; and, where the allocator was metered, what
-            operations take and give back within themselves. What allocators hold beside is not among it.
-        parts: Category → bytes; they add up to the peak.
-        modules: Module → bytes of what its forward pass made, that were alive at the peak.
-    """
-
+    # All of it: tensors' storages, each counted once; and, where the allocator was metered, what operations take and
+    # give back within themselves. What allocators hold beside is not among it.
     peak_bytes: int
-    parts: Mapping[str, int]
-    modules: Mapping[str, int]
+    parts: Mapping[str, int]  # category → bytes; they add up to the peak
+    modules: Mapping[str, int]  # module → bytes of what its forward pass made, that were alive at the peak
 
 
 @dataclass(kw_only=True)
 class ModuleCost:
-    """What one module's own operations took in a step, those of its parts left out.
+    """What one module's own operations took in a step, those of its parts left out."""
 
-    Attributes:
-        module: Its qualified name; empty: the model's own.
-        kind: Its class.
-        forward_ms: Milliseconds of operations in the forward pass.
-        backward_ms: The same of the backward pass.
-        flops: Floating-point operations of both.
-        moved_bytes: What these operations read and wrote.
-        operations: How many they were.
-        low_precision_flops: Of ``flops``, those on 16-bit or smaller numbers.
-    """
-
-    module: str
-    kind: str
-    forward_ms: float = 0.0
-    backward_ms: float = 0.0
-    flops: int = 0
-    moved_bytes: int = 0
-    operations: int = 0
-    low_precision_flops: int = 0
+    module: str  # its qualified name; empty: the model's own
+    kind: str  # its class
+    forward_ms: float = 0.0  # milliseconds of operations in the forward pass
+    backward_ms: float = 0.0  # the same of the backward pass
+    flops: int = 0  # floating-point operations of both
+    moved_bytes: int = 0  # what these operations read and wrote
+    operations: int = 0  # how many they were
+    low_precision_flops: int = 0  # of `flops`, those on 16-bit or smaller numbers
 
 
 @dataclass(kw_only=True)
@@ -83,53 +67,33 @@ class LayoutCopy:
 
 @dataclass(kw_only=True)
 class OperationsAlike:
-    """Operations of a step that have about as much to do, by powers of two.
+    """Operations of a step that have about as much to do, by powers of two."""
 
-    Attributes:
-        count: How many they are.
-        ms: What they took.
-        flops: Theirs.
-        low_precision_flops: Of ``flops``, those on 16-bit or smaller numbers.
-        moved_bytes: What they read and wrote of tensors that grow with the batch, where they are no products.
-    """
-
-    count: int = 0
-    ms: float = 0.0
-    flops: int = 0
-    low_precision_flops: int = 0
-    moved_bytes: int = 0
+    count: int = 0  # how many they are
+    ms: float = 0.0  # what they took
+    flops: int = 0  # theirs
+    low_precision_flops: int = 0  # of `flops`, those on 16-bit or smaller numbers
+    moved_bytes: int = 0  # what they read and wrote of tensors that grow with the batch, where they are no products
 
 
 @dataclass(kw_only=True)
 class Anatomy:
-    """A step, taken apart.
+    """A step, taken apart."""
 
-    Attributes:
-        step: Its number, as of :class:`~lightning_accel.evidence.record.Steps`.
-        modules: Those with operations of their own, the most time first.
-        copies: Of layouts, the most time first.
-        waits: The user's line → how often in this step the host had to know a result of the device.
-        memory: At the peak.
-        operations: How many there were.
-        operations_ms: What they took, without what lies between them.
-        work_ms: The same without what the least of them take, which is what it costs to have one at all, and without
-            the optimizer's: what grows with the batch.
-        least_ms: What the least tenth of them took, each: what it costs to have one at all.
-        alike: All but the optimizer's, by what they have to do.
-        product_ms: What those took that have FLOPs.
-    """
-
-    step: int = 0
-    modules: list[ModuleCost] = field(default_factory=list)
-    copies: list[LayoutCopy] = field(default_factory=list)
+    step: int = 0  # its number, as of `Steps`
+    modules: list[ModuleCost] = field(default_factory=list)  # those with operations of their own, the most time first
+    copies: list[LayoutCopy] = field(default_factory=list)  # of layouts, the most time first
+    # The user's line → how often in this step the host had to know a result of the device.
     waits: dict[str, int] = field(default_factory=dict)
-    memory: MemoryPeak | None = None
-    operations: int = 0
-    operations_ms: float = 0.0
+    memory: MemoryPeak | None = None  # at the peak
+    operations: int = 0  # how many there were
+    operations_ms: float = 0.0  # what they took, without what lies between them
+    # The same without what the least of them take, which is what it costs to have one at all, and without the
+    # optimizer's: what grows with the batch.
     work_ms: float = 0.0
-    least_ms: float = 0.0
-    alike: list[OperationsAlike] = field(default_factory=list)
-    product_ms: float = 0.0
+    least_ms: float = 0.0  # what the least tenth of them took, each: what it costs to have one at all
+    alike: list[OperationsAlike] = field(default_factory=list)  # all but the optimizer's, by what they have to do
+    product_ms: float = 0.0  # what those took that have FLOPs
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Anatomy:

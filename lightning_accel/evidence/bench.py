@@ -43,20 +43,13 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Comparison):
-    """Runs of B beside runs of A: medians over the runs (means, of what a step's time goes to, so that it adds up).
+    """Runs of B beside runs of A: medians over the runs (means, of what a step's time goes to, so that it adds up)."""
 
-    Attributes:
-        runs: How many there are of each.
-        confidence: Of the intervals, between 0.95 and 1; 0.0: too few runs for one.
-        each_per_second: Of the runs of A and of B, in their order.
-        memory: How many times as much B needs; None as :attr:`memory_mib`.
-        loss_shift: By how much B's loss is above A's: estimate, low, high; None as :attr:`losses`.
-    """
-
-    runs: int
-    confidence: float
-    each_per_second: tuple[list[float], list[float]]
-    memory: Interval | None
+    runs: int  # how many there are of each
+    confidence: float  # of the intervals, between 0.95 and 1; 0.0: too few runs for one
+    each_per_second: tuple[list[float], list[float]]  # of the runs of A and of B, in their order
+    memory: Interval | None  # how many times as much B needs; None as `memory_mib`
+    # By how much B's loss is above A's: estimate, low, high; None as `losses`.
     loss_shift: tuple[float, float, float] | None
 
     def is_larger(self, by: float) -> bool:

@@ -23,11 +23,7 @@ class _Block:
 
 
 class LiveBlocks:
-    """Follows the storages of tensors from their making to their end.
-
-    Args:
-        device: Those on others are not followed.
-    """
+    """Follows the storages of a device's tensors from their making to their end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,10 +72,7 @@ class LiveBlocks:
     ) -> MemoryPeak:
         """What the peak consisted of.
 
-        Args:
-            gradients: The parameters', at the step's end.
-            states: The optimizers'.
-            metered_bytes: The most that was allocated by the allocator's own account; None: not known.
+        ``metered_bytes``: the most that was allocated by the allocator's own account; None: not known.
         """
         for tensors, category in ((gradients, GRADIENTS), (states, STATES)):
             for storage in storages_of(tensors):

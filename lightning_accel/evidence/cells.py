@@ -14,21 +14,13 @@ NOTHING: Cell = ("", None)
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under heads.
+    """Rows under heads."""
 
-    Attributes:
-        caption: What it is of, for those who do not see what stands above it.
-        heads: Of the columns; those of numbers end in none.
-        numeric: Whether a column has numbers, each of them.
-        rows: Of cells: what is shown, and its number (None: it has none, and is sorted as text).
-        whole: The row below them, which stays there; empty: there is none.
-    """
-
-    caption: str
-    heads: list[str]
-    numeric: list[bool]
-    rows: list[list[Cell]]
-    whole: list[Cell] = field(default_factory=list)
+    caption: str  # what it is of, for those who do not see what stands above it
+    heads: list[str]  # of the columns; those of numbers end in none
+    numeric: list[bool]  # whether a column has numbers, each of them
+    rows: list[list[Cell]]  # of cells: what is shown, and its number (None: it has none, and is sorted as text)
+    whole: list[Cell] = field(default_factory=list)  # the row below them, which stays there; empty: there is none
 
 
 def table(caption: str, heads: Mapping[str, bool], rows: Iterable[list[Any]]) -> Table:
@@ -50,12 +42,12 @@ def without_empty(table: Table) -> Table:
 
 def number_cell(value: float | None) -> Cell:
     if value is None:
-        return "", None
+        return NOTHING
     return (f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:,.4g}"), value
 
 
 def share_cell(value: float | None) -> Cell:
-    return ("", None) if value is None else (f"{value:.1%}", value)
+    return NOTHING if value is None else (f"{value:.1%}", value)
 
 
 def bytes_cell(size: float) -> Cell:

@@ -75,10 +75,7 @@ def _points(model: Node) -> list[tuple[str, float, float]]:
 
 
 def _roofline(points: list[tuple[str, float, float]], peaks: Peaks) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _with_axes()
     reached = [x for _, x, _ in points]
     knees = {"float32": peaks.float32_flops, "bfloat16": peaks.bfloat16_flops}
     edge = max(knees.values()) / peaks.bytes_per_sec
@@ -93,15 +90,11 @@ def _roofline(points: list[tuple[str, float, float]], peaks: Peaks) -> Figure:
         note.set_in_layout(False)  # else a name at the edge would take the room of the chart
     axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte that is read or written", ylabel="FLOP/s")
     axes.legend(frameon=False, fontsize=8)
-    axes.grid(visible=True, alpha=0.25)
     return figure
 
 
 def _served(served: Served) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _with_axes()
     shown = [form for form in served.forms if math.isfinite(served.lost(form))]
     best = [form for form in served.frontier() if form in shown]
     axes.plot([form.p50_ms for form in best], [served.lost(form) for form in best], color=_LINE, linewidth=1.2)
@@ -117,8 +110,16 @@ def _served(served: Served) -> Figure:
     lost = f"{served.metric} lost" if served.metric else "error, as a share of the norm"
     axes.set(xlabel="p50 of a call at batch 1, ms", ylabel=lost)
     axes.margins(x=0.25, y=0.15)  # names stand to the right of their dots
-    axes.grid(visible=True, alpha=0.25)
     return figure
+
+
+def _with_axes() -> tuple[Figure, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(visible=True, alpha=0.25)
+    return figure, axes
 
 
 def _svg(figure: Figure, label: str) -> str:

@@ -32,33 +32,23 @@ class NotComparableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """B beside A.
+    """B beside A."""
 
-    Attributes:
-        speed: How many times as fast B trains, per sample where both know their samples, else per step.
-        unit: ``"samples"`` or ``"steps"``.
-        per_second: Of A and of B, in that unit: samples of all ranks, steps of one, as the ranks step together.
-        parts_ms: What a step's time goes to, in milliseconds of A's and of B's mean step; empty where one is not known.
-        memory_mib: The peaks of A and of B; None where one is not known, or they were not measured alike.
-        losses: Of A and of B, the mean over the last steps that both have; None: there are none, or no finite ones.
-        loss_step: The last of those steps.
-        differences: What else is not the same: name → that of A, that of B.
-        remarks: What to mind when this is read.
-        unfinished: The runs that have not finished, and how they ended.
-        is_alike: Whether both were measured in the same way: by samples or by steps, their memory by the same books.
-    """
-
-    speed: Interval
-    unit: str
+    speed: Interval  # how many times as fast B trains, per sample where both know their samples, else per step
+    unit: str  # `"samples"` or `"steps"`
+    # Of A and of B, in that unit: samples of all ranks, steps of one, as the ranks step together.
     per_second: tuple[float, float]
+    # What a step's time goes to, in milliseconds of A's and of B's mean step; empty where one is not known.
     parts_ms: Mapping[str, tuple[float, float]]
+    # The peaks of A and of B; None where one is not known, or they were not measured alike.
     memory_mib: tuple[float, float] | None
+    # Of A and of B, the mean over the last steps that both have; None: there are none, or no finite ones.
     losses: tuple[float, float] | None
-    loss_step: int | None
-    differences: Mapping[str, tuple[str, str]]
-    remarks: tuple[str, ...]
-    unfinished: tuple[str, ...]
-    is_alike: bool
+    loss_step: int | None  # the last of those steps
+    differences: Mapping[str, tuple[str, str]]  # what else is not the same: name → that of A, that of B
+    remarks: tuple[str, ...]  # what to mind when this is read
+    unfinished: tuple[str, ...]  # the runs that have not finished, and how they ended
+    is_alike: bool  # whether both were measured in the same way: by samples or by steps, their memory by the same books
 
     def is_slower(self, by: float) -> bool:
         """Whether B is slower than A by more than a share of A's speed, with the whole interval."""

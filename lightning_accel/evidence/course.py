@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning_accel.evidence.record import Record, Steps
@@ -25,11 +25,27 @@ _OF_CARDS = {
     "utilisation_percent": "its utilisation, %",
     "memory_mib": "its memory in use, by all processes, MiB",
 }
-_OF_EPOCHS = (
-    *("epoch", "samples_per_sec", "steps_per_sec", "step_ms_p50", "step_ms_p95", "data_wait_frac", "peak_memory_mib"),
-    *("host_rss_mib", "tflops", "mfu", "loss_scale", "skipped_steps", "energy_j_per_sample"),
-)
-_OF_STRAGGLERS = ("slowest_rank", "step_ms_p95", "step_ms_p95_mean", "latest_rank", "data_wait_ms")
+EPOCH_HEADS = {
+    "epoch": "epoch",
+    "samples_per_sec": "samples/s",
+    "steps_per_sec": "steps/s",
+    "step_ms_p50": "p50, ms",
+    "step_ms_p95": "p95, ms",
+    "data_wait_frac": "waiting",
+    "peak_memory_mib": "peak, MiB",
+    "host_rss_mib": "host, MiB",
+    "tflops": "TFLOP/s",
+    "mfu": "MFU",
+    "loss_scale": "loss scale",
+    "skipped_steps": "skipped",
+    "energy_j_per_sample": "J/sample",
+    "stragglers_slowest_rank": "slowest rank",
+    "stragglers_step_ms_p95": "its p95, ms",
+    "stragglers_step_ms_p95_mean": "of all, ms",
+    "stragglers_latest_rank": "latest at backward",
+    "stragglers_data_wait_ms": "its data wait, ms",
+}
+"""What a page shows of an epoch → the head of its column."""
 
 
 def curves_of(record: Record) -> dict[str, Curve]:
@@ -93,13 +109,9 @@ def epochs_of(record: Record) -> list[dict[str, float]]:
 
 
 def _of_epoch(epoch: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    stragglers = epoch.get("stragglers") or {}
-    values: Iterable[tuple[str, Any]] = (
-        *((name, epoch.get(name)) for name in _OF_EPOCHS),
-        *((f"stragglers_{name}", stragglers.get(name)) for name in _OF_STRAGGLERS),
-    )
-    for name, value in values:
-        if (known := number(value)) is not None:
+    values = {**epoch, **{f"stragglers_{name}": value for name, value in (epoch.get("stragglers") or {}).items()}}
+    for name in EPOCH_HEADS:
+        if (known := number(values.get(name))) is not None:
             yield name, known
 
 

@@ -35,12 +35,7 @@ _FINDERS: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
 
 
 def diagnose(record: Record, peaks: Peaks | None = None) -> list[Finding]:
-    """All findings, the most promising first.
-
-    Args:
-        record: Of a run.
-        peaks: Of its machine, if they are known: without them no gain of another dtype is predicted.
-    """
+    """All findings, the most promising first; without peaks no gain of another dtype is predicted."""
     seen = Seen.of(record, peaks)
     found = [finding for find in _FINDERS for finding in find(seen)]
     return sorted(found, key=lambda one: (-(one.speedup or 1.0), -one.freed_bytes))

@@ -45,23 +45,14 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A record, with what every finder asks for.
+    """A record, with what every finder asks for."""
 
-    Attributes:
-        record: Of a run.
-        peaks: Of its machine; None: not known.
-        parts_ms: Of the mean step that was looked at, past the beginning.
-        step_ms: Their sum.
-        typical_ms: The median step, past the beginning.
-        waited: The share of all steps past the beginning that was waiting for data.
-    """
-
-    record: Record
-    peaks: Peaks | None
-    parts_ms: dict[str, float] = field(default_factory=dict)
-    step_ms: float = 0.0
-    typical_ms: float = 0.0
-    waited: float = 0.0
+    record: Record  # of a run
+    peaks: Peaks | None  # of its machine; None: not known
+    parts_ms: dict[str, float] = field(default_factory=dict)  # of the mean step that was looked at, past the beginning
+    step_ms: float = 0.0  # their sum
+    typical_ms: float = 0.0  # the median step, past the beginning
+    waited: float = 0.0  # the share of all steps past the beginning that was waiting for data
 
     @classmethod
     def of(cls, record: Record, peaks: Peaks | None) -> Seen:

@@ -26,20 +26,15 @@ class FlopMode(DispatchMode):
 
     :class:`~torch.utils.flop_counter.FlopCounterMode` itself also hooks every module of the process, to say which
     one spent what; and it counts a forward pass that gradient checkpointing repeats as if the model had asked for it.
-
-    Attributes:
-        flops: Counted so far.
-        saw_backward: Whether an operation ran in a backward pass.
-        failure: What went wrong in a formula; the count is then worthless.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-        self.saw_backward = False
-        self.failure: Exception | None = None
+        self.flops = 0  # counted so far
+        self.saw_backward = False  # whether an operation ran in a backward pass
+        self.failure: Exception | None = None  # what went wrong in a formula; the count is then worthless
 
     @override
     def __torch_dispatch__(
@@ -71,7 +66,6 @@ class FlopMode(DispatchMode):
         return out
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operation."""
         return func(*args, **kwargs)
 
     def counted(self, flops: int) -> None:

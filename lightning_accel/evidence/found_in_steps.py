@@ -12,9 +12,8 @@ from lightning_accel.evidence.finding import WORTH, Finding, Seen
 from lightning_accel.evidence.peaks import Peaks
 
 _LARGE_BATCH = 8  # times the batch
-_TINY = (
-    0.25  # of a step at most grows with a batch that is called so: it is a change of training, worth much or nothing
-)
+# Of a step at most grows with a batch that is called so: it is a change of training, worth much or nothing.
+_TINY = 0.25
 _MOST_TO_HAVE_MS = 0.5  # what it costs to have an operation: a few hundredths for most of them
 _OF_PEAKS = 0.5  # what operations reach where they have much to do
 _TIMES_MOVED = 4  # bytes of a batch: read and written where it is made, and again on their way to the device

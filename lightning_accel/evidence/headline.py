@@ -44,13 +44,7 @@ class Outcome:
 
 
 def headline_of(record: Record, tuning: Mapping[str, Any], earlier: Sequence[Record]) -> str:
-    """The run in a sentence.
-
-    Args:
-        record: Of the run.
-        tuning: What its live trials have come to, as the report has it; empty: there were none.
-        earlier: Records of the same training.
-    """
+    """The run in a sentence."""
     if record.page:
         after = f" after {record.num_steps:,} steps" if record.steps else ""  # a run without a logger counts none
         return f"Out of memory{after}: {_line(record.page, 0)}"

@@ -58,7 +58,6 @@ class MemoryUse:
 
 
 def memory_use(record: Record) -> MemoryUse:
-    """Of a run."""
     found = None if record.anatomy is None else record.anatomy.memory
     parts = {} if found is None else {name: size for name, size in _largest(found.parts) if size > 0}
     modules = {} if found is None else dict(_largest(found.modules)[:_MOST])

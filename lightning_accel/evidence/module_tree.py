@@ -43,8 +43,8 @@ class Node:
     def ms(self) -> float:
         return self.forward_ms + self.backward_ms
 
-    def add(self, cost: ModuleCost, held_bytes: int) -> None:
-        """Adds what one module's own operations took."""
+    def add(self, cost: ModuleCost | Node, held_bytes: int) -> None:
+        """Adds what one module's own operations took, or a node's."""
         self.forward_ms += cost.forward_ms
         self.backward_ms += cost.backward_ms
         self.flops += cost.flops
@@ -124,14 +124,5 @@ def _sum(nodes: list[Node]) -> Node:
     count = sum(1 for node in nodes for _ in node.walk())
     total = Node(f"({count:,} more)")
     for node in nodes:
-        cost = ModuleCost(
-            module="",
-            kind="",
-            forward_ms=node.forward_ms,
-            backward_ms=node.backward_ms,
-            flops=node.flops,
-            moved_bytes=node.moved_bytes,
-            low_precision_flops=node.low_precision_flops,
-        )
-        total.add(cost, node.held_bytes)
+        total.add(node, node.held_bytes)
     return total

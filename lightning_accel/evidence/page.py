@@ -101,12 +101,7 @@ class Page:
 
 
 def page_of(record: Record, earlier: Sequence[Record] = (), peaks: Peaks | None = None) -> Page:
-    """The content of a report.
-
-    Args:
-        record: Of the run.
-        earlier: Records of the same training, to set it beside; those of others are passed over.
-        peaks: Of the machine that it ran on.
+    """The content of a report on a run, beside ``earlier`` ones; those of another training are passed over.
 
     Raises:
         RecordError: The record's values are not of the kinds that they were written as.

@@ -37,99 +37,63 @@ _ALL_EPOCHS = 1000  # are written; of those after, ever fewer
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What ran, where.
+    """What ran, where."""
 
-    Attributes:
-        started: In UTC, by ISO 8601.
-        command: Of the process.
-        model: The module's class, with its package.
-        parameters: How many elements it trains or has frozen; None: not known before the first batch.
-        settings: Of the plan; None: a run without the plugin.
-        precision: As Lightning calls it.
-        strategy: The class of it.
-        machine: As :attr:`Host.described <lightning_accel.core.host.Host.described>`.
-        cores: That the process may use.
-        threads: That torch computes with; on a GPU the one that tells it what to do. 0: not known.
-        world_size: How many ranks trained together.
-        versions: Of Python and of packages, by name.
-        native_bf16: Whether the device computes in bfloat16 rather than emulates it.
-        device_bytes: All the memory of the device, on a CPU of the machine or container.
-        log_every_n_steps: The Trainer's.
-        accumulate_grad_batches: The Trainer's.
-        loaders: Of training batches: what each was made with, by the names of :class:`torch.utils.data.DataLoader`.
-        makes_loaders: Whether the user's own code makes them, or a library's.
-        has_images: Whether there are images in a batch.
-        source_folders: Where the code comes from that is neither Python's nor installed; of folders within each other
-            the outermost.
-    """
-
-    started: str
-    command: list[str]
-    model: str
-    parameters: int | None
-    settings: dict[str, Any] | None
-    precision: str
-    strategy: str
-    machine: str
-    cores: int
-    world_size: int
-    versions: dict[str, str]
-    threads: int = 0
-    native_bf16: bool = False
-    device_bytes: int = 0
-    log_every_n_steps: int = 0
-    accumulate_grad_batches: int = 1
+    started: str  # in UTC, by ISO 8601
+    command: list[str]  # of the process
+    model: str  # the module's class, with its package
+    parameters: int | None  # how many elements it trains or has frozen; None: not known before the first batch
+    settings: dict[str, Any] | None  # of the plan; None: a run without the plugin
+    precision: str  # as Lightning calls it
+    strategy: str  # the class of it
+    machine: str  # as `Host.described`
+    cores: int  # that the process may use
+    world_size: int  # how many ranks trained together
+    versions: dict[str, str]  # of Python and of packages, by name
+    threads: int = 0  # that torch computes with; on a GPU the one that tells it what to do. 0: not known
+    native_bf16: bool = False  # whether the device computes in bfloat16 rather than emulates it
+    device_bytes: int = 0  # all the memory of the device, on a CPU of the machine or container
+    log_every_n_steps: int = 0  # the Trainer's
+    accumulate_grad_batches: int = 1  # the Trainer's
+    # Of training batches: what each was made with, by the names of `DataLoader`.
     loaders: list[dict[str, Any]] = field(default_factory=list)
+    # Where the code comes from that is neither Python's nor installed; of folders within each other the outermost.
     source_folders: list[str] = field(default_factory=list)
-    makes_loaders: bool = True
-    has_images: bool = True
+    makes_loaders: bool = True  # whether the user's own code makes them, or a library's
+    has_images: bool = True  # whether there are images in a batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Some steps, one after the other.
+    """Some steps, one after the other."""
 
-    Attributes:
-        first: Number of the first one, from 1 where training began, in whichever run; validation is none.
-        last: Number of the last one.
-        timed: How many of them were: not those that were slowed by being measured.
-        cycle_ms: Means over consecutive pieces of equal length: from the end of a step to the end of the next, waiting
-            for data included.
-        wait_ms: Of the same pieces, what of it was waiting for data.
-        samples: In those that were timed; None: not known.
-        losses: Of some steps: their numbers, and what ``training_step`` returned.
-        looked_at: Of how many steps the parts are.
-        parts_ms: What these steps' time went to, in their sum; it adds up to all of it.
-        held_mib: Memory that was held at the end of each of these: of torch's allocator on a GPU, else of the process.
-        captured: How many graphs ``torch.compile`` has captured.
-        compiling_ms: What it took for that.
-        loading_cpu_ms: Processor time of the training's own thread while it waited for data, in the sum of steps that
-            were looked at: what loading without workers takes.
-        card: What NVML said of the first rank's card, by the names of :class:`~lightning_accel.callbacks.GpuStats`, and
-            ``throttled_frac``: means over consecutive pieces; empty without it.
-        samples_ms: What of waiting for data it took to load samples, one by one, before a loader without workers made
-            a batch of them; in the same sum. 0: not known.
-        capturing: In how many of the steps that were timed torch.compile has captured a graph.
-        capturing_ms: What these took together, all of them.
-    """
-
-    first: int
-    last: int
-    timed: int
+    first: int  # number of the first one, from 1 where training began, in whichever run; validation is none
+    last: int  # number of the last one
+    timed: int  # how many of them were: not those that were slowed by being measured
+    # Means over consecutive pieces of equal length: from the end of a step to the end of the next, waiting for data
+    # included.
     cycle_ms: list[float]
-    wait_ms: list[float]
-    samples: int | None
-    losses: list[tuple[int, float]]
-    looked_at: int = 0
+    wait_ms: list[float]  # of the same pieces, what of it was waiting for data
+    samples: int | None  # in those that were timed; None: not known
+    losses: list[tuple[int, float]]  # of some steps: their numbers, and what `training_step` returned
+    looked_at: int = 0  # of how many steps the parts are
+    # What these steps' time went to, in their sum; it adds up to all of it.
     parts_ms: dict[str, float] = field(default_factory=dict)
+    # Memory that was held at the end of each of these: of torch's allocator on a GPU, else of the process.
     held_mib: list[float] = field(default_factory=list)
-    captured: int = 0
-    compiling_ms: float = 0.0
+    captured: int = 0  # how many graphs `torch.compile` has captured
+    compiling_ms: float = 0.0  # what it took for that
+    # Processor time of the training's own thread while it waited for data, in the sum of steps that were looked at:
+    # what loading without workers takes.
     loading_cpu_ms: float = 0.0
+    # What NVML said of the first rank's card, by the names of `GpuStats`, and `throttled_frac`: means over consecutive
+    # pieces; empty without it.
     card: dict[str, list[float]] = field(default_factory=dict)
+    # What of waiting for data it took to load samples, one by one, before a loader without workers made a batch of
+    # them; in the same sum. 0: not known.
     samples_ms: float = 0.0
-    capturing: int = 0
-    capturing_ms: float = 0.0
+    capturing: int = 0  # in how many of the steps that were timed torch.compile has captured a graph
+    capturing_ms: float = 0.0  # what these took together, all of them
 
     def pieces(self) -> Iterator[tuple[int, int, float]]:
         """Of each piece: the number of its first step, about; how many it has; their mean milliseconds."""
@@ -142,36 +106,23 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What was read.
+    """What was read."""
 
-    Attributes:
-        path: From where.
-        header: What ran.
-        steps: All of them, in their order.
-        epochs: What was logged for each, by the names of :class:`~lightning_accel.callbacks._epoch.EpochSpeed`.
-        status: How it ended: ``"finished"``, ``"interrupted"``, or the error; empty: nobody knows, as it was killed or
-            still runs.
-        report: What the plugin did, as :meth:`Report.to_dict <lightning_accel.core.report.Report.to_dict>`; None
-            without it, and without an end.
-        passed_over: Newer ones in the same folder, which have no steps.
-        page: What a run that died for want of memory ended with; else empty.
-        anatomy: The step that was taken apart last; None: none was.
-        settled_step: At which live trials had settled; None: they had not, or there were none.
-        cards: What NVML said of the cards over the run: name → value; empty without GpuStats.
-        served: The forms in which its model was measured for serving, the latest time; None: it was not.
-    """
-
-    path: Path
-    header: Header
-    steps: list[Steps] = field(default_factory=list)
-    epochs: list[dict[str, Any]] = field(default_factory=list)
+    path: Path  # from where
+    header: Header  # what ran
+    steps: list[Steps] = field(default_factory=list)  # all of them, in their order
+    epochs: list[dict[str, Any]] = field(default_factory=list)  # what was logged for each, by the names of `EpochSpeed`
+    # How it ended: `"finished"`, `"interrupted"`, or the error; empty: nobody knows, as it was killed or still runs.
     status: str = ""
+    # What the plugin did, as `Report.to_dict`; None without it, and without an end.
     report: dict[str, Any] | None = None
-    passed_over: list[Path] = field(default_factory=list)
-    page: str = ""
-    anatomy: Anatomy | None = None
-    settled_step: int | None = None
+    passed_over: list[Path] = field(default_factory=list)  # newer ones in the same folder, which have no steps
+    page: str = ""  # what a run that died for want of memory ended with; else empty
+    anatomy: Anatomy | None = None  # the step that was taken apart last; None: none was
+    settled_step: int | None = None  # at which live trials had settled; None: they had not, or there were none
+    # What NVML said of the cards over the run: name → value; empty without GpuStats.
     cards: dict[str, float] = field(default_factory=dict)
+    # The forms in which its model was measured for serving, the latest time; None: it was not.
     served: Served | None = None
 
     @property
@@ -186,8 +137,7 @@ class Record:
     def parts_ms(self, beginning: float = 0.0) -> dict[str, float]:
         """What a step's time goes to, in the mean of those that were looked at; empty where none was.
 
-        Args:
-            beginning: A share of the run that is left out, if any of them come after it.
+        A share of the run's ``beginning`` is left out, if any of them come after it.
         """
         begin = self.steps[0].first + beginning * self.num_steps if self.steps else 0
         late = [some for some in self.steps if some.looked_at and some.first >= begin]
@@ -212,11 +162,7 @@ class Record:
 
 
 class RecordWriter:
-    """Writes a record, line by line.
-
-    Args:
-        path: To where; the folder is made, and the file with the first line, which must be a new one.
-        header: What runs.
+    """Writes a record, line by line, into a new file, whose folder is made.
 
     Raises:
         OSError: It cannot be written; by every method.
@@ -230,7 +176,6 @@ class RecordWriter:
         self._append("run", {"format": FORMAT, **asdict(header)})
 
     def steps(self, some: Steps) -> None:
-        """Adds steps."""
         self._append("steps", asdict(some))
 
     def epoch(self, values: Mapping[str, Any]) -> None:
@@ -245,7 +190,6 @@ class RecordWriter:
         self._append("anatomy", asdict(anatomy))
 
     def settled(self, step: int) -> None:
-        """Says that live trials had settled at a step."""
         self._append("settled", {"step": step})
 
     def end(

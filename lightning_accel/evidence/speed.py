@@ -20,32 +20,20 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Piece:
-    """Steps that follow each other.
+    """Steps that follow each other."""
 
-    Attributes:
-        first: Number of the first one, about.
-        steps: How many they are.
-        ms: Of a step, in their mean.
-        samples: The same; None: not known.
-    """
-
-    first: int
-    steps: int
-    ms: float
-    samples: float | None
+    first: int  # number of the first one, about
+    steps: int  # how many they are
+    ms: float  # of a step, in their mean
+    samples: float | None  # the same; None: not known
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a run.
+    """Of a run."""
 
-    Attributes:
-        per_second: Samples of all ranks, or where these are not known steps, which ranks take together.
-        unit: ``"samples"`` or ``"steps"``.
-    """
-
-    per_second: float
-    unit: str
+    per_second: float  # samples of all ranks, or where these are not known steps, which ranks take together
+    unit: str  # `"samples"` or `"steps"`
 
     def __str__(self) -> str:
         return f"{rate(self.per_second)} {self.unit}/s"
@@ -54,10 +42,7 @@ class Speed:
 def speed_of(steps: Sequence[Steps], settled_step: int | None, world_size: int) -> Speed | None:
     """How fast they were; None: they are too few to tell.
 
-    Args:
-        steps: Of one rank, all of the run.
-        settled_step: At which live trials had settled; None: they had not, or there were none.
-        world_size: How many ranks trained together.
+    ``settled_step``: at which live trials had settled; None: they had not, or there were none.
     """
     pieces = late(steps, settled_step)
     if sum(piece.steps for piece in pieces) < FEWEST:

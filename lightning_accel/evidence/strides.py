@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_accel.core.layout import FORMATS
+
 _CONVOLVING = frozenset({"convolution", "convolution_backward"})
 _MATRICES = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def odd_operand(operation: Any, read: Sequence[Tensor]) -> Tensor | None:
@@ -18,10 +19,6 @@ def odd_operand(operation: Any, read: Sequence[Tensor]) -> Tensor | None:
 
     Convolutions want what is dense in a memory format, products of matrices what BLAS has a leading dimension for,
     transposed or not.
-
-    Args:
-        operation: Of ATen; others have no such operand.
-        read: The tensors that it is given.
     """
     name = getattr(getattr(operation, "overloadpacket", operation), "__name__", "")
     if any(one.layout is not torch.strided for one in read):
@@ -32,7 +29,7 @@ def odd_operand(operation: Any, read: Sequence[Tensor]) -> Tensor | None:
 
 
 def _is_in_a_format(tensor: Tensor) -> bool:
-    memory_format = _FORMATS.get(tensor.dim(), torch.contiguous_format)
+    memory_format = FORMATS.get(tensor.dim(), torch.contiguous_format)
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=memory_format)
 
 

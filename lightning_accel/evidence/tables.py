@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.evidence.cells import Table, bounds, bytes_cell, number_cell, share_cell, table, without_empty
+from lightning_accel.evidence.course import EPOCH_HEADS
 from lightning_accel.evidence.headline import gain_of
 from lightning_accel.evidence.memory_use import MemoryUse
 from lightning_accel.evidence.module_tree import Node
@@ -17,26 +18,6 @@ from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.served import Served
 from lightning_accel.evidence.tried_tables import contributions_table, trials_table
 
-_EPOCH_HEADS = {
-    "epoch": "epoch",
-    "samples_per_sec": "samples/s",
-    "steps_per_sec": "steps/s",
-    "step_ms_p50": "p50, ms",
-    "step_ms_p95": "p95, ms",
-    "data_wait_frac": "waiting",
-    "peak_memory_mib": "peak, MiB",
-    "host_rss_mib": "host, MiB",
-    "tflops": "TFLOP/s",
-    "mfu": "MFU",
-    "loss_scale": "loss scale",
-    "skipped_steps": "skipped",
-    "energy_j_per_sample": "J/sample",
-    "stragglers_slowest_rank": "slowest rank",
-    "stragglers_step_ms_p95": "its p95, ms",
-    "stragglers_step_ms_p95_mean": "of all, ms",
-    "stragglers_latest_rank": "latest at backward",
-    "stragglers_data_wait_ms": "its data wait, ms",
-}
 _SHARES = ("data_wait_frac", "mfu")
 _MOST_LEAVES = 40
 _ALL = "all of it"
@@ -85,7 +66,6 @@ def roof_table(model: Node, peaks: Peaks) -> Table:
 
 
 def outcomes_table(page: Page) -> Table:
-    """What predictions have come to."""
     heads = {"found": False, "predicted": True, "measured": True, "beside": False}
     rows = [
         [one.finding, (f"{one.predicted:.2f}x", one.predicted), (one.measured, one.ratio), one.earlier]
@@ -113,10 +93,10 @@ def layouts_table(page: Page) -> Table:
 def epochs_table(page: Page) -> Table:
     """Epochs, with those columns that some of them have a value for."""
     rows = [
-        [share_cell(one.get(name)) if name in _SHARES else number_cell(one.get(name)) for name in _EPOCH_HEADS]
+        [share_cell(one.get(name)) if name in _SHARES else number_cell(one.get(name)) for name in EPOCH_HEADS]
         for one in page.epochs
     ]
-    return without_empty(table("Epochs", dict.fromkeys(_EPOCH_HEADS.values(), True), rows))
+    return without_empty(table("Epochs", dict.fromkeys(EPOCH_HEADS.values(), True), rows))
 
 
 def curves_table(page: Page) -> Table:
@@ -150,7 +130,6 @@ def served_table(served: Served) -> Table:
 
 
 def plain_table(caption: str, values: Mapping[str, str | float]) -> Table:
-    """Names and values."""
     rows = [[name, value if isinstance(value, str) else number_cell(value)] for name, value in values.items()]
     return table(caption, {"": False, "value": False}, rows)
 

@@ -44,11 +44,8 @@ _WAITS = frozenset({"local_scalar_dense", "nonzero", "is_nonzero", "equal", "uni
 class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
     """Takes the step under it apart.
 
-    Args:
-        model: Whose modules are told apart.
-        clock: Whose marks are put around each operation.
-        is_stepping: Whether an optimizer is at its step, and not in a closure of it.
-        meters: Whether the allocator is asked, too, on a CPU, what was the most: nobody else can profile meanwhile.
+    ``is_stepping`` says whether an optimizer is at its step, and not in a closure of it. If it ``meters``, the
+    allocator is asked, too, on a CPU, what was the most: nobody else can profile meanwhile.
 
     Attributes:
         trouble: What went wrong in looking at an operation; the step is then not taken apart.

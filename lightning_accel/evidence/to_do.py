@@ -14,11 +14,7 @@ COPYING = frozenset({"clone", "copy_", "to_copy"})
 
 
 class ToDo:
-    """Notes operation by operation what grows with the batch.
-
-    Args:
-        model: Whose weights do not.
-    """
+    """Notes operation by operation what grows with the batch, which a model's weights do not."""
 
     def __init__(self, model: nn.Module) -> None:
         shapes = [tuple(p.shape) for p in model.parameters() if not nn.parameter.is_lazy(p)]
@@ -28,7 +24,6 @@ class ToDo:
         self._moved_bytes: list[int] = []
 
     def note(self, name: str, written: Sequence[Tensor], moved_bytes: int) -> None:
-        """Notes the next operation."""
         is_of_weight = name in COPYING and any(tuple(tensor.shape) in self._weights for tensor in written)
         self._flops.append(0)
         self._low_precision_flops.append(0)

@@ -97,22 +97,12 @@ class Tried:
 
 
 def trials_of(tuning: Mapping[str, Any]) -> list[Trial]:
-    """All live trials of a run.
-
-    Args:
-        tuning: What they have come to, as the report has it; empty: there were none.
-    """
+    """All live trials of a run, by what they have come to, as its report has it."""
     return [_trial(one, tuning) for one in _results(tuning)]
 
 
 def tried_of(name: str, one: Mapping[str, Any], tuning: Mapping[str, Any]) -> Tried:
-    """What a technique did.
-
-    Args:
-        name: As in the settings.
-        one: The report's record of it.
-        tuning: As :func:`trials_of` has it.
-    """
+    """What a technique did, by its name in the settings, the report's record of it, and the live trials."""
     sites = {**one["applied"], **one["refused"]}
     state = one.get("measured")
     measured = None if state is None else Measured.from_dict(state)

@@ -27,14 +27,11 @@ class Answers:
     Args:
         path: The file; None: nothing is kept.
         seconds: How long the search may take; what an earlier one could not tell is asked again if that had less.
-
-    Attributes:
-        complaint: Why an earlier search's file was not used; empty where it was, or there was none.
     """
 
     def __init__(self, path: Path | None = None, seconds: float = 0.0) -> None:
         self._path, self._seconds, self._asked_in_s = path, seconds, seconds
-        self.complaint = ""
+        self.complaint = ""  # why an earlier search's file was not used; empty where it was, or there was none
         self.facts: dict[str, Facts] = {}
         self._results: dict[str, Result] = {}
         if path is not None and path.is_file():
@@ -43,9 +40,6 @@ class Answers:
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 self.facts, self._results = {}, {}
                 self.complaint = f"{path} is damaged ({type(error).__name__}: {error}): the search begins anew."
-
-    def __len__(self) -> int:
-        return len(self._results)
 
     def result(self, original: Setup, candidate: Setup) -> Result | None:
         """How the two compared; None where nobody has asked, or had too little time to tell."""

@@ -22,18 +22,8 @@ _QUESTIONS = 10  # between which the error is divided: about as many as are aske
 class Bench:
     """Runs of one job, and how they compare.
 
-    Args:
-        job: What they train.
-        host: The machine.
-        objective: What is better.
-        limit: The most memory that one may hold, in bytes.
-        available: What the machine has for two of them.
-        answers: What is known already; added to.
-        patience_s: How long one may take to begin, or for a block of turns.
-
-    Attributes:
-        limit: As given; the run as it is may need more.
-        notes: Why something could not be compared.
+    ``limit`` is the most memory that one may hold, ``available`` what the machine has for two, both in bytes; what
+    ``answers`` knows already is not asked again. Each may take ``patience_s`` to begin, or for a block of turns.
 
     Raises:
         ValueError: The job cannot be copied.
@@ -50,8 +40,8 @@ class Bench:
         answers: Answers,
         patience_s: float,
     ) -> None:
-        self.limit, self._available = limit, available
-        self.notes: list[str] = []
+        self.limit, self._available = limit, available  # the run as it is may need more than the limit that is given
+        self.notes: list[str] = []  # why something could not be compared
         self._job, self._host, self._objective, self._answers = job, host, objective, answers
         self._alive: dict[str, Run] = {}
         self._workers = Workers(job, patience_s)
@@ -144,12 +134,7 @@ class Bench:
         """Batches to an optimizer step."""
         return setup.accumulate or self._job.accumulate
 
-    def rest(self) -> None:
-        """Ends all runs, and frees their memory."""
-        self._keep()
-
     def close(self) -> None:
-        """Ends all processes."""
         self._workers.close()
 
     def _can_run(self, name: str, before: Facts, original: Setup, candidate: Setup) -> Facts | Verdict:

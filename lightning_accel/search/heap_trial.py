@@ -27,19 +27,12 @@ _PATIENCE_S = 180.0  # until a process has imported torch and is warm, on a mach
 
 @dataclass(frozen=True)
 class HeapResult:
-    """What the trial has come to.
+    """What the trial has come to."""
 
-    Attributes:
-        name: Of the allocator that has won; empty: none is faster for sure than what the program has by itself.
-        environment: The variables that choose it.
-        table: A line for each that was tried.
-        is_sure: Whether every comparison has told something in its time.
-    """
-
-    name: str
-    environment: Mapping[str, str]
-    table: tuple[str, ...]
-    is_sure: bool
+    name: str  # of the allocator that has won; empty: none is faster for sure than what the program has by itself
+    environment: Mapping[str, str]  # the variables that choose it
+    table: tuple[str, ...]  # a line for each that was tried
+    is_sure: bool  # whether every comparison has told something in its time
 
 
 @dataclass(frozen=True)
@@ -50,13 +43,9 @@ class _Told:
 
 
 class _Process:
-    """The stand-in under one allocator.
+    """The stand-in under one allocator."""
 
-    Attributes:
-        latest: Its latest answer.
-    """
-
-    latest: _Told
+    latest: _Told  # its latest answer
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._popen = subprocess.Popen(
@@ -111,9 +100,7 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
 
     What needs more memory has to be a tenth faster, as in live trials.
 
-    Args:
-        heaps: What to try.
-        seconds: For all comparisons together, once the processes are warm.
+    ``seconds`` are for all comparisons together, once the processes are warm.
 
     Raises:
         OSError: The stand-in does not run, or not in time.

@@ -37,33 +37,21 @@ _KEPT = (
 
 @dataclass
 class Job:
-    """A training to be tuned.
-
-    Attributes:
-        model: The module.
-        data: Its data module, its training loader, or None: the module has loaders of its own.
-        plan: The settings of its ``AccelPlugin``.
-        options: What the Trainer is made with; loggers, callbacks and checkpoints are left out.
-        accumulate: Batches to an optimizer step.
-        max_steps: Of the whole run; -1: not limited.
-        max_epochs: Of the whole run; -1: not limited.
-        has_logger: Whether the module may ask for one.
-        threads: That an operation uses on the host.
-        matmul_precision: Of products of float32.
-        has_plugin: Whether the run as it is has an ``AccelPlugin``.
-    """
+    """A training to be tuned."""
 
     model: LightningModule
+    # Its data module, its training loader, or None: the module has loaders of its own.
     data: LightningDataModule | DataLoader[Any] | None
-    plan: Plan = field(default_factory=Plan)
+    plan: Plan = field(default_factory=Plan)  # the settings of its `AccelPlugin`
+    # What the Trainer is made with; loggers, callbacks and checkpoints are left out.
     options: dict[str, Any] = field(default_factory=dict)
-    accumulate: int = 1
-    max_steps: int = -1
-    max_epochs: int = -1
-    has_logger: bool = False
-    threads: int = field(default_factory=torch.get_num_threads)
-    matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)
-    has_plugin: bool = True
+    accumulate: int = 1  # batches to an optimizer step
+    max_steps: int = -1  # of the whole run; -1: not limited
+    max_epochs: int = -1  # of the whole run; -1: not limited
+    has_logger: bool = False  # whether the module may ask for one
+    threads: int = field(default_factory=torch.get_num_threads)  # that an operation uses on the host
+    matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)  # of products of float32
+    has_plugin: bool = True  # whether the run as it is has an `AccelPlugin`
 
     @classmethod
     def of(cls, model: LightningModule, data: Any, trainer: Trainer) -> Job:

@@ -30,27 +30,16 @@ _FIRST_TURNS = 2  # by which the length of a turn is estimated
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a setup that has run.
+    """What is known of a setup that has run."""
 
-    Attributes:
-        started_s: From nothing to a few turns, in seconds; with a compiler, what it took.
-        seconds: For a sample.
-        waited: The share of the time that it waited for data.
-        peak_bytes: The most memory that it held, once it was warm.
-        base_bytes: What it held before its first step.
-        samples: In a turn.
-        batches: In an epoch.
-        most_bytes: The most that it has held in all: in its first steps, or with a batch that came later.
-    """
-
-    started_s: float
-    seconds: float
-    waited: float
-    peak_bytes: int
-    base_bytes: int
-    samples: float
-    batches: float
-    most_bytes: int = 0
+    started_s: float  # from nothing to a few turns, in seconds; with a compiler, what it took
+    seconds: float  # for a sample
+    waited: float  # the share of the time that it waited for data
+    peak_bytes: int  # the most memory that it held, once it was warm
+    base_bytes: int  # what it held before its first step
+    samples: float  # in a turn
+    batches: float  # in an epoch
+    most_bytes: int = 0  # the most that it has held in all: in its first steps, or with a batch that came later
 
     @property
     def needed_bytes(self) -> int:
@@ -93,12 +82,7 @@ class Facts:
         return _turns_in(_BLOCK_S, self.turn_s)
 
     def settling_turns(self, loader: Mapping[str, Any], accumulate: int) -> int:
-        """Turns after a pause that do not count: caches are cold, and batches were loaded while nobody trained.
-
-        Args:
-            loader: Its settings.
-            accumulate: Batches to a turn.
-        """
+        """Turns after a pause that do not count: caches are cold, and batches were loaded while nobody trained."""
         workers = int(loader.get("num_workers") or 0)
         loaded = math.ceil(workers * int(loader.get("prefetch_factor") or 2) / accumulate)
         return loaded + (self.turn_s < _BLOCK_S)
@@ -131,17 +115,11 @@ def worth_of_start(original: Facts, candidate: Facts, samples: float) -> float:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison.
-
-    Attributes:
-        run: The run.
-        facts: What is known of it.
-        settle: Turns after a pause that do not count.
-    """
+    """One side of a comparison."""
 
     run: Run
-    facts: Facts
-    settle: int
+    facts: Facts  # what is known of it
+    settle: int  # turns after a pause that do not count
 
     def seconds(self) -> float:
         """For a sample, by a block of turns.

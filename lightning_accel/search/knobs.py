@@ -11,6 +11,7 @@ import torch
 from lightning_accel.core.allocators import EXPANDABLE_SEGMENTS, can_expand_segments, heaps, segment_settings
 from lightning_accel.core.heap import heap_settings
 from lightning_accel.core.host import Host, usable_cores
+from lightning_accel.data.worker_course import LEAST_WAIT, MOST_WORKERS
 from lightning_accel.search.job import Job
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.setup import Setup
@@ -18,24 +19,15 @@ from lightning_accel.search.setup import Setup
 Trying = Generator[Setup, bool, None]
 """Yields changes to the best setup so far, and is sent whether each was better."""
 
-LEAST_WAIT = 0.05
-"""Of the time: who waits for less data gains nothing by loading it sooner."""
-
-_MOST_WORKERS = 16
-
 
 @dataclass(frozen=True)
 class Knob:
-    """One thing to change.
+    """One thing to change."""
 
-    Attributes:
-        name: In the report.
-        bound: How many times as fast it could make a run at most, from what is known of the best one.
-        tries: The setups, one after the other, given what is known of the best one, and that one.
-    """
-
-    name: str
+    name: str  # in the report
+    # How many times as fast it could make a run at most, from what is known of the best one.
     bound: Callable[[Facts], float]
+    # The setups, one after the other, given what is known of the best one, and that one.
     tries: Callable[[Facts, Setup], Trying]
 
 
@@ -101,9 +93,9 @@ def _loaders(job: Job, host: Host, facts: Facts, best: Setup) -> Trying:
         keeps = {"persistent_workers": True} if "persistent_workers" in can_be_set else {}
         return Setup(loader={"num_workers": count, **keeps})
 
-    first = workers = max(1, min(usable_cores() - 1, _MOST_WORKERS // 2))  # a core is left to the training
+    first = workers = max(1, min(usable_cores() - 1, MOST_WORKERS // 2))  # a core is left to the training
     # More than there are cores, too: what waits for a disk computes nothing.
-    while workers <= _MOST_WORKERS and (workers == now or (yield with_workers(workers))):
+    while workers <= MOST_WORKERS and (workers == now or (yield with_workers(workers))):
         has_workers = True
         workers *= 2
     if workers == first > 1 and first // 2 != now and (yield with_workers(first // 2)):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
@@ -15,12 +13,8 @@ from lightning_accel.search.setup import Setup
 from lightning_accel.tuning.comparison import Result
 
 
-class SearchProgress(AbstractContextManager["SearchProgress"]):
-    """What is tried, the best so far, and the time that is left.
-
-    Args:
-        seconds: That the search may take.
-    """
+class SearchProgress:
+    """What is tried, the best so far, and the time that is left."""
 
     def __init__(self, seconds: float) -> None:
         self._console = Console(stderr=True)
@@ -37,19 +31,14 @@ class SearchProgress(AbstractContextManager["SearchProgress"]):
         self._best = Setup()
         self._told: list[Result] = []
 
-    @override
     def __enter__(self) -> Self:
         self._line.start()
         return self
 
-    @override
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._line.stop()
 
     def trying(self, what: str) -> None:
-        """Shows what is being tried."""
         self._line.update(self._task, description=f"trying {what} · best so far: {self._best}")
 
     def told(self, result: Result, best: Setup) -> None:

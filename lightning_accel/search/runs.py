@@ -26,15 +26,11 @@ _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # which Windows does not hav
 
 
 class RunError(Exception):
-    """A run on trial has ended before its time.
-
-    Attributes:
-        is_memory: Whether it asked for more memory than there is.
-    """
+    """A run on trial has ended before its time."""
 
     def __init__(self, message: str, *, is_memory: bool = False) -> None:
         super().__init__(message)
-        self.is_memory = is_memory
+        self.is_memory = is_memory  # whether it asked for more memory than there is
 
 
 @dataclass
@@ -45,10 +41,6 @@ class _Process:
 
 class Workers:
     """The processes in which runs are made, each with the job read: one for every environment.
-
-    Args:
-        job: What they train.
-        patience_s: How long one may take to begin, or for a block of turns.
 
     Raises:
         ValueError: It cannot be copied.
@@ -84,7 +76,7 @@ class Workers:
             raise RunError(f"its process ended at once: {self._last_words()}") from None
         if self._can_fork:
             self._forked[name] = process
-        run = Run(self, process, pid, setup)
+        run = Run(self, process, pid)
         self._runs.append(run)
         run.connection = self.accept(process.popen)
         run.ready = run.answer()
@@ -145,23 +137,15 @@ class Workers:
 
 
 class Run:
-    """One training under a setup, which waits between two blocks of turns.
+    """One training under a setup, which waits between two blocks of turns."""
 
-    Attributes:
-        setup: What it was set up with.
-        ready: What it said when it was warm.
-        is_over: Whether it has ended.
-        most_bytes: The most memory that it has held, its first steps among them.
-    """
-
-    ready: Ready
+    ready: Ready  # what it said when it was warm
     connection: Connection
 
-    def __init__(self, workers: Workers, process: _Process, pid: int, setup: Setup) -> None:
-        self.setup = setup
+    def __init__(self, workers: Workers, process: _Process, pid: int) -> None:
         self._workers, self._process, self._pid = workers, process, pid
-        self.is_over = False
-        self.most_bytes = 0
+        self.is_over = False  # whether it has ended
+        self.most_bytes = 0  # the most memory that it has held, its first steps among them
 
     def block(self, turns: int) -> Block:
         """Has it train for so many turns.

@@ -6,14 +6,15 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from lightning_accel.core.host import Host
+from lightning_accel.data.worker_course import LEAST_WAIT
 from lightning_accel.search.answers import Answers
 from lightning_accel.search.bench import Bench
 from lightning_accel.search.job import Job
 from lightning_accel.search.judging import Facts, Objective
-from lightning_accel.search.knobs import LEAST_WAIT, Knob, knobs
+from lightning_accel.search.knobs import Knob, knobs
+from lightning_accel.search.progress import SearchProgress
 from lightning_accel.search.runs import RunError
 from lightning_accel.search.setup import Setup
 from lightning_accel.tuning.comparison import Result
@@ -24,33 +25,16 @@ _SHARE = 0.3  # of what is left, that one question may take
 _PLAIN = Setup()
 
 
-class Watcher(Protocol):
-    """Who is told how a search goes."""
-
-    def trying(self, what: str) -> None: ...
-
-    def told(self, result: Result, best: Setup) -> None: ...
-
-
 @dataclass
 class Outcome:
-    """What a search has come to.
+    """What a search has come to."""
 
-    Attributes:
-        best: The changes to make.
-        whole: All of them against the run as it is; None where that was not compared.
-        facts: Of setups that have run, by their keys.
-        results: Every comparison, in its order.
-        notes: What else there is to say.
-        is_whole: Whether everything was asked: neither time nor patience ran out.
-    """
-
-    best: Setup = _PLAIN
-    whole: Result | None = None
-    facts: dict[str, Facts] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    is_whole: bool = True
+    best: Setup = _PLAIN  # the changes to make
+    whole: Result | None = None  # all of them against the run as it is; None where that was not compared
+    facts: dict[str, Facts] = field(default_factory=dict)  # of setups that have run, by their keys
+    results: list[Result] = field(default_factory=list)  # every comparison, in its order
+    notes: list[str] = field(default_factory=list)  # what else there is to say
+    is_whole: bool = True  # whether everything was asked: neither time nor patience ran out
 
 
 class _OutOfTimeError(Exception):
@@ -60,16 +44,8 @@ class _OutOfTimeError(Exception):
 class Search:
     """One search.
 
-    Args:
-        job: What is tuned.
-        host: The machine.
-        seconds: How long it may take.
-        objective: What is better.
-        limit: The most memory that a run may hold, in bytes; None: ``available``, or what it holds as it is.
-        available: What the machine has.
-        keeps_effective_batch: Whether the samples of an optimizer step stay as many as they are.
-        answers: What earlier searches have found out.
-        watcher: Who is told.
+    ``limit`` is the most memory that a run may hold, in bytes; None: what the machine has ``available``, or what the
+    run holds as it is. With ``keeps_effective_batch`` the samples of an optimizer step stay as many as they are.
     """
 
     def __init__(
@@ -83,7 +59,7 @@ class Search:
         available: int,
         keeps_effective_batch: bool,
         answers: Answers,
-        watcher: Watcher,
+        watcher: SearchProgress,
     ) -> None:
         self._job, self._host, self._objective = job, host, objective
         self._is_limit_given = limit is not None

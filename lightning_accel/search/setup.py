@@ -10,21 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setup:
-    """Changes to a run that is about to begin.
+    """Changes to a run that is about to begin."""
 
-    Attributes:
-        batch_size: Samples in a batch; None: as it is.
-        accumulate: Batches to an optimizer step; None: as they are.
-        loader: Arguments of the training's ``DataLoader``.
-        plan: Settings of the run's ``AccelPlugin``.
-        environment: Variables that have to be there before Python starts.
-    """
-
-    batch_size: int | None = None
-    accumulate: int | None = None
-    loader: Mapping[str, Any] = field(default_factory=dict)
-    plan: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
+    batch_size: int | None = None  # samples in a batch; None: as it is
+    accumulate: int | None = None  # batches to an optimizer step; None: as they are
+    loader: Mapping[str, Any] = field(default_factory=dict)  # arguments of the training's `DataLoader`
+    plan: Mapping[str, Any] = field(default_factory=dict)  # settings of the run's `AccelPlugin`
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables that have to be there before Python starts
 
     def with_(self, other: Setup) -> Setup:
         """Both changes, the other's where they touch the same."""

@@ -38,36 +38,22 @@ _NO_STEP = 2  # epochs without a batch
 
 @dataclass(frozen=True)
 class Ready:
-    """A run has begun, and waits to be told to go on.
+    """A run has begun, and waits to be told to go on."""
 
-    Attributes:
-        started_s: What it took to come here, in seconds: from nothing to a few turns.
-        base_bytes: Memory before the first step.
-        batches: In an epoch; infinite where that is not known.
-        peak_bytes: The most memory that was held so far, from the first step on.
-    """
-
-    started_s: float
-    base_bytes: int
-    batches: float
-    peak_bytes: int
+    started_s: float  # what it took to come here, in seconds: from nothing to a few turns
+    base_bytes: int  # memory before the first step
+    batches: float  # in an epoch; infinite where that is not known
+    peak_bytes: int  # the most memory that was held so far, from the first step on
 
 
 @dataclass(frozen=True)
 class Block:
-    """What some turns took.
+    """What some turns took."""
 
-    Attributes:
-        seconds: From the end of the turn before them to the end of the last, waiting for data included.
-        waited_s: Waiting for data, of those.
-        samples: That they trained on.
-        peak_bytes: The most memory that was held.
-    """
-
-    seconds: float
-    waited_s: float
-    samples: int
-    peak_bytes: int
+    seconds: float  # from the end of the turn before them to the end of the last, waiting for data included
+    waited_s: float  # waiting for data, of those
+    samples: int  # that they trained on
+    peak_bytes: int  # the most memory that was held
 
 
 @dataclass(frozen=True)
@@ -81,10 +67,8 @@ class Failed:
 class Paced(Callback):
     """Trains as many turns as it is told to, and waits between two blocks of them.
 
-    Args:
-        connection: Sends a number of turns, 0 for the end, and is sent a :class:`Block` for each.
-        job: What is trained; a turn is as many batches as it accumulates.
-        started: When the process began to work on this run, by ``time.perf_counter``.
+    The connection sends a number of turns, 0 for the end, and is sent a :class:`Block` for each; a turn is as many
+    batches as the job accumulates.
     """
 
     def __init__(self, connection: Connection, job: Job, started: float) -> None:

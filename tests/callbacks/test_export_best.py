@@ -17,8 +17,8 @@ from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import ExportBest
 from lightning_accel.deploy import MissingPackageError
 from lightning_accel.deploy.combinations import HOLDS
+from lightning_accel.deploy.destination import default_path
 from lightning_accel.deploy.forms import FORMS
-from lightning_accel.deploy.naming import default_path
 from support.lightning_models import Supervised, mlp
 
 pytestmark = pytest.mark.numbers

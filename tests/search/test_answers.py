@@ -35,7 +35,8 @@ def test_what_was_answered_is_there_for_a_second_search() -> None:
 def test_a_damaged_file_is_left_and_said(content: str) -> None:
     Path("one.json").write_text(content)
     answers = Answers(Path("one.json"))
-    assert len(answers) == 0
+    assert answers.result(Setup(), LARGER) is None
+    assert answers.facts == {}
     assert "one.json is damaged" in answers.complaint
 
 

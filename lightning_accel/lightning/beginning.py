@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.lightning.autocasting import nested
 from lightning_accel.lightning.feeding import takes_loader
 from lightning_accel.lightning.kept import Kept
 from lightning_accel.lightning.live_trials import program_of, turns_left
@@ -158,6 +160,18 @@ class Beginning:
     def stepped(self) -> None:
         """Told that a backward pass or an optimizer's step is over: what comes then may be another's."""
         self._ended = seconds()
+
+    def around(self, step: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """What a plain step runs in. With manual optimization it computes beyond the calls of optimizers, too."""
+        if self._module.automatic_optimization:
+            return step
+        return self if isinstance(step, contextlib.nullcontext) else nested(self, step)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            self.raised(error)
 
     def raised(self, error: Exception) -> None:
         """Told what a plain step raised: of a lack of memory it leaves a page in the place of the bare error."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_accel import AccelPlugin
 from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.lightning import beginning
+from lightning_accel.lightning.live_trials import turns_left
 from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.techniques.notes import Verdict
 from support.live_runs import BATCH_SIZE, OTHERS_OFF, SimulatedTime, Speed, Timed, batches, fit, simulated
@@ -30,7 +31,7 @@ class Beginner(Timed):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.seen.append("on" if There.is_around else "plain")
         self.time.advance(10 / (Speed.speedup if There.is_around else 1.0) * len(batch[0]) / BATCH_SIZE)
-        return self.layer(batch[0]).square().mean()
+        return self.trained(batch)
 
 
 class There(Speed):
@@ -129,6 +130,20 @@ def test_the_time_of_a_validation_is_not_a_steps() -> None:
     with begun(2.0) as time:
         plugin = fit(Beginner(time), 30, val=batches(1), val_check_interval=1)
     assert plugin.purse.step_s == pytest.approx(STEP_S, rel=0.05)
+
+
+def test_with_several_optimizers_a_limit_in_steps_is_told_in_turns() -> None:
+    left: list[float] = []
+
+    class Counts(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            left.append(turns_left(trainer))
+
+    with begun(2.0) as time:
+        plugin = fit(Beginner(time, manual=True, optimizers=2), max_steps=8, callbacks=[Counts()])
+    assert left == [4.0, 3.0, 2.0, 1.0]
+    assert plugin.purse is not None
+    assert plugin.purse.steps == 4
 
 
 # -- trials of parts ---------------------------------------------------------------------------------------------------
@@ -316,10 +331,13 @@ def test_an_evaluation_that_no_fit_has_come_before_is_plain() -> None:
     assert "no fit has shown" in plugin.evaluation_report.of("speed").status
 
 
-def test_a_lack_of_memory_in_a_plain_step_leaves_a_page() -> None:
-    class Greedy(Beginner):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) + torch.empty(1 << 60)[0]
+class Greedy(Beginner):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + torch.empty(1 << 60)[0]
 
+
+@pytest.mark.parametrize("precision", ["auto", "bf16-mixed"])
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_lack_of_memory_in_a_plain_step_leaves_a_page(manual: bool, precision: str) -> None:
     with begun(2.0) as time, pytest.raises(StepMemoryError, match="ran out of memory"):
-        fit(Greedy(time), 100)
+        fit(Greedy(time, manual=manual), 100, accel={"precision": precision})

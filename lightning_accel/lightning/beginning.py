@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_accel.core.clocks import seconds
 from lightning_accel.core.compiled import is_compiled
 from lightning_accel.core.host import Host
+from lightning_accel.core.open_purse import NOTICED_S
 from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.torch_private.compilation import compiling_ms
@@ -49,7 +50,6 @@ _SURE_STEPS = 15  # by which what a step takes is known; a GPU's first ones are 
 _LEAST_TURNS = 3.0  # that a run may pay for slower arms: fewer show nothing
 # A run waits so long at most until it can pay for all that it will be able to pay for.
 _WAIT, _WAIT_STEPS = 0.1, 300  # of the run, and steps
-_SAID_S = 1.0  # trials that take longer are announced
 _MOST_MET = 256
 
 
@@ -347,7 +347,7 @@ class Beginning:
         """Announces trials that the user will notice."""
         steps = {name: each for name, each in run.engine.trial_steps.items() if name not in left_out}
         seconds = sum(steps.values()) * (self._purse.step_s or 0.0)
-        if seconds > _SAID_S:
+        if seconds > NOTICED_S:
             rank_zero_info(f"lightning-accel: trying {', '.join(steps)} on this step, about {seconds:.0f} s")
 
     def _end(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
+from lightning_accel.core import trial
 from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.lightning import beginning
 from lightning_accel.lightning.live_trials import turns_left
 from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.techniques.notes import Verdict
+from support.console import heard
+from support.lightning_models import Supervised, cnn, images
 from support.live_runs import BATCH_SIZE, OTHERS_OFF, SimulatedTime, Speed, Timed, batches, fit, simulated
 
 pytestmark = pytest.mark.purse
@@ -318,6 +322,17 @@ def test_what_is_asked_for_is_at_work_from_the_first_step(accel: dict[str, Any])
         model = Beginner(time)
         fit(model, 3, accel=accel)
     assert set(model.seen) == {"on"}
+
+
+@pytest.mark.parametrize(("call_s", "times"), [(0.3, 1), (1e-3, 0)])
+def test_trials_that_nobody_could_foresee_say_that_they_are_under_way(
+    call_s: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = itertools.count()
+    monkeypatch.setattr(trial, "perf_counter", lambda: call_s * next(looks))
+    with heard() as lines:
+        fit(Supervised(cnn()), loader=images(2), accel={"memory_format": "channels_last"})
+    assert len([line for line in lines if "still trying memory_format" in line]) == times
 
 
 def test_an_evaluation_that_no_fit_has_come_before_is_plain() -> None:

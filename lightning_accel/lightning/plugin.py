@@ -20,6 +20,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, speed_memory_loggers
+from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import check_devices
@@ -88,6 +89,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        began = seconds()
         self.teardown()
         assert isinstance(module, LightningModule)
         trainer = module.trainer
@@ -122,6 +124,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
             self._run.guard()
             self._beginning.begin_with(self._run)
             self._reports.begin(self._run.engine.report, is_fitting=True)  # which tells of a lack of memory
+        self.purse.pay("getting ready", seconds() - began)
         return module
 
     def _has_proven(self) -> bool:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import operator
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
+from lightning_accel.callbacks import _instruments
 from lightning_accel.core import trial
 from lightning_accel.core.patch import AttributePatch, Patch
+from lightning_accel.core.purse import BEFORE_FIRST_STEP_S, FIRST_SHARE, FIRST_STEPS, SHARE
 from lightning_accel.lightning import beginning
 from lightning_accel.lightning.live_trials import turns_left
 from lightning_accel.memory.page import StepMemoryError
@@ -212,6 +218,77 @@ def test_a_trial_that_is_too_dear_for_the_first_100_steps_waits(
         tried.time = time
         fit(Notes(time), 3_000)
     assert 160 <= tried.tried_at[0] <= 170
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+CALL_MS = 5e-4
+
+
+@contextmanager
+def calls_take_time(time: SimulatedTime) -> Iterator[None]:
+    """Has every call of a function of ours take half a microsecond."""
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("lightning_accel."):
+            time.now_ms += CALL_MS
+
+    sys.setprofile(called)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+class Counting(Beginner):
+    """Notes, before each step and at the end, what was spent beside the steps, and what of that the purse has paid."""
+
+    def __init__(self, time: SimulatedTime) -> None:
+        super().__init__(time)
+        self.beside_s: list[float] = []
+        self.paid_s: list[float] = []
+
+    def setup(self, stage: str) -> None:
+        self.time.now_ms = 0.0  # making the plugin is no part of the fit
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.note(self.trainer.precision_plugin)
+        return super().training_step(batch, batch_idx)
+
+    def note(self, plugin: Any) -> None:
+        self.beside_s.append(self.time.now_ms / 1e3 - STEP_S * len(self.beside_s))
+        self.paid_s.append(sum(plugin.purse.spent_s.values()))
+
+
+@pytest.mark.parametrize("steps", [60, 300, 1_000])
+def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with begun(0.7) as time, calls_take_time(time):
+        time.noise = 0.0
+        monkeypatch.setattr(_instruments, "monotonic", lambda: time.now_ms / 1e3)
+        model = Counting(time)
+        plugin = fit(model, steps // 2, max_epochs=2, logger=CSVLogger(tmp_path), accel={"log": True})
+        model.note(plugin)
+    unpaid_s = list(map(operator.sub, model.beside_s, model.paid_s))
+    # What stands around every step, once all is settled, makes that longer, and is no expense of the run.
+    each_s = (unpaid_s[-2] - unpaid_s[steps // 2]) / (steps - 1 - steps // 2)
+    assert each_s < 120 * CALL_MS / 1e3
+    assert unpaid_s[-1] - steps * each_s < 3_000 * CALL_MS / 1e3
+    assert model.beside_s[0] <= BEFORE_FIRST_STEP_S
+    a_turn_s = STEP_S / 0.7 - STEP_S  # that was begun while it could be paid
+    for done, beside_s in enumerate(model.beside_s):
+        most_s = min(SHARE * steps, FIRST_SHARE * max(done, FIRST_STEPS)) * STEP_S
+        assert beside_s - done * each_s <= most_s + a_turn_s
+    assert plugin.purse is not None
+    assert plugin.purse.spent_s["logging"] > 0
+
+
+def test_the_report_tells_of_logging_among_what_was_paid(tmp_path: Path) -> None:
+    with begun(0.7) as time, calls_take_time(time):
+        plugin = fit(Beginner(time), 600, logger=CSVLogger(tmp_path), accel={"log": True})
+    (line,) = (line for line in str(plugin.report).splitlines() if "paid so far" in line)
+    assert "logging" in line
 
 
 # -- many fits of one program -----------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
         if is_fitting:
             self._memory_schedule = None
             self._added_logger = AddedLogger.where_wanted(self.plan, trainer, module)
-        is_plain = not self._asks_by_name and begins_plain(self.plan, module, host, precision)
+        is_plain = not self._asks_by_name and begins_plain(self.plan, module, host, precision, self._kept)
         self.purse = Purse() if is_plain and is_fitting else None
         make_run = functools.partial(self._make_run, module, host, self.purse)
         start = functools.partial(self._start, cast(ResolvedPrecision, precision), reason)

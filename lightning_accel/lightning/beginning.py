@@ -378,9 +378,8 @@ def _is_rehearsal(trainer: Trainer) -> bool:
 
 def _is_short_on_every_rank(trainer: Trainer) -> bool:
     """Whether a fit is short by the Trainer's own limits, which are the same on every rank, whatever its loaders."""
-    limit, epochs = trainer.limit_train_batches, trainer.max_epochs
-    is_limited = isinstance(limit, int) and epochs not in (None, -1)
-    turns = epochs * -(-limit // trainer.accumulate_grad_batches) if is_limited else math.inf
+    limit, epochs, accumulated = trainer.limit_train_batches, trainer.max_epochs or -1, trainer.accumulate_grad_batches
+    turns = epochs * -(-limit // accumulated) if isinstance(limit, int) and epochs != -1 else math.inf
     turns = turns if trainer.max_steps == -1 else min(turns, trainer.max_steps)
     return trainer.state.fn == TrainerFn.FITTING and turns < SHORT_ON_RANKS
 

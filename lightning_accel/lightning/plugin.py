@@ -245,8 +245,8 @@ class AccelPlugin(Planned, AutocastingPrecision):
     def _step(self, stage: str) -> AbstractContextManager[None]:
         forward = self.forward_context()
         if self._run is None:
-            is_to_hear = stage == "train" and self._beginning is not None
-            return self._beginning.around(forward) if is_to_hear else forward
+            beginning = self._beginning if stage == "train" else None
+            return forward if beginning is None else beginning.around(forward)
         # The validation that checks sanity before a fit must not decide for training.
         step = self._run.engine.step(stage, may_try=stage == "train" or not self._run.is_fitting)
         return step if isinstance(forward, nullcontext) else nested(forward, step)

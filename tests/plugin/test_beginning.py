@@ -286,7 +286,7 @@ def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
 
 def test_the_report_tells_of_logging_among_what_was_paid(tmp_path: Path) -> None:
     with begun(0.7) as time, calls_take_time(time):
-        plugin = fit(Beginner(time), 600, logger=CSVLogger(tmp_path), accel={"log": True})
+        plugin = fit(Beginner(time), 1_200, logger=CSVLogger(tmp_path), accel={"log": True})
     (line,) = (line for line in str(plugin.report).splitlines() if "paid so far" in line)
     assert "logging" in line
 

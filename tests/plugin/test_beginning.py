@@ -260,9 +260,9 @@ class Counting(Beginner):
         self.paid_s.append(sum(plugin.purse.spent_s.values()))
 
 
-@pytest.mark.parametrize("steps", [60, 300, 1_000])
+@pytest.mark.parametrize(("steps", "unpaid_calls"), [(60, 200), (300, 1_400), (1_000, 1_400)])
 def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
-    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    steps: int, unpaid_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with begun(0.7) as time, calls_take_time(time):
         time.noise = 0.0
@@ -274,7 +274,8 @@ def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
     # What stands around every step, once all is settled, makes that longer, and is no expense of the run.
     each_s = (unpaid_s[-2] - unpaid_s[steps // 2]) / (steps - 1 - steps // 2)
     assert each_s < 120 * CALL_MS / 1e3
-    assert unpaid_s[-1] - steps * each_s < 3_000 * CALL_MS / 1e3
+    # The rest is what turns on trial note down: as little as it is for each of them.
+    assert unpaid_s[-1] - steps * each_s < unpaid_calls * CALL_MS / 1e3
     assert model.beside_s[0] <= BEFORE_FIRST_STEP_S
     a_turn_s = STEP_S / 0.7 - STEP_S  # that was begun while it could be paid
     for done, beside_s in enumerate(model.beside_s):

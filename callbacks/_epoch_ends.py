@@ -42,7 +42,17 @@ def turns_left(trainer: Trainer) -> float:
     epochs = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
     an_epoch = batches if batches == float("inf") else -(-batches // accumulated)  # its last batch ends a turn, too
     turns = epochs * an_epoch - trainer.fit_loop.epoch_loop.batch_progress.current.ready / accumulated
-    return turns if trainer.max_steps == -1 else min(turns, trainer.max_steps - trainer.global_step)
+    if trainer.max_steps == -1:
+        return turns
+    return min(turns, (trainer.max_steps - trainer.global_step) / _counted_a_turn(trainer))
+
+
+def _counted_a_turn(trainer: Trainer) -> float:
+    """How many steps Lightning counts a turn: in manual optimization, that of each optimizer."""
+    if trainer.lightning_module.automatic_optimization:
+        return 1.0
+    batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+    return max(1.0, trainer.global_step / batches if batches else len(trainer.optimizers))
 
 
 class EpochEnds:

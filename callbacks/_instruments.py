@@ -22,7 +22,7 @@ from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.callbacks._reporting import report_path
 from lightning_accel.callbacks._samples import SampleCounter
 from lightning_accel.callbacks._teller import Teller
-from lightning_accel.core.clocks import StepClock, clock_for, monotonic
+from lightning_accel.core.clocks import StepClock, clock_for, monotonic, seconds
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.tree import leaves
@@ -62,6 +62,7 @@ class FitInstruments:
     def __init__(
         self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None, every_s: float, *, is_asked: bool
     ) -> None:
+        began = seconds()
         self._trainer = trainer
         self._device = trainer.strategy.root_device
         self.steps = 0  # how many there were
@@ -96,6 +97,7 @@ class FitInstruments:
             self._keep_record()
             self._look_at_parts()
         self.restart()
+        self._allowance.pay(seconds() - began)
 
     def _hear_of_fetches(self, told: StepClock | StepParts) -> None:
         if self._fetch_hooks is not None:
@@ -331,7 +333,8 @@ class FitInstruments:
         record, teller = self.record, self.teller
         if record is None:
             return
-        record.training_ended(self.clock.timed, exception)
+        with self._allowance.paying():
+            record.training_ended(self.clock.timed, exception)
         if teller is not None and (exception is None or isinstance(exception, KeyboardInterrupt)):
             self._feed()
             may_tell = self._allowance.can_pay

@@ -14,6 +14,7 @@ from lightning_accel.core.checks import SettingError
 from lightning_accel.core.compiled import eager_where_compiled
 from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
+from lightning_accel.core.open_purse import OpenPurse
 from lightning_accel.core.optimizers import are_all, living_optimizers
 from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.patch import Patch, PatchSet
@@ -70,7 +71,7 @@ class Engine:
         self._gather = gather or (lambda value: [value])
         self._is_sharded = is_sharded
         for technique in techniques:
-            technique.agree, technique.purse = agree, purse
+            technique.agree, technique.purse = agree, purse or OpenPurse(technique.name)
         self._stage: str | None = None  # of the step under way
         self._optimizers: list[Optimizer] = []  # that the techniques know
         self._told: list[Optimizer] = []  # and those of them that were not found

@@ -10,23 +10,28 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_accel.core.clocks import seconds
 from lightning_accel.core.compiled import is_compiled
 from lightning_accel.core.host import Host
+from lightning_accel.core.open_purse import NOTICED_S
 from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.purse import SHARE, TRIALS, Purse
 from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.lightning.autocasting import nested
 from lightning_accel.lightning.feeding import takes_loader
 from lightning_accel.lightning.kept import Kept
 from lightning_accel.lightning.live_trials import program_of, turns_left
@@ -43,11 +48,13 @@ from lightning_accel.tuning.verdicts import Known, Program
 PLAIN_STEPS = 3
 """That are timed at least; the first one fills caches, and does not count."""
 
+SHORT_ON_RANKS = 100
+"""Steps of the optimizer: a run of several ranks that has fewer is not accelerated unless it is asked for by name."""
+
 _SURE_STEPS = 15  # by which what a step takes is known; a GPU's first ones are over before they are done
 _LEAST_TURNS = 0.7  # that a run may pay for slower arms: fewer show nothing
 # A run waits so long at most until it can pay for all that it will be able to pay for.
 _WAIT, _WAIT_STEPS = 0.1, 300  # of the run, and steps
-_SAID_S = 1.0  # trials that take longer are announced
 _MOST_MET = 256
 
 
@@ -80,19 +87,22 @@ def asks_by_name(plan: Plan) -> bool:
     )
 
 
-def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str) -> bool:
+def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str, kept: Kept) -> bool:
     """Whether a run of ``plan``, which asks for nothing by name, begins as the user wrote it.
 
     Not where no clock may decide, or what cannot be done is an error; nor on several ranks, whose layouts have to be
-    known before the first step.
+    known before the first step. There a run that is known by then to be short is plain from end to end.
     """
-    strategy: Strategy = module.trainer.strategy
+    trainer = module.trainer
+    strategy: Strategy = trainer.strategy
     by_clock = plan.tune == "auto" and plan.verify and not torch.are_deterministic_algorithms_enabled()
-    is_alone = not isinstance(strategy, ParallelStrategy) or _is_rehearsal(module.trainer)
+    is_new = trainer.ckpt_path is None and not (kept.tuning or kept.decisions or kept.put_on)
+    is_to_stay = _is_rehearsal(trainer) or (is_new and _is_short_on_every_rank(trainer))
+    is_alone = not isinstance(strategy, ParallelStrategy) or is_to_stay
     has_scaler = precision == "16-mixed" and plan.precision == "auto"  # with which a step is of another kind
     feeds = getattr(strategy, "wants_pipeline", False) and host.kind != "cpu"
     # A step that takes its batches from the loader itself has no moment at which the plan could go to work.
-    return by_clock and is_alone and not (plan.strict or has_scaler or feeds or takes_loader(module.trainer))
+    return by_clock and is_alone and not (plan.strict or has_scaler or feeds or takes_loader(trainer))
 
 
 class Beginning:
@@ -164,6 +174,18 @@ class Beginning:
         """Told that a backward pass or an optimizer's step is over: what comes then may be another's."""
         self._ended = seconds()
 
+    def around(self, step: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """What a plain step runs in. With manual optimization it computes beyond the calls of optimizers, too."""
+        if self._module.automatic_optimization:
+            return step
+        return self if isinstance(step, contextlib.nullcontext) else nested(self, step)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            self.raised(error)
+
     def raised(self, error: Exception) -> None:
         """Told what a plain step raised: of a lack of memory it leaves a page in the place of the bare error."""
         if not is_out_of_memory(error) or self._plan.out_of_memory == "off":
@@ -217,15 +239,17 @@ class Beginning:
     def _meet(self, batch: Any) -> None:
         """Before the first step: how long the run is, and what this process knows of the program."""
         trainer = self._trainer
+        is_parallel = isinstance(trainer.strategy, ParallelStrategy)
         turns = turns_left(trainer)
         self._purse.steps = turns * self._purse.steps_a_turn
         if _is_rehearsal(trainer):
             self._is_short = "a rehearsal"
-            if isinstance(trainer.strategy, ParallelStrategy):  # where no rank may decide alone
-                self._end(self._is_short)
-                return
-        elif turns < MIN_TURNS:
-            self._is_short = f"the run is too short: {turns:.0f} steps"
+        elif is_parallel or turns < MIN_TURNS:
+            where = f" on {trainer.world_size} ranks" if trainer.world_size > 1 else ""
+            self._is_short = f"the run is too short: {turns:.0f} steps{where}"
+        if is_parallel:  # where no rank may decide alone
+            self._end(self._is_short)
+            return
         with self._purse.paying("setting up"), contextlib.suppress(Exception):  # of objects of any library's
             tensors = [tensor for tensor in tensors_in(batch) if not tensor.is_nested]
             self._first = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
@@ -383,7 +407,7 @@ class Beginning:
         """Announces trials that the user will notice."""
         costs = run.engine.costs_s(self._purse.step_s or 0.0)
         tried = {name: cost_s for name, cost_s in costs.items() if name not in left_out}
-        if sum(tried.values()) > _SAID_S:
+        if sum(tried.values()) > NOTICED_S:
             took = f"{sum(tried.values()):.0f} s"
             rank_zero_info(f"lightning-accel: trying {', '.join(tried)} on this step, about {took}")
 
@@ -403,6 +427,14 @@ class Beginning:
 
 def _is_rehearsal(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run or trainer.overfit_batches)  # type: ignore[attr-defined]
+
+
+def _is_short_on_every_rank(trainer: Trainer) -> bool:
+    """Whether a fit is short by the Trainer's own limits, which are the same on every rank, whatever its loaders."""
+    limit, epochs, accumulated = trainer.limit_train_batches, trainer.max_epochs or -1, trainer.accumulate_grad_batches
+    turns = epochs * -(-limit // accumulated) if isinstance(limit, int) and epochs != -1 else math.inf
+    turns = turns if trainer.max_steps == -1 else min(turns, trainer.max_steps)
+    return trainer.state.fn == TrainerFn.FITTING and turns < SHORT_ON_RANKS
 
 
 def _signature(module: LightningModule, plan: Plan) -> Any:

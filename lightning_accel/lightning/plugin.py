@@ -20,6 +20,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, speed_memory_loggers
+from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import check_devices
@@ -88,6 +89,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        began = seconds()
         self.teardown()
         assert isinstance(module, LightningModule)
         trainer = module.trainer
@@ -103,7 +105,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
         if is_fitting:
             self._memory_schedule = None
             self._added_logger = AddedLogger.where_wanted(self.plan, trainer, module)
-        is_plain = not self._asks_by_name and begins_plain(self.plan, module, host, precision)
+        is_plain = not self._asks_by_name and begins_plain(self.plan, module, host, precision, self._kept)
         self.purse = Purse() if is_plain and is_fitting else None
         make_run = functools.partial(self._make_run, module, host, self.purse)
         start = functools.partial(self._start, cast(ResolvedPrecision, precision), reason)
@@ -124,6 +126,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
             self._run.guard()
             self._beginning.begin_with(self._run)
             self._reports.begin(self._run.engine.report, is_fitting=True)  # which tells of a lack of memory
+        self.purse.pay("getting ready", seconds() - began)
         return module
 
     def _has_proven(self) -> bool:
@@ -244,7 +247,8 @@ class AccelPlugin(Planned, AutocastingPrecision):
     def _step(self, stage: str) -> AbstractContextManager[None]:
         forward = self.forward_context()
         if self._run is None:
-            return forward
+            beginning = self._beginning if stage == "train" else None
+            return forward if beginning is None else beginning.around(forward)
         # The validation that checks sanity before a fit must not decide for training.
         step = self._run.engine.step(stage, may_try=stage == "train" or not self._run.is_fitting)
         return step if isinstance(forward, nullcontext) else nested(forward, step)

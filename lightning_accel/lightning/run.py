@@ -338,10 +338,11 @@ class Run:
         if self._purse is None or may_lack_memory(self._module.trainer.strategy.root_device):
             return
         self._is_bare = is_plain
-        if is_plain:
-            self._around_steps.undo()
-        else:
-            self._around_steps.apply()
+        with self._purse.paying("switching"):
+            if is_plain:
+                self._around_steps.undo()
+            else:
+                self._around_steps.apply()
 
     def _may_look(self) -> bool:
         """Whether to look for what a step has left before the next switch: of small steps ever more rarely."""

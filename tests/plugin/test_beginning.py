@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
+from lightning_accel.callbacks import _instruments
+from lightning_accel.core import trial
 from lightning_accel.core.patch import AttributePatch, Patch
+from lightning_accel.core.purse import BEFORE_FIRST_STEP_S, FIRST_SHARE, FIRST_STEPS, SHARE
 from lightning_accel.lightning import beginning
 from lightning_accel.lightning import plugin as plugin_module
+from lightning_accel.lightning.live_trials import turns_left
 from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.techniques.notes import Verdict
+from support.console import heard
+from support.lightning_models import Supervised, cnn, images
 from support.live_runs import BATCH_SIZE, OTHERS_OFF, SimulatedTime, Speed, Timed, batches, fit, simulated
 
 pytestmark = pytest.mark.purse
@@ -31,7 +42,7 @@ class Beginner(Timed):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.seen.append("on" if There.is_around else "plain")
         self.time.advance(10 / (Speed.speedup if There.is_around else 1.0) * len(batch[0]) / BATCH_SIZE)
-        return self.layer(batch[0]).square().mean()
+        return self.trained(batch)
 
 
 class There(Speed):
@@ -130,6 +141,20 @@ def test_the_time_of_a_validation_is_not_a_steps() -> None:
     with begun(2.0) as time:
         plugin = fit(Beginner(time), 30, val=batches(1), val_check_interval=1)
     assert plugin.purse.step_s == pytest.approx(STEP_S, rel=0.05)
+
+
+def test_with_several_optimizers_a_limit_in_steps_is_told_in_turns() -> None:
+    left: list[float] = []
+
+    class Counts(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            left.append(turns_left(trainer))
+
+    with begun(2.0) as time:
+        plugin = fit(Beginner(time, manual=True, optimizers=2), max_steps=8, callbacks=[Counts()])
+    assert left == [4.0, 3.0, 2.0, 1.0]
+    assert plugin.purse is not None
+    assert plugin.purse.steps == 4
 
 
 # -- trials of parts ---------------------------------------------------------------------------------------------------
@@ -256,6 +281,78 @@ def test_where_nothing_was_earned_it_waits_until_the_run_can_pay(
     assert model.seen[-100:].count("on") > 90
 
 
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+CALL_MS = 5e-4
+
+
+@contextmanager
+def calls_take_time(time: SimulatedTime) -> Iterator[None]:
+    """Has every call of a function of ours take half a microsecond."""
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("lightning_accel."):
+            time.now_ms += CALL_MS
+
+    sys.setprofile(called)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+class Counting(Beginner):
+    """Notes, before each step and at the end, what was spent beside the steps, and what of that the purse has paid."""
+
+    def __init__(self, time: SimulatedTime) -> None:
+        super().__init__(time)
+        self.beside_s: list[float] = []
+        self.paid_s: list[float] = []
+
+    def setup(self, stage: str) -> None:
+        self.time.now_ms = 0.0  # making the plugin is no part of the fit
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.note(self.trainer.precision_plugin)
+        return super().training_step(batch, batch_idx)
+
+    def note(self, plugin: Any) -> None:
+        self.beside_s.append(self.time.now_ms / 1e3 - STEP_S * len(self.beside_s))
+        self.paid_s.append(sum(plugin.purse.spent_s.values()))
+
+
+@pytest.mark.parametrize(("steps", "unpaid_calls"), [(60, 200), (300, 1_400), (1_000, 1_400)])
+def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
+    steps: int, unpaid_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with begun(0.7) as time, calls_take_time(time):
+        time.noise = 0.0
+        monkeypatch.setattr(_instruments, "monotonic", lambda: time.now_ms / 1e3)
+        model = Counting(time)
+        plugin = fit(model, steps // 2, max_epochs=2, logger=CSVLogger(tmp_path), accel={"log": True})
+        model.note(plugin)
+    unpaid_s = list(map(operator.sub, model.beside_s, model.paid_s))
+    # What stands around every step, once all is settled, makes that longer, and is no expense of the run.
+    each_s = (unpaid_s[-2] - unpaid_s[steps // 2]) / (steps - 1 - steps // 2)
+    assert each_s < 120 * CALL_MS / 1e3
+    # The rest is what turns on trial note down: as little as it is for each of them.
+    assert unpaid_s[-1] - steps * each_s < unpaid_calls * CALL_MS / 1e3
+    assert model.beside_s[0] <= BEFORE_FIRST_STEP_S
+    a_turn_s = STEP_S / 0.7 - STEP_S  # that was begun while it could be paid
+    for done, beside_s in enumerate(model.beside_s):
+        most_s = min(SHARE * steps, FIRST_SHARE * max(done, FIRST_STEPS)) * STEP_S
+        assert beside_s - done * each_s <= most_s + a_turn_s
+    assert plugin.purse is not None
+    assert plugin.purse.spent_s["logging"] > 0
+
+
+def test_the_report_tells_of_logging_among_what_was_paid(tmp_path: Path) -> None:
+    with begun(0.7) as time, calls_take_time(time):
+        plugin = fit(Beginner(time), 1_200, logger=CSVLogger(tmp_path), accel={"log": True})
+    (line,) = (line for line in str(plugin.report).splitlines() if "paid so far" in line)
+    assert "logging" in line
+
+
 # -- many fits of one program -----------------------------------------------------------------------------------------
 
 
@@ -376,6 +473,17 @@ def test_what_is_asked_for_is_at_work_from_the_first_step(accel: dict[str, Any])
     assert set(model.seen) == {"on"}
 
 
+@pytest.mark.parametrize(("call_s", "times"), [(0.3, 1), (1e-3, 0)])
+def test_trials_that_nobody_could_foresee_say_that_they_are_under_way(
+    call_s: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = itertools.count()
+    monkeypatch.setattr(trial, "perf_counter", lambda: call_s * next(looks))
+    with heard() as lines:
+        fit(Supervised(cnn()), loader=images(2), accel={"memory_format": "channels_last"})
+    assert len([line for line in lines if "still trying memory_format" in line]) == times
+
+
 def test_an_evaluation_that_no_fit_has_come_before_is_plain() -> None:
     class Evaluated(LightningModule):
         def test_step(self, batch: list[Tensor], batch_idx: int) -> None: ...
@@ -387,10 +495,13 @@ def test_an_evaluation_that_no_fit_has_come_before_is_plain() -> None:
     assert "no fit has shown" in plugin.evaluation_report.of("speed").status
 
 
-def test_a_lack_of_memory_in_a_plain_step_leaves_a_page() -> None:
-    class Greedy(Beginner):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) + torch.empty(1 << 60)[0]
+class Greedy(Beginner):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + torch.empty(1 << 60)[0]
 
+
+@pytest.mark.parametrize("precision", ["auto", "bf16-mixed"])
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_lack_of_memory_in_a_plain_step_leaves_a_page(manual: bool, precision: str) -> None:
     with begun(2.0) as time, pytest.raises(StepMemoryError, match="ran out of memory"):
-        fit(Greedy(time), 100)
+        fit(Greedy(time, manual=manual), 100, accel={"precision": precision})

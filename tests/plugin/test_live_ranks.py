@@ -19,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ranks(folder: Path, run: str) -> list[dict[str, Any]]:
+def ranks(folder: Path, run: str) -> list[Any]:
     return [json.loads((folder / f"{run}.{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -44,3 +44,15 @@ def test_what_one_rank_loses_by_goes(folder: Path) -> None:
 def test_a_short_run_tries_nothing(folder: Path) -> None:
     first, _ = ranks(folder, "too short")
     assert set(first["seen"]) == {"on"}
+
+
+@pytest.mark.parametrize(("run", "steps"), [("known to be short", 20), ("known to be short, and uneven", 24)])
+def test_a_run_that_is_known_to_be_short_is_plain_on_every_rank(folder: Path, run: str, steps: int) -> None:
+    for status in ranks(folder, run):
+        assert status == f"not tried: the run is too short: {steps} steps on 2 ranks"
+
+
+@pytest.mark.parametrize("run", ["not known to be short", "asked for by name"])
+def test_any_other_is_at_work_from_the_first_step(folder: Path, run: str) -> None:
+    for status in ranks(folder, run):
+        assert not status.startswith("not tried")

@@ -107,6 +107,9 @@ class Timed(LightningModule):
         on = Speed.latest.now == "on"
         self.seen.append(Speed.latest.now)
         self.time.advance(10 / (Speed.speedup if on else 1.0) * len(batch[0]) / BATCH_SIZE)
+        return self.trained(batch)
+
+    def trained(self, batch: list[Tensor]) -> Tensor:
         loss = self.layer(batch[0]).square().mean()
         if not self.automatic_optimization:
             optimizers: Any = self.optimizers()

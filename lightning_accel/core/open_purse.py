@@ -1,0 +1,35 @@
+"""The purse of a technique in a run that pays for its trials whatever they take: the user is told where he waits."""
+
+from __future__ import annotations
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_accel.core.purse import Purse
+
+NOTICED_S = 1.0
+"""Trials that take longer are announced."""
+
+
+class OpenPurse(Purse):
+    """Pays for everything, and says so once, by when that has taken long.
+
+    Args:
+        name: The technique's.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._is_said = False
+
+    @override
+    def can_pay(self, seconds: float) -> bool:
+        return True
+
+    @override
+    def pay(self, what: str, seconds: float) -> None:
+        super().pay(what, seconds)
+        if not self._is_said and self.spent_s[what] > NOTICED_S:
+            self._is_said = True
+            rank_zero_info(f"lightning-accel: still trying {self._name}, which has taken {self.spent_s[what]:.1f} s")

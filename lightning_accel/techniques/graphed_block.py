@@ -14,7 +14,7 @@ Torch captures (:func:`torch.cuda.make_graphed_callables`); what is here keeps a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,17 +51,12 @@ def capture_on_cuda(function: Forward, tensors: tuple[Tensor, ...]) -> Forward:
 class GraphedBlock:
     """The calls of one block: replayed where they are like the first, else as they were written.
 
-    Args:
-        block: The module.
-        capture: What captures; :func:`capture_on_cuda`, or a test's.
-
     Attributes:
         is_paused: Whether all calls run as they were written; memory of the graphs is given back meanwhile.
-        replays: How many calls were replayed.
         misses: How many calls in a row were not like the first.
     """
 
-    def __init__(self, block: nn.Module, capture: Capture = capture_on_cuda) -> None:
+    def __init__(self, block: nn.Module, capture: Capture) -> None:
         self._block, self._capture = block, capture
         self._graphed: Forward | None = None
         self._signature: Any = None
@@ -69,7 +64,7 @@ class GraphedBlock:
         self._latest: weakref.ref[_Lease] | None = None
         self._is_capturing = False
         self.is_paused = False
-        self.replays = self.misses = 0
+        self.misses = 0
         self._look()
 
     def pause(self, is_paused: bool) -> None:
@@ -84,7 +79,8 @@ class GraphedBlock:
         Raises:
             NotCapturedError: It can never be replayed, or not any more; nothing was computed.
         """
-        if self.is_paused or self._is_capturing or not self._may_replay():
+        may_replay = torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None
+        if self.is_paused or self._is_capturing or not may_replay:
             return original(*args, **kwargs)
         if self._graphed is None:
             self.capture(args, kwargs)
@@ -109,7 +105,6 @@ class GraphedBlock:
         assert self._graphed is not None
         lease = _Lease(self)
         self._latest = weakref.ref(lease)
-        self.replays += 1
         given = _Leased.apply(lease, *tensors_in((args, kwargs)), *self._parameters)  # type: ignore[no-untyped-call]
         return map_tensors(Tensor.clone, self._graphed(*given))
 
@@ -153,9 +148,6 @@ class GraphedBlock:
     def _parts_now(self) -> list[int]:
         # By identity: what is held does not die, so that no other object has its address.
         return [id(part) for module in self._modules for part in parts_of(module)]
-
-    def _may_replay(self) -> bool:
-        return torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None
 
     def _is_in_use(self) -> bool:
         lease = None if self._latest is None else self._latest()
@@ -247,9 +239,3 @@ class _Leased(torch.autograd.Function):
             )
         ctx.lease.is_over = True
         return (None, *(None if gradient is None else gradient.clone() for gradient in gradients))
-
-
-def released(blocks: Iterable[GraphedBlock]) -> None:
-    """Gives the memory of all graphs back."""
-    for block in blocks:
-        block.pause(True)

@@ -19,14 +19,7 @@ from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.first_calls import tried_at_first_calls
-from lightning_accel.techniques.graphed_block import (
-    Capture,
-    Forward,
-    GraphedBlock,
-    NotCapturedError,
-    capture_on_cuda,
-    released,
-)
+from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError, capture_on_cuda
 from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 
@@ -80,13 +73,7 @@ class GraphPatch(MethodPatch):
     shown=("on",),
 )
 class Graphs(Technique):
-    """Captures every repeated block at its first call after the other trials, and replays it ever after.
-
-    Args:
-        mode: As in the plan.
-        verify: Whether numbers are compared.
-        capture: What captures.
-    """
+    """Captures every repeated block at its first call after the other trials, and replays it ever after."""
 
     trial_step: ClassVar[Literal[0, 1]] = 1
     remembers: ClassVar[bool] = False  # to capture is to find out
@@ -160,7 +147,8 @@ class Graphs(Technique):
 
     @override
     def close(self) -> None:
-        released(patch.graphed for patch in self._patches)
+        for patch in self._patches:
+            patch.graphed.pause(True)
         self._patches = []
 
 

@@ -153,11 +153,8 @@ class HostPool(Pool):
 class SpillFile(Pool):
     """A file without a name, gone with the process however that ends, and mapped into memory.
 
-    Space is reserved before anything is mapped: writing to a mapping on a full disk would end the process.
-
-    Args:
-        folder: Where the file is made; None: the folder for temporary files. One that lies in memory (a tmpfs, as
-            /tmp is on some systems) saves none.
+    Space is reserved before anything is mapped: writing to a mapping on a full disk would end the process. A folder
+    that lies in memory (a tmpfs, as that for temporary files is on some systems) saves none.
     """
 
     def __init__(self, folder: str | None = None) -> None:

@@ -58,15 +58,7 @@ class Inventory:
 def take_inventory(
     model: nn.Module, optimizers: Iterable[Optimizer], batch: Any, device: torch.device, error: BaseException
 ) -> Inventory:
-    """Counts what is held now; while the frames of ``error`` live, activations are among it.
-
-    Args:
-        model: Its parameters, gradients and buffers are counted.
-        optimizers: Their states are.
-        batch: What the step was given.
-        device: What is on others does not count.
-        error: What was raised for want of memory.
-    """
+    """Counts what is held on ``device`` now; while the frames of ``error`` live, activations are among it."""
 
     def held(tensors: Iterable[Tensor | None]) -> int:
         return unique_bytes(t for t in tensors if t is not None and not is_lazy(t) and t.device.type == device.type)

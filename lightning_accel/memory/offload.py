@@ -150,7 +150,8 @@ class Offloader:
         end, size = start + nbytes, int(storage.nbytes())
         for entry in known:
             # Pieces of one storage may each have a counter, at the same number.
-            if entry.holds(start, end, version) and shares_counter(entry.counter, tensor):
+            is_within = entry.start <= start and end <= entry.end
+            if is_within and entry.version == version and shares_counter(entry.counter, tensor):
                 return entry
         start, end = (0, size) if 2 * nbytes >= size else (start // _ALIGNMENT * _ALIGNMENT, end)
         region = self._move_out(storage, start, end - start)
@@ -265,9 +266,6 @@ class _Entry:
         self.region: Region | None = region
         self.homeward: Flight | None = None
         self.waiting = 0  # handles that have not been unpacked yet
-
-    def holds(self, start: int, end: int, version: int) -> bool:
-        return self.version == version and self.start <= start and end <= self.end
 
     def __del__(self) -> None:
         if self.region is not None:

@@ -80,7 +80,7 @@ def page(
         remedies: What the settings could still do, beginning with what costs the least time.
         batch_size: Samples in the batch, where that can be told.
         accumulate: How many batches' gradients the run adds up; None where it does not train.
-        may_split: Whether the plugin could split the batch within the step, if it were asked to.
+        may_split: Whether the plugin could split the batch within the step.
     """
     first_line = str(cause).strip().split("\n")[0] or type(cause).__name__
     unknown = "  not known: autograd's engine does not say for which module it computes"

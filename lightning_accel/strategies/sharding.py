@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.torch_private.autograd import has_gradient_hooks
+from lightning_accel.memory.recompute import CONVOLUTIONS
 from lightning_accel.strategies.materialize import materialize, own_tensors
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LOW_ON_CPU = (nn.Linear, *_CONVOLUTIONS, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RMSNorm)
+_LOW_ON_CPU = (nn.Linear, *CONVOLUTIONS, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RMSNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,8 @@ class Sharding:
     dtype: torch.dtype | None  # what parameters are gathered in; None: their own
 
 
-_shardings: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
+shardings: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
+"""How :func:`shard` has sharded modules, in this run or an earlier one."""
 
 
 def shard(
@@ -86,13 +87,8 @@ def shard(
         # Looked for anew: what was on the meta device is another object now.
         scalars = {parameter for parameter in unit.parameters() if parameter.dim() == 0}
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
-    sharding = _shardings[module] = Sharding(units=tuple(units), roots=tuple(roots), left=left, dtype=dtype)
+    sharding = shardings[module] = Sharding(units=tuple(units), roots=tuple(roots), left=left, dtype=dtype)
     return sharding
-
-
-def sharding_of(module: nn.Module) -> Sharding | None:
-    """How :func:`shard` has sharded it, in this run or an earlier one; None: it has not."""
-    return _shardings.get(module)
 
 
 def is_sharded(module: nn.Module) -> bool:

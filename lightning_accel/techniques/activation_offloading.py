@@ -29,6 +29,7 @@ OffloadingSetting = Literal["auto", "off", "host", "disk"]
 DEPTHS = (1, 2, 4, 8)
 WARM_UP_STEPS = 3  # the trials of other techniques, and buffers that are made
 ROUNDS = 5
+_RECORDING = ("reduce-overhead", "max-autotune")  # modes of compile by which torch records CUDA graphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +80,7 @@ class OffloadingPlan:
     shown=("host", "disk"),
 )
 class ActivationOffloading(Technique):
-    """Offloads the saved tensors of every training step.
-
-    Args:
-        plan: Where to, and from which size on: ``"host"`` or ``"disk"``.
-        model: Whose parameters and buffers stay.
-        device: Where it computes.
-    """
+    """Offloads the saved tensors of every training step."""
 
     acts_without_sites: ClassVar[bool] = True
 
@@ -112,7 +107,7 @@ class ActivationOffloading(Technique):
         settings = surroundings.settings[cls.name]
         # What the host holds is no use to a CPU; and graphs that were recorded, or a budget, have plans of their own.
         is_taken = surroundings.settings["memory_budget"].budget != "off"
-        is_recorded = surroundings.settings["compile"].mode in ("reduce-overhead", "max-autotune")
+        is_recorded = surroundings.settings["compile"].mode in _RECORDING
         if settings.to == "auto" and surroundings.device.type == "cuda" and not (is_taken or is_recorded):
             yield Relief(replace(settings, to="host"), costs=0.25, keeps=0.1)
 
@@ -120,7 +115,7 @@ class ActivationOffloading(Technique):
     @override
     def check(cls, settings: OffloadingPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
         compiled = all_settings["compile"].mode
-        if settings.always and compiled in ("reduce-overhead", "max-autotune"):
+        if settings.always and compiled in _RECORDING:
             raise ValueError(
                 f"activation_offloading={settings.to!r} with compile={compiled!r}, which records CUDA"
                 " graphs: their activations have fixed places in memory and cannot be moved."

@@ -37,10 +37,8 @@ class LayoutDraws:
     every element gets another number, and on a CPU ``randn_like`` takes another amount of them, by which the batches
     of the next epoch change. The user's streams are not ours to move.
 
-    Args:
-        device: Where the model computes.
-        foresees: Whether the step runs in the ordinary layout, and what would lie otherwise has to be told from where
-            it comes: from convolutions. Else it is what is not contiguous.
+    Where it ``foresees``, the step runs in the ordinary layout, and what would lie otherwise has to be told from where
+    it comes: from convolutions. Else it is what is not contiguous.
 
     Attributes:
         has_drawn: Whether anything was drawn.
@@ -111,11 +109,7 @@ class LayoutDraws:
 
 
 class LayoutDrawsInOrder(TorchFunctionMode):
-    """Has numbers drawn for tensors as they would lie, in every step of a model that draws: light, for no step to feel.
-
-    Args:
-        draws: Does so.
-    """
+    """Has numbers drawn for tensors as they would lie, in every step of a model that draws: no step feels it."""
 
     def __init__(self, draws: LayoutDraws) -> None:
         super().__init__()

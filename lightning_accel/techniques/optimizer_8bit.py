@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.adam import adam
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.measured import Measured
@@ -24,7 +24,7 @@ from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.torchao import why_missing
 from lightning_accel.memory import eight_bits
 from lightning_accel.memory.eight_bit_errors import Errors
-from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import Forecast, Refusal, Technique
 from lightning_accel.techniques.notes import Notes
 from lightning_accel.techniques.registry import register
 
@@ -74,12 +74,8 @@ class EightBitStates(Patch):
 
     The optimizer stays what it is. Within its own ``step``, large parameters are stepped first, by torch's function and
     the options of their groups, a few at a time with their states in floats; its own code then finds no gradient of
-    them. What it saves, and what is copied or pickled of it, has floats.
-
-    Args:
-        site: The optimizer's.
-        optimizer: Such as :func:`why_not` has nothing against.
-        notes: Where the measured errors are told.
+    them. What it saves, and what is copied or pickled of it, has floats. It is one that :func:`why_not` has nothing
+    against.
     """
 
     def __init__(self, site: str, optimizer: Optimizer, notes: Notes) -> None:
@@ -110,8 +106,8 @@ class EightBitStates(Patch):
         for handle in self._handles:
             handle.remove()
         self._copies.undo()
-        for parameter, state in self._optimizer.state.items():
-            state.update(_floats_of(state, parameter))
+        for parameter in self._optimizer.state:
+            self._give_back(parameter)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -234,7 +230,7 @@ def _floats_in(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         index: {**state, **_floats_of(state, parameters[index])} if isinstance(index, int) else state
         for index, state in saved["state"].items()
     }
-    return {**saved, "state": states}
+    return saved | {"state": states}
 
 
 def _with_floats(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,11 +282,6 @@ class Optimizer8bit(Technique):
     remembers: ClassVar[bool] = False
     edits_optimizers: ClassVar[bool] = True
     why_not_sharded: ClassVar[str] = "its blocks of 256 elements were not tried on shards"
-
-    @classmethod
-    @override
-    def planned(cls, settings: Optimizer8bitPlan, surroundings: Surroundings) -> Self:
-        return cls()
 
     @override
     def unavailable(self, host: Host) -> str | None:

@@ -59,14 +59,7 @@ class OptimizerPlan:
 def step_together(
     site: str, optimizer: Optimizer, setting: OptimizerSetting = "auto", notes: Notes | None = None
 ) -> list[StepsTogether | Refusal]:
-    """The edit that has an optimizer step in another way, and the groups of parameters that are left, each with why.
-
-    Args:
-        site: The optimizer's name in the report.
-        optimizer: Any.
-        setting: As in a plan.
-        notes: Where a group is told that cannot be stepped so after all.
-    """
+    """The edit that has an optimizer step in another way, and the groups of parameters that are left, each with why."""
     kind = kind_of(optimizer)
     if isinstance(kind, str):
         return [Refusal(site, kind)]
@@ -131,14 +124,8 @@ def _listed(names: Iterable[str]) -> str:
 class StepsTogether(StandInSteps):
     """Has an optimizer of torch's step in another way, by the flags of its groups, which its stand-in alone has.
 
-    A group that cannot be stepped so in some step takes it as the user's.
-
-    Args:
-        site: The optimizer's name in the report.
-        optimizer: The optimizer.
-        kind: What :func:`~lightning_accel.core.stepping.kind_of` said of it.
-        ways: What there is to choose from; the first is in force once it is applied.
-        notes: Where a group is told that cannot be stepped so after all.
+    A group that cannot be stepped so in some step takes it as the user's, and is told in the notes. Of the ways that
+    there are to choose from, the first is in force once it is applied.
     """
 
     def __init__(self, site: str, optimizer: Optimizer, kind: type[Optimizer], ways: list[Way], notes: Notes) -> None:
@@ -190,12 +177,7 @@ class StepsTogether(StandInSteps):
     shown=("fused", "foreach"),
 )
 class OptimizerSteps(Technique):
-    """Has torch's own optimizers take fused or foreach steps; checkpoints and the user's flags stay as they are.
-
-    Args:
-        setting: As in the plan; not ``"off"``.
-        is_xla: Whether XLA computes, for which torch_xla has steps of its own.
-    """
+    """Has torch's own optimizers take fused or foreach steps; checkpoints and the user's flags stay as they are."""
 
     trial_step: ClassVar[None] = None
     remembers: ClassVar[bool] = False
@@ -215,9 +197,7 @@ class OptimizerSteps(Technique):
     def unavailable(self, host: Host) -> str | None:
         if host.kind == "xla" and self._setting != "auto":
             return f"torch has no {self._setting} steps for XLA: optimizer='auto' takes those of torch_xla"
-        if host.kind == "xla":
-            return None
-        if host.kind not in ("cpu", "cuda", "rocm"):
+        if host.kind not in ("cpu", "cuda", "rocm", "xla"):
             return f"not measured on {host.kind} yet: give torch's optimizers fused=True or foreach=True to try it"
         return None
 
@@ -228,12 +208,12 @@ class OptimizerSteps(Technique):
             return
         for site, optimizer in optimizers.items():
             for claim in step_together(site, optimizer, self._setting, self.notes):
+                yield claim
                 if isinstance(claim, StepsTogether):
                     self._patches.append(claim)
-                yield claim
-                # It is applied by now. One that comes later than the arm does as the others.
-                if isinstance(claim, StepsTogether) and self._choice is not None:
-                    claim.choose(self._choice)
+                    # It is applied by now. One that comes later than the arm does as the others.
+                    if self._choice is not None:
+                        claim.choose(self._choice)
 
     @override
     def arms(self) -> Iterator[Arm]:

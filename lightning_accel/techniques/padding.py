@@ -86,13 +86,7 @@ def multiple_for(length: int, most: int) -> int:
 
 
 def padded(batch: Mapping[str, Any], length: int, pad_id: int) -> Any:
-    """A copy of ``batch`` whose sequences are ``length`` long; padding comes last, where it shifts no position.
-
-    Args:
-        batch: With tensors of shape (B, T).
-        length: T or more.
-        pad_id: Of the tokens that are added; they are masked.
-    """
+    """A copy of a batch of (B, T) as one of (B, length); padding comes last, where it shifts no position."""
     ids = batch[_IDS]
     longer = copy.copy(batch)
     for name, fill in {_IDS: pad_id, **_FILLED}.items():

@@ -55,10 +55,6 @@ class SparseActivations(Technique):
 
     Its status says what it found, and changes in the course of the first steps. Decisions are local to a process and
     change no number, so ranks need not agree.
-
-    Args:
-        model: Its parameters and buffers are left alone.
-        packer: What decides; by default with its own defaults.
     """
 
     acts_without_sites: ClassVar[bool] = True

@@ -47,12 +47,7 @@ def in_words(count: int) -> str:
 
 
 class ThreadsPatch(Patch):
-    """Sets the number of threads of this process; undone where nobody else has set another since.
-
-    Args:
-        count: How many.
-        change: For the report.
-    """
+    """Sets the number of threads of this process; undone where nobody else has set another since."""
 
     def __init__(self, count: int, change: str) -> None:
         super().__init__("", change)
@@ -101,11 +96,8 @@ class Threads(Technique):
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        return (
-            "XLA computes with threads of its own, of which torch's setting says nothing"
-            if host.kind == "xla"
-            else None
-        )
+        is_xla = host.kind == "xla"
+        return "XLA computes with threads of its own, of which torch's setting says nothing" if is_xla else None
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch]:

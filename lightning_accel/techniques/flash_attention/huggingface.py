@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from typing_extensions import override
@@ -64,15 +64,14 @@ class HuggingFaceSite(AttentionSite):
         self._missed: str | None = None
 
     @override
-    def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._with_request(Request(backend), original, args, kwargs)
+    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.fused(rehearsal, original, args, kwargs)
 
     @override
-    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._with_request(Request(rehearsal), original, args, kwargs)
-
-    def _with_request(self, request: Request, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        config: Any = self.module.config
+    def fused(
+        self, backend: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        request, config = Request(backend), cast(Any, self.module.config)
         name = implementation(config)
         self._missed = self._why_not(name, args, kwargs)
         if self._missed is not None:
@@ -106,9 +105,7 @@ class HuggingFaceSite(AttentionSite):
 class ModelSwitch(AttributePatch):
     """Has a model's masks built for fused attention: none where it is plainly causal.
 
-    Args:
-        site: The model whose config it is.
-        config: The config; that one only, and not, as transformers' own setter would, those below it.
+    By its config alone, and not, as transformers' own setter would, by those below it.
     """
 
     def __init__(self, site: str, config: Any) -> None:

@@ -36,12 +36,7 @@ class Judgement:
 
 
 class WatchedBackend(Backend):
-    """A backend that says what it was asked for and could not do; torch's own choice takes its place.
-
-    Args:
-        backend: The one that does the work.
-        complain: Called with what it lacks, once for each such thing.
-    """
+    """A backend that says what it was asked for and could not do, once each; torch's own choice takes its place."""
 
     def __init__(self, backend: Backend, complain: Callable[[str], None] = lambda lack: None) -> None:
         self.name = backend.name
@@ -99,7 +94,7 @@ class Rehearsal:
             kwargs: Likewise.
             module: Whose parameters take part; None: nothing but the arguments does.
             judged: Takes from what both return what is to be compared.
-            keeps_strides: Whether what both return has to lie alike in memory.
+            keeps_strides: Whether that has to lie alike in memory.
         """
         self._num_attentions += 1
         trial = Trial(

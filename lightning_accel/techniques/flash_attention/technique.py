@@ -42,11 +42,8 @@ _LATE = "not called on the first step, or only by a compiler, to which the origi
 class FlashAttention(Technique):
     """Attention by fused kernels, wherever and however a model computes it.
 
-    Every site is tried on its first real call, and again on the first call of every other class of shapes.
-
-    Args:
-        plan: The settings.
-        verify: Whether to try; otherwise every site that is found is fused by the first backend there is.
+    Every site is tried on its first real call, and again on the first call of every other class of shapes. Not to
+    ``verify`` is to fuse every site that is found, by the first backend there is.
     """
 
     applied_before_trial = True

@@ -48,14 +48,7 @@ _DOES: dict[Policy, str] = {
     shown=("12GiB",),
 )
 class MemoryBudget(GradientCheckpointing):
-    """Fits a training step into a budget: ``memory_budget="12GiB"``.
-
-    Args:
-        plan: The budget, and the blocks where they are named.
-        offloading: Where blocks may offload to; None: nowhere.
-        device: Where the model computes, though it may not be there yet.
-        verify: Whether each block's recomputation is compared with the original.
-    """
+    """Fits a training step into a budget: ``memory_budget="12GiB"``."""
 
     remembers: ClassVar[bool] = False  # a plan is for a batch, a device and a precision, and found again in a few steps
     why_not_sharded: ClassVar[str] = (

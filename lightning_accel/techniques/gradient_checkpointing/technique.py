@@ -158,7 +158,7 @@ class GradientCheckpointing(Technique):
     def _try(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
         block = self._blocks[patch.site]
         original = functools.partial(patch.original, block)
-        return try_block(block, original, patch.value, args, kwargs, on_few=self._is_late)
+        return try_block(block, original, patch.value, args, kwargs, self._is_late)
 
     def _count_kept(self, patch: MethodPatch, args: Any, kwargs: Any) -> tuple[int, int]:
         """What a call keeps for its backward pass, as it is and recomputed; counted once for calls of a kind."""
@@ -234,19 +234,9 @@ def try_block(
     checkpointed: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    *,
-    on_few: bool = False,
+    on_few: bool,
 ) -> Verdict:
-    """Whether the checkpointed call gives the original's numbers and leaves nothing behind twice.
-
-    Args:
-        block: The block.
-        original: Its own call.
-        checkpointed: The same, recomputed.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        on_few: Whether a few samples of the batch have to do.
-    """
+    """Whether the checkpointed call gives the original's numbers, on a few samples perhaps, and nothing stays twice."""
     strange = changeable_argument(args, kwargs)
     if strange is not None:
         return Verdict(keep=False, reason=f"takes a {strange}, which may not be the same when the block is recomputed")

@@ -46,11 +46,8 @@ class InplaceActivations(Technique):
     """Lets activation and dropout modules overwrite their input where nobody else can ever read it.
 
     Who holds the input is counted at every call (see ``ownership.py``). A site that cannot work in place at any of its
-    first calls goes back to what it was, with the reason.
-
-    Args:
-        skip: Gives the prefixes of site names that are left alone, each with the reason.
-        smallest: Elements of an input below which asking would cost more than it saves.
+    first calls goes back to what it was, with the reason. Sites below the
+    prefixes that ``skip`` gives, each with why, are left alone.
     """
 
     applied_before_trial = True
@@ -101,8 +98,7 @@ class InplaceActivations(Technique):
     @override
     def give_way(self, protected: Mapping[str, str]) -> None:
         for site in self.sites:
-            why = _skipped(site, protected)
-            if why is not None:
+            if (why := _skipped(site, protected)) is not None:
                 self.notes.refuse(site, why)
 
     @override

@@ -55,6 +55,17 @@ class Form:
         """In which probabilities are computed and gradients added up."""
         return torch.promote_types(torch.promote_types(self.loss_dtype, self.logits_dtype), torch.float32)
 
+    def cross_entropy(self, logits: Tensor, target: Tensor, class_weight: Tensor | None) -> Tensor:
+        """Torch's own, of logits that are there, in their dtype."""
+        return F.cross_entropy(
+            logits,
+            target,
+            None if class_weight is None else class_weight.to(logits.dtype),
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -98,14 +109,7 @@ def plain_cross_entropy(problem: Problem) -> Tensor:
     rows, weight, bias = (None if t is None else t.to(form.logits_dtype) for t in (p.rows, p.weight, p.bias))
     assert rows is not None
     assert weight is not None
-    return F.cross_entropy(
-        F.linear(rows, weight, bias).to(form.loss_dtype),
-        p.target,
-        None if p.class_weight is None else p.class_weight.to(form.loss_dtype),
-        ignore_index=form.ignore_index,
-        reduction=form.reduction,
-        label_smoothing=form.label_smoothing,
-    )
+    return form.cross_entropy(F.linear(rows, weight, bias).to(form.loss_dtype), p.target, p.class_weight)
 
 
 class _LinearCrossEntropy(Function):

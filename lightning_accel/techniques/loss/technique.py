@@ -54,12 +54,6 @@ class Loss(Technique):
 
     A loss is tried, on a few rows, at the first of each form. A head whose logits are read in two steps running, or are
     held after a step, goes back to what it was, with the reason. Ranks need not agree: gradients are autograd's.
-
-    Args:
-        always: Whether also where it is slower, and without live trials.
-        verify: Whether to try.
-        smallest: Bytes of logits below which they are computed at once.
-        fewest: Classes below which a layer is not taken for a head.
     """
 
     applied_before_trial = True

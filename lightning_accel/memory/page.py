@@ -35,18 +35,11 @@ class HostStepMemoryError(StepMemoryError, MemoryError):
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing that would need less memory.
+    """One thing that would need less memory."""
 
-    Attributes:
-        setting: Of the plugin; empty: it is the batch that is divided.
-        value: What to set it to, as a plan writes it.
-        keeps: What is then left of the activations, as a share, about; None: unknown.
-        remark: What else there is to say.
-    """
-
-    setting: str
-    value: Any
-    keeps: float | None
+    setting: str  # of the plugin
+    value: Any  # what to set it to, as a plan writes it
+    keeps: float | None  # what is then left of the activations, as a share, about; None: unknown
     remark: str = ""
 
 

@@ -168,12 +168,11 @@ class ActivationOffloading(Technique):
             amount = f"no saved tensor has {self._plan.min_bytes} bytes: min_bytes sets how large they must be"
         else:
             amount = f"{format_bytes(step_bytes)} a step out and back, {self._search.describe()}"
-        hint = (
-            " (on a CPU that is the memory they come from, so none is saved: activation_offloading='disk' saves it)"
-            if self._gains_nothing
-            else ""
-        )
-        return f"{self._plan.to}: {amount}{hint}"
+        if self._gains_nothing:
+            amount += (
+                " (on a CPU that is the memory they come from, so none is saved: activation_offloading='disk' saves it)"
+            )
+        return f"{self._plan.to}: {amount}"
 
 
 class DepthSearch:
@@ -181,13 +180,10 @@ class DepthSearch:
 
     What is timed goes from the beginning of one training step to that of the next. A GPU's clock is read when it
     has got there; nothing waits for it.
-
-    Attributes:
-        depth: The one to use now.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.depth = 2
+        self.depth = 2  # to use now
         self._device = device
         self._left_to_warm_up = WARM_UP_STEPS
         self._running: Span | None = None  # of the step in progress
@@ -196,11 +192,9 @@ class DepthSearch:
 
     def describe(self) -> str:
         """The depth, and whence it is."""
-        if self._is_over:
-            return f"prefetch depth {self.depth} (measured)"
-        if torch.are_deterministic_algorithms_enabled():
-            return f"prefetch depth {self.depth} (a deterministic run goes by no clock)"
-        return f"prefetch depth {self.depth} (being measured)"
+        is_exempt = torch.are_deterministic_algorithms_enabled()
+        how = "a deterministic run goes by no clock" if is_exempt else "being measured"
+        return f"prefetch depth {self.depth} ({'measured' if self._is_over else how})"
 
     def next_step(self) -> None:
         """A training step begins."""

@@ -40,19 +40,12 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a technique will do on a host, as far as it can be told before a run.
+    """What a technique will do on a host, as far as it can be told before a run."""
 
-    Attributes:
-        acts: Whether it acts there, or is tried.
-        brief: In a word or two: ``"tried"``, ``"yes"``, ``"no"``, the names of kernels that are tried.
-        words: What is done, or why not, with the mend.
-        is_missed: Whether somebody who has this host may miss it, where it does not act: not what is for others only.
-    """
-
-    acts: bool
-    brief: str
-    words: str
-    is_missed: bool = True
+    acts: bool  # there, or is tried
+    brief: str  # in a word or two: "tried", "yes", "no", the names of kernels that are tried
+    words: str  # what is done, or why not, with the mend
+    is_missed: bool = True  # by somebody who has this host, where it does not act: not what is for others only
 
 
 @dataclass
@@ -91,21 +84,13 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class LoaderTerms:
-    """On which terms a loader of a training may be changed.
+    """On which terms a loader of a training may be changed."""
 
-    Attributes:
-        why_not: Why it may not be; empty: it may.
-        has_one_epoch: Whether the run is over after one, so that nothing can be learned from one for the next.
-        objection: The same, asked when it is iterated, and more is known.
-        processes: How many of the run share this machine's cores.
-        pins: Whether nobody else brings its batches into pinned memory.
-    """
-
-    why_not: str = ""
-    has_one_epoch: bool = False
-    objection: Callable[[], str] = str
-    processes: int = 1
-    pins: bool = False
+    why_not: str = ""  # empty: it may be
+    has_one_epoch: bool = False  # the run is over after one, so that nothing can be learned from one for the next
+    objection: Callable[[], str] = str  # why not, asked when it is iterated, and more is known
+    processes: int = 1  # of the run that share this machine's cores
+    pins: bool = False  # nobody else brings its batches into pinned memory
 
 
 class Technique:

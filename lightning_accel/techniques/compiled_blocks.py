@@ -28,19 +28,13 @@ _SHARED_MODES = ("default", "max-autotune-no-cudagraphs")  # a CUDA graph holds 
 
 
 class CompilePatch(Patch):
-    """Compiles a module's call in place: no wrapper, so names and ``state_dict`` keys stay.
-
-    Attributes:
-        block: The module.
-        kind: What it shares with blocks that are like it; None until it is called, or tried.
-        is_wanted: Whether it runs compiled while the patch is applied.
-    """
+    """Compiles a module's call in place: no wrapper, so names and ``state_dict`` keys stay."""
 
     def __init__(self, site: str, block: nn.Module, mode: str, prepare: Prepare, *, kind_of: KindOf) -> None:
         super().__init__(site, "call → compiled" + (f" ({mode})" if mode != "default" else ""))
         self.block = block
-        self.kind: Kind | None = None
-        self.is_wanted = True
+        self.kind: Kind | None = None  # what it shares with blocks that are like it; None until it is called, or tried
+        self.is_wanted = True  # it runs compiled while the patch is applied
         self.may_share = mode in _SHARED_MODES
         self._prepare, self._kind_of = prepare, kind_of
         # What is drawn is drawn as it would be eagerly, and not by a generator of the compiler's own.

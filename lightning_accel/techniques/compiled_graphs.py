@@ -35,15 +35,11 @@ _NOT_TRIED = "not captured yet"
 
 
 class ReplayedPatch(CompilePatch):
-    """As its base class; where :data:`GRAPHS` is chosen, calls replay what was captured of the compiled block.
-
-    Attributes:
-        why_not: Why they do not; empty: they do.
-    """
+    """As its base class; where :data:`GRAPHS` is chosen, calls replay what was captured of the compiled block."""
 
     def __init__(self, site: str, block: nn.Module, *args: Any, capture: Capture, notes: Notes, **more: Any) -> None:
         super().__init__(site, block, *args, **more)
-        self.why_not = _NOT_TRIED
+        self.why_not = _NOT_TRIED  # empty: calls may be replayed
         self._graphed, self._notes = GraphedBlock(block, capture), notes
         self._is_chosen = False
 

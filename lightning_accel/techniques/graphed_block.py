@@ -49,22 +49,17 @@ def capture_on_cuda(function: Forward, tensors: tuple[Tensor, ...]) -> Forward:
 
 
 class GraphedBlock:
-    """The calls of one block: replayed where they are like the first, else as they were written.
-
-    Attributes:
-        is_paused: Whether all calls run as they were written; memory of the graphs is given back meanwhile.
-        misses: How many calls in a row were not like the first.
-    """
+    """The calls of one block: replayed where they are like the first, else as they were written."""
 
     def __init__(self, block: nn.Module, capture: Capture) -> None:
         self._block, self._capture = block, capture
         self._graphed: Forward | None = None
         self._signature: Any = None
         self._addresses: list[int] = []
-        self._latest: weakref.ref[_Lease] | None = None
+        self.latest: Callable[[], _Lease | None] = lambda: None  # the last replay's, while somebody can go backward
         self._is_capturing = False
-        self.is_paused = False
-        self.misses = 0
+        self.is_paused = False  # all calls run as they were written, and memory of the graphs is given back
+        self.misses = 0  # calls in a row that were not like the first
         self._look()
 
     def pause(self, is_paused: bool) -> None:
@@ -95,7 +90,7 @@ class GraphedBlock:
             raise NotCapturedError("given back: its modules, parameters or buffers are others than they were")
         if any(any(hooks_of(module)) for module in self._modules) or hooks_on_all_modules():
             raise NotCapturedError("given back: it was given hooks, which a replay does not call")
-        if self._is_in_use():
+        if (lease := self.latest()) is not None and not lease.is_over:
             return original(*args, **kwargs)
         self.misses = 0
         return self.replay(args, kwargs)
@@ -104,7 +99,7 @@ class GraphedBlock:
         """Replays what was captured, on other values."""
         assert self._graphed is not None
         lease = _Lease(self)
-        self._latest = weakref.ref(lease)
+        self.latest = weakref.ref(lease)
         given = _Leased.apply(lease, *tensors_in((args, kwargs)), *self._parameters)  # type: ignore[no-untyped-call]
         return map_tensors(Tensor.clone, self._graphed(*given))
 
@@ -148,14 +143,6 @@ class GraphedBlock:
     def _parts_now(self) -> list[int]:
         # By identity: what is held does not die, so that no other object has its address.
         return [id(part) for module in self._modules for part in parts_of(module)]
-
-    def _is_in_use(self) -> bool:
-        lease = None if self._latest is None else self._latest()
-        return lease is not None and not lease.is_over
-
-    def is_latest(self, lease: _Lease) -> bool:
-        """Whether nothing was replayed since."""
-        return self._latest is not None and self._latest() is lease
 
     def _check(self, args: Any, kwargs: dict[str, Any]) -> None:
         if any(any(hooks_of(module)) for module in self._modules) or hooks_on_all_modules():
@@ -232,7 +219,7 @@ class _Leased(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not ctx.lease.block.is_latest(ctx.lease):
+        if ctx.lease.block.latest() is not ctx.lease:
             raise RuntimeError(
                 "graphs: a second backward pass through a block that has since been called again. Its CUDA graph holds"
                 " the later call only: use graphs='off' where a graph is retained over steps"

@@ -39,17 +39,12 @@ class LayoutDraws:
 
     Where it ``foresees``, the step runs in the ordinary layout, and what would lie otherwise has to be told from where
     it comes: from convolutions. Else it is what is not contiguous.
-
-    Attributes:
-        has_drawn: Whether anything was drawn.
-        place: What drew numbers in the order of memory, and where; empty if nothing did.
-        is_mended: Whether these are, all the same, the numbers that would have been drawn.
     """
 
     def __init__(self, device: torch.device, *, foresees: bool = False) -> None:
-        self.has_drawn = False
-        self.place = ""
-        self.is_mended = True
+        self.has_drawn = False  # anything
+        self.place = ""  # what drew numbers in the order of memory, and where; empty if nothing did
+        self.is_mended = True  # these are, all the same, the numbers that would have been drawn
         self._follows = WeakTensorKeyDictionary() if foresees else None
         self._read = [read for name, (read, _) in random_streams(device).items() if name.startswith("torch")]
         self._states = self._now()

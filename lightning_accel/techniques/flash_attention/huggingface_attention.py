@@ -31,15 +31,13 @@ class Request:
     """A call's backend, or rehearsal, left on the module for :func:`accel_attention`, and what became of it.
 
     On the module, not in a context variable, which torch.compile cannot read.
-
-    Attributes:
-        missed: Why the backend did not compute the attention; None if it did.
     """
 
     NAME = "_accel_request"
 
     def __init__(self, backend: Backend | Rehearsal) -> None:
         self.backend = backend
+        # Why the backend did not compute the attention; None if it did.
         self.missed: str | None = "its forward did not call transformers' attention interface"
 
 

@@ -28,27 +28,16 @@ Fuse: TypeAlias = "Callable[[Problem], Tensor | str]"
 
 @dataclass(eq=False)
 class Family:
-    """The output of one call of a head, and what was made of it by views and casts.
+    """The output of one call of a head, and what was made of it by views and casts."""
 
-    Attributes:
-        rows: What the head was given, (…, H).
-        weight: The head's weight at that call, (V, H).
-        bias: Its bias, (V,).
-        dtype: Of the logits.
-        fuse: Gives the loss, or says in words why it is to be computed from the logits.
-        on_read: Told that the logits had to be computed, and who reads them.
-        is_fused: Whether a loss was computed without the logits: of a training step the one that it is trained on.
-        is_plain: Whether the logits are there.
-    """
-
-    rows: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    dtype: torch.dtype
-    fuse: Fuse
-    on_read: Callable[[str], None]
-    is_fused: bool = False
-    is_plain: bool = False
+    rows: Tensor  # what the head was given, (…, H)
+    weight: Tensor  # the head's at that call, (V, H)
+    bias: Tensor | None  # likewise, (V,)
+    dtype: torch.dtype  # of the logits
+    fuse: Fuse  # gives the loss, or says in words why it is to be computed from the logits
+    on_read: Callable[[str], None]  # told that the logits had to be computed, and who reads them
+    is_fused: bool = False  # a loss was computed without the logits: of a training step the one that it is trained on
+    is_plain: bool = False  # the logits are there
     _members: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -118,14 +107,10 @@ def is_checkpointing() -> bool:
 class DeferredLogits(Tensor):
     """A tensor without values. Its shape and the like are known, views and casts of it are others of its kind,
     its cross-entropy is computed in pieces; whatever else is done with it, is done with the values, computed then.
-
-    Attributes:
-        family: What it belongs to.
-        place: What it would be computed from.
     """
 
     family: Family
-    place: Place
+    place: Place  # what it would be computed from
     _origin: tuple[DeferredLogits, Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None
     _computed: Tensor | None
 

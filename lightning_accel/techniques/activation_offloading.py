@@ -16,13 +16,11 @@ from typing_extensions import Self, override
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
 from lightning_accel.core.checks import check_choice, switch
 from lightning_accel.core.device import Span
-from lightning_accel.core.host import Host
 from lightning_accel.core.trial import NOT_SLOWER
 from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.saved import saving
-from lightning_accel.techniques.base import Surroundings, Technique
+from lightning_accel.techniques.base import Relief, Surroundings, Technique
 from lightning_accel.techniques.registry import register
-from lightning_accel.techniques.relief import Relief
 
 OffloadingSetting = Literal["auto", "off", "host", "disk"]
 
@@ -83,6 +81,12 @@ class ActivationOffloading(Technique):
     """Offloads the saved tensors of every training step."""
 
     acts_without_sites: ClassVar[bool] = True
+    not_on: ClassVar[Mapping[str, str]] = {
+        "mps": "an Apple GPU computes in the host's memory, of which moving would free none, and to a disk nothing is"
+        " moved from there. Use gradient_checkpointing to need less memory",
+        "xla": "XLA moves what it computes with itself, and nothing can be copied beside it. Use"
+        " torch_xla.utils.checkpoint to need less memory",
+    }
 
     def __init__(self, plan: OffloadingPlan, model: nn.Module, device: torch.device) -> None:
         offloading = plan.on(device.type)
@@ -121,20 +125,6 @@ class ActivationOffloading(Technique):
                 " graphs: their activations have fixed places in memory and cannot be moved."
                 " Give compile='on' or 'max-autotune-no-cudagraphs', or activation_offloading='off'."
             )
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind == "mps":
-            return (
-                "an Apple GPU computes in the host's memory, of which moving would free none, and to a disk nothing is"
-                " moved from there. Use gradient_checkpointing to need less memory"
-            )
-        if host.kind == "xla":
-            return (
-                "XLA moves what it computes with itself, and nothing can be copied beside it. Use"
-                " torch_xla.utils.checkpoint to need less memory"
-            )
-        return None
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:

@@ -19,7 +19,6 @@ from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
-from lightning_accel.techniques.relief import Relief
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -46,6 +45,17 @@ class Forecast:
     brief: str  # in a word or two: "tried", "yes", "no", the names of kernels that are tried
     words: str  # what is done, or why not, with the mend
     is_missed: bool = True  # by somebody who has this host, where it does not act: not what is for others only
+
+
+@dataclass(frozen=True)
+class Relief:
+    """A way to need less memory that changes no number, and can be put on in mid-run."""
+
+    settings: Any  # the technique's own, with which it is made anew
+    costs: float  # what it adds to the time of a step, as a share of it, about: what costs least is tried first
+    # What is left of the activations that a step keeps, as a share of them, about; None where it hangs on their values.
+    keeps: float | None = None
+    only_anew: str = ""  # why a run under way cannot have it, though the next one can; empty: it can
 
 
 @dataclass
@@ -116,6 +126,7 @@ class Technique:
         is_part_of_training: Whether training is another one without it (preprocessing is), so that what it raises ends
             the run; others are taken back, and say why, where they raise on meeting what they do not know.
         edits_optimizers: Whether optimizers are sites of its, which come only after the model's.
+        not_on: Kinds of hosts on which it cannot work at all → why, with the mend.
         why_not_sharded: Why it cannot act on a module whose parameters are sharded over processes; empty: it can.
         dtype: In which it has steps compute; None: it has no say in that.
         on_by_default: Whether plans have it without being asked for it: on a host that it is not for, the report says
@@ -136,6 +147,7 @@ class Technique:
     watches_on: bool = False
     is_part_of_training: ClassVar[bool] = False
     edits_optimizers: ClassVar[bool] = False
+    not_on: ClassVar[Mapping[str, str]] = {}
     why_not_sharded: ClassVar[str] = ""
     dtype: torch.dtype | None = None
     on_by_default: bool = False
@@ -176,7 +188,7 @@ class Technique:
 
     def unavailable(self, host: Host) -> str | None:
         """Why this cannot work on ``host`` at all, with the mend; None when it can."""
-        return None
+        return self.not_on.get(host.kind)
 
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
         """Every site the technique looked at: the edit it proposes there, or why it proposes none.

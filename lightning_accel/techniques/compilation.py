@@ -68,6 +68,11 @@ class Compilation(Technique):
 
     trial_step: ClassVar[Literal[0, 1] | None] = 1
     trial_steps: ClassVar[float] = 150.0  # nearly all of them the compiler's
+    not_on: ClassVar[Mapping[str, str]] = {
+        "xla": "XLA compiles every step itself, and TorchInductor builds no kernels for it. Use compile='off'",
+        "mps": "TorchInductor's part for Apple GPUs calls itself an early prototype, and was not measured here. Use"
+        " compile='off', or module.compile() on blocks of your choice",
+    }
 
     def __init__(self, setting: CompileSetting, *, verify: bool = True, prepare: Prepare = lambda graph: None) -> None:
         self._prepare = prepare
@@ -99,21 +104,11 @@ class Compilation(Technique):
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        if host.kind == "xla":
-            return "XLA compiles every step itself, and TorchInductor builds no kernels for it. Use compile='off'"
-        if host.kind == "mps":
-            return (
-                "TorchInductor's part for Apple GPUs calls itself an early prototype, and was not measured here. Use"
-                " compile='off', or module.compile() on blocks of your choice"
-            )
-        if host.compiler is None:
-            needed = (
-                "a C++ compiler (Debian, Ubuntu: apt-get install g++)"
-                if host.kind == "cpu"
-                else "Triton and a C compiler"
-            )
-            return f"nothing to build kernels with on {host.device_name}: install {needed}"
-        return None
+        if host.kind in self.not_on or host.compiler is not None:
+            return super().unavailable(host)
+        of_cpu = "a C++ compiler (Debian, Ubuntu: apt-get install g++)"
+        needed = of_cpu if host.kind == "cpu" else "Triton and a C compiler"
+        return f"nothing to build kernels with on {host.device_name}: install {needed}"
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:

@@ -17,7 +17,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError, capture_on_cuda
 from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
@@ -105,10 +105,6 @@ class Graphs(Technique):
         if host.kind == "cuda":
             return None
         return f"CUDA graphs are for NVIDIA GPUs, and this is {host.device_name}. Use graphs='off'"
-
-    @override
-    def forecast(self, host: Host) -> Forecast | None:
-        return None if host.kind == "cuda" else Forecast(False, "no", self.unavailable(host) or "")
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:

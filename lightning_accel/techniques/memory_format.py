@@ -142,6 +142,9 @@ class MemoryFormat(Technique):
     """
 
     trial_steps: ClassVar[float] = 3.0
+    not_on: ClassVar[Mapping[str, str]] = {
+        "xla": "XLA lays tensors out itself, whatever their strides say. Use memory_format='off'"
+    }
     why_not_sharded: ClassVar[str] = "FSDP keeps weights row by row, in their ordinary layout"
 
     def __init__(self, setting: MemoryFormatSetting, *, verify: bool = True) -> None:
@@ -163,12 +166,6 @@ class MemoryFormat(Technique):
     @override
     def planned(cls, settings: MemoryFormatPlan, surroundings: Surroundings) -> Self:
         return cls(settings.layout, verify=surroundings.verify)
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind == "xla":
-            return "XLA lays tensors out itself, whatever their strides say. Use memory_format='off'"
-        return None
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -80,6 +80,9 @@ class Threads(Technique):
     applied_before_trial = True
     trial_step: ClassVar[None] = None
     remembers = False
+    not_on: ClassVar[Mapping[str, str]] = {
+        "xla": "XLA computes with threads of its own, of which torch's setting says nothing"
+    }
 
     def __init__(self, count: Literal["auto"] | int) -> None:
         # Fewer than there are: all of them is what the run has without this.
@@ -93,11 +96,6 @@ class Threads(Technique):
     def planned(cls, settings: ThreadsPlan, surroundings: Surroundings) -> Self:
         assert settings.count != "off"
         return cls(settings.count)
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        is_xla = host.kind == "xla"
-        return "XLA computes with threads of its own, of which torch's setting says nothing" if is_xla else None
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch]:

@@ -43,7 +43,11 @@ def find_huggingface(model: nn.Module) -> Iterator[HuggingFaceSite | Refusal]:
     for site, module, config in _interface_modules(model):
         name = implementation(config)
         # transformers' own hooks do nothing until weights are asked for, which a site notices.
-        hooks = [hook for hook in hooks_of(module)[0].values() if not _is_transformers(hook)]
+        hooks = [
+            hook
+            for hook in hooks_of(module)[0].values()
+            if not getattr(hook, "__module__", "").startswith("transformers.")
+        ]
         if name not in ("eager", OWN_MASKS):
             yield Refusal(site, f"fused already: its config says attn_implementation={name!r}")
         elif hooks:
@@ -151,7 +155,3 @@ def _interface_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]
         config = getattr(module, "config", None)
         if has_implementation(config) and eager_function(type(module)) is not None:
             yield site, module, config
-
-
-def _is_transformers(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").startswith("transformers.")

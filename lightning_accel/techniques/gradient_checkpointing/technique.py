@@ -23,12 +23,11 @@ from lightning_accel.core.trial import ORACLE_SAMPLES, Contender, Trial
 from lightning_accel.memory.costs import kind_of
 from lightning_accel.memory.kept import kept_bytes
 from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
-from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import Refusal, Relief, Surroundings, Technique
 from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
-from lightning_accel.techniques.relief import Relief
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -61,6 +60,11 @@ class GradientCheckpointing(Technique):
 
     applied_before_trial = True
     trial_steps: ClassVar[float] = 4.0
+    not_on: ClassVar[Mapping[str, str]] = {
+        # https://github.com/pytorch/xla/issues/3455
+        "xla": "XLA finds that a block is computed twice and computes it once: nothing would be saved. Wrap blocks in"
+        " torch_xla.utils.checkpoint.checkpoint, which keeps the two apart"
+    }
 
     def __init__(self, mode: Recomputation, names: Sequence[str] = (), *, verify: bool = True) -> None:
         self._mode = mode
@@ -92,16 +96,6 @@ class GradientCheckpointing(Technique):
         if settings.mode != "full" and blocks:
             keeps = min(1.0, 4 / 64 + 1 / len(blocks))
             yield Relief(CheckpointingPlan(mode="full", blocks=settings.blocks), 0.33, keeps, only_anew)
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind == "xla":
-            # https://github.com/pytorch/xla/issues/3455
-            return (
-                "XLA finds that a block is computed twice and computes it once: nothing would be saved. Wrap blocks in"
-                " torch_xla.utils.checkpoint.checkpoint, which keeps the two apart"
-            )
-        return None
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:

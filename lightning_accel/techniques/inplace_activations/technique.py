@@ -54,6 +54,9 @@ class InplaceActivations(Technique):
     trial_step: ClassVar[None] = None
     trial_steps: ClassVar[float] = 0.2  # to calibrate, once for a process
     remembers: ClassVar[bool] = False
+    not_on: ClassVar[Mapping[str, str]] = {
+        "xla": "XLA turns what is done in place into new values and plans memory itself: there is nothing to gain"
+    }
 
     def __init__(self, *, skip: Callable[[], Mapping[str, str]] = dict, smallest: int = SMALLEST) -> None:
         self._skip = skip
@@ -64,12 +67,6 @@ class InplaceActivations(Technique):
     @override
     def planned(cls, settings: InplacePlan, surroundings: Surroundings) -> Self:
         return cls(skip=surroundings.protected)
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind == "xla":
-            return "XLA turns what is done in place into new values and plans memory itself: there is nothing to gain"
-        return None
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:

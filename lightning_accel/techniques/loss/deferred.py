@@ -38,7 +38,7 @@ class Family:
     on_read: Callable[[str], None]  # told that the logits had to be computed, and who reads them
     is_fused: bool = False  # a loss was computed without the logits: of a training step the one that it is trained on
     is_plain: bool = False  # the logits are there
-    _members: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
+    members: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         device = self.rows.device.type
@@ -49,10 +49,7 @@ class Family:
     @property
     def living(self) -> list[DeferredLogits]:
         """Those that somebody holds, in the order in which they were made."""
-        return [member for ref in self._members if (member := ref()) is not None]
-
-    def joined_by(self, member: DeferredLogits) -> None:
-        self._members.append(weakref.ref(member))
+        return [member for ref in self.members if (member := ref()) is not None]
 
     def read_by(self, who: str) -> None:
         """Computes the logits, once, as the head would have, with all that was made of them and is still held."""
@@ -126,7 +123,7 @@ class DeferredLogits(Tensor):
         # Part of the graph: what does not ask __torch_function__ (an autograd.Function) still finds the way back.
         made: Self = _Edge.apply(place.rows, family.weight, family.bias, cls, family, place)  # type: ignore[no-untyped-call]
         made.family, made.place, made._origin, made._computed = family, place, origin, None
-        family.joined_by(made)
+        family.members.append(weakref.ref(made))
         return made
 
     def compute(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -60,6 +60,10 @@ class Loss(Technique):
     trial_step: ClassVar[None] = None
     remembers: ClassVar[bool] = False
     trial_steps: ClassVar[float] = 0.5
+    not_on: ClassVar[Mapping[str, str]] = {
+        kind: f"the loss in pieces is made for CPUs and for NVIDIA and AMD GPUs, and not tried on {kind}"
+        for kind in ("xla", "mps")
+    }
     why_not_sharded: ClassVar[str] = (
         "a head's weight is whole only while the head is called, before its loss is computed"
     )
@@ -73,12 +77,6 @@ class Loss(Technique):
     @override
     def planned(cls, settings: LossPlan, surroundings: Surroundings) -> Self:
         return cls(settings.mode == "on", surroundings.verify, smallest=SMALLEST_BYTES, fewest=FEWEST_CLASSES)
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind in ("xla", "mps"):
-            return f"the loss in pieces is made for CPUs and for NVIDIA and AMD GPUs, and not tried on {host.kind}"
-        return None
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:

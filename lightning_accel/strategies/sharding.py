@@ -37,13 +37,13 @@ shardings: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDicti
 
 def shard(
     module: nn.Module,
-    mesh: DeviceMesh,
-    device: torch.device,
+    mesh: DeviceMesh,  # one-dimensional: the processes to shard over
+    device: torch.device,  # this process's own
     *,
     dtype: torch.dtype | None = None,
-    blocks: Sequence[str] = (),
+    blocks: Sequence[str] = (),  # class names or module paths of the units; empty: the repeated blocks
     apart: bool = False,
-    may_be_empty: bool = False,
+    may_be_empty: bool = False,  # a checkpoint is loaded afterwards, into what nothing initialises
 ) -> Sharding:
     """Shards parameters in place, from rank 0's values; gradients and optimizer states made of them are shards too.
 
@@ -51,19 +51,14 @@ def shard(
     sharded before the next does: a device never holds more than its shards and one unit. Scalar parameters stay whole:
     see :mod:`lightning_accel.strategies.scalars`.
 
+    Parameters are gathered in ``dtype``, but for units with layers that want them in float32 under autocast; gradients
+    are reduced in float32, and kept and stepped in the parameters' own. Without it everything is in its own.
+
+    Where its parts are taken ``apart``, each is a root of its own, so that several backward passes may run within one
+    step. The module's own forward then gathers nothing.
+
     Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023),
     https://arxiv.org/abs/2304.11277.
-
-    Args:
-        module: Not sharded, on any device.
-        mesh: One-dimensional: the processes to shard over.
-        device: This process's own.
-        dtype: What parameters are gathered in, but for units with layers that want them in float32 under autocast;
-            gradients are reduced in float32, and kept and stepped in the parameters' own. None: everything in its own.
-        blocks: Class names or module paths of the units; empty: the repeated blocks.
-        apart: Whether each part of the module is a root of its own, so that several backward passes may run within
-            one step. The module's own forward then gathers nothing.
-        may_be_empty: Whether a checkpoint is loaded afterwards, into what nothing initialises.
 
     Raises:
         ValueError: There is nothing to shard, or something that cannot be.

@@ -34,6 +34,7 @@ CHUNK_ELEMENTS = 1 << 22
 """Parameters that are stepped together: only their states are in floats at a time."""
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}  # and whether they can be negative
+_OPTIONS = ("lr", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad", "maximize", "foreach", "fused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,8 @@ class EightBitStates(Patch):
     def _step_together(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> None:
         states = [self._state(parameter, group) for parameter in parameters]
         floats = [_floats_of(state, parameter) for state, parameter in zip(states, parameters, strict=True)]
-        beta1, beta2 = group["betas"]
+        options = {name: group[name] for name in _OPTIONS}
+        options["beta1"], options["beta2"] = group["betas"]
         self._errors.before(self._optimizer, parameters, floats, group)
         adam(
             list(parameters),
@@ -162,18 +164,9 @@ class EightBitStates(Patch):
             [moments["exp_avg_sq"] for moments in floats],
             [moments["max_exp_avg_sq"] for moments in floats if group["amsgrad"]],
             [state["step"] for state in states],
-            foreach=group["foreach"],
-            fused=group["fused"],
             grad_scale=getattr(self._optimizer, "grad_scale", None),  # set by torch's gradient scaler, for fused ones
             found_inf=getattr(self._optimizer, "found_inf", None),
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            amsgrad=group["amsgrad"],
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
+            **options,
         )
         for state, moments in zip(states, floats, strict=True):
             for name, values in moments.items():

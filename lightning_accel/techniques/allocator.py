@@ -106,10 +106,9 @@ class AllocatorTechnique(Technique):
             return f"not beside {self._for_memory}, for which memory has to go back to the system"
         if own := heap.heap_settings():
             return f"as {_in_words(own)} has it"
-        used = heap.heap_in_use()
-        return (
-            None if used == heap.GLIBC else f"the heap is {used or 'of this system'}: only glibc's can be told in a run"
-        )
+        if (used := heap.heap_in_use()) == heap.GLIBC:
+            return None
+        return f"the heap is {used or 'of this system'}: only glibc's can be told in a run"
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:

@@ -22,11 +22,7 @@ class Setup(Protocol):
         """Called between two steps, before the arm is chosen: the step that follows does it, in so many seconds."""
 
     def end(self) -> float | None:
-        """Called after that step; on several ranks, on all of them.
-
-        Returns:
-            What it took, in seconds; None: nothing came of it, and the arm cannot be had.
-        """
+        """Called after that step, on all ranks: what it took, in seconds; None: the arm cannot be had after all."""
 
     def decline(self, reason: str) -> None:
         """Called where it is not worth its time in this run."""

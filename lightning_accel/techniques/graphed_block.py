@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -200,12 +201,12 @@ class GraphedBlock:
         )
 
 
+@dataclass(eq=False)
 class _Lease:
     """One replay's hold on a graph's memory: until its backward pass, or until nobody can go backward any more."""
 
-    def __init__(self, block: GraphedBlock) -> None:
-        self.block = block
-        self.is_over = False
+    block: GraphedBlock
+    is_over: bool = False
 
 
 class _Leased(torch.autograd.Function):

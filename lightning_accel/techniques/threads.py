@@ -52,7 +52,6 @@ class ThreadsPatch(Patch):
     def __init__(self, count: int, change: str) -> None:
         super().__init__("", change)
         self._count = count
-        self._before = torch.get_num_threads()
 
     @override
     def _apply(self) -> None:

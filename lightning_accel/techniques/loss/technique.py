@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -117,7 +117,7 @@ class Loss(Technique):
         if self._is_paused or stage == "predict":  # in which nobody asks for a loss
             return nullcontext()
         heads = [head for head in self.heads.values() if "forward" in vars(head.module)]
-        return _Step(heads, stage) if heads else nullcontext()
+        return _step(heads, stage) if heads else nullcontext()
 
     @override
     def arms(self) -> Iterable[Arm]:
@@ -134,27 +134,25 @@ class Loss(Technique):
         return Forecast(True, "tried", f"in pieces for {self._fewest:,} classes or more, where nobody reads the logits")
 
 
-class _Step:
+@contextmanager
+def _step(heads: list[Head], stage: str) -> Iterator[None]:
     """Around a step: what heads leave out is computed before a weight changes, for whoever still holds it."""
 
-    __slots__ = ("_heads", "_hook", "_stage")
-
-    def __init__(self, heads: list[Head], stage: str) -> None:
-        self._heads, self._stage = heads, stage
-
-    def __enter__(self) -> None:
-        for head in self._heads:
-            head.begin(self._stage)
-        self._hook = register_optimizer_step_pre_hook(self._before_weights_change)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._hook.remove()
-        for head in self._heads:
-            head.end(is_whole=kind is None)
-
-    def _before_weights_change(self, *_: Any) -> None:
-        for head in self._heads:
+    def before_weights_change(*_: Any) -> None:
+        for head in heads:
             head.before_weights_change()
+
+    for head in heads:
+        head.begin(stage)
+    hook = register_optimizer_step_pre_hook(before_weights_change)
+    is_whole = False
+    try:
+        yield
+        is_whole = True
+    finally:
+        hook.remove()
+        for head in heads:
+            head.end(is_whole=is_whole)
 
 
 def _unfit(model: nn.Module, site: str, module: nn.Linear) -> str | None:

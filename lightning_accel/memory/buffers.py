@@ -59,15 +59,11 @@ class Pool(ABC):
 
     A region may be given back while copies out of it and into it are under way: as all copies of one mover run in
     order, whatever is next copied into it comes after them.
-
-    Attributes:
-        total_bytes: What the pool has taken from the system.
-        live_bytes: What is handed out of it.
     """
 
     def __init__(self) -> None:
-        self.total_bytes = 0
-        self.live_bytes = 0
+        self.total_bytes = 0  # that the pool has taken from the system
+        self.live_bytes = 0  # that are handed out of it
         self._free: list[Region] = []  # by size
         self._uncut: Region | None = None
 

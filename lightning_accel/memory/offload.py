@@ -58,16 +58,12 @@ class Offloader:
 
     Buffers, the thread or stream that copies, and the file are made at first use, serve step after step, and last
     until :meth:`close`. A buffer returns to its pool when the last graph that needs it is freed.
-
-    Attributes:
-        prefetch_depth: How many of the tensors saved just before one are on their way back when it is used; 0 needs
-            the least memory. It may be set between steps.
-        complaints: Why tensors stayed that were to move, each reason once; for the caller to read and clear.
     """
 
     def __init__(self, device: torch.device, offloading: Offloading, *, prefetch_depth: int = 2) -> None:
-        self.prefetch_depth = prefetch_depth
-        self.complaints: list[str] = []
+        # How many of the tensors saved just before one are on their way back when it is used; 0 needs the least memory.
+        self.prefetch_depth = prefetch_depth  # may be set between steps
+        self.complaints: list[str] = []  # why tensors stayed that were to move, each once; to be read and cleared
         self._device = device
         self._offloading = offloading
         self._closed = False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -214,7 +214,7 @@ class Technique:
 
         A patch without a verdict is kept only if it was applied before the trial.
         """
-        return _no_trial(patches)
+        return nullcontext({patch.site: Verdict(keep=True) for patch in patches})
 
     def step(self, stage: str) -> AbstractContextManager[Any]:
         """Around forward and loss of every step of a stage: ``"train"``, ``"validate"``, ``"test"``, ``"predict"``."""
@@ -266,8 +266,3 @@ class Technique:
 
     def edit_captured(self, graph: GraphModule) -> None:
         """Edits, in place, a graph that was captured for a compiler."""
-
-
-@contextmanager
-def _no_trial(patches: PatchSet) -> Iterator[Verdicts]:
-    yield {patch.site: Verdict(keep=True) for patch in patches}

@@ -181,7 +181,6 @@ class CudnnBenchmark(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
-        reason = self._not_on(host)
-        if reason is not None:
+        if (reason := self._not_on(host)) is not None:
             return Forecast(False, "no", reason, is_missed=False)  # what else there is has other kernels
         return Forecast(True, "tried" if self._is_auto else "yes", f"kernels of convolutions are timed {self._when}")

@@ -241,11 +241,9 @@ class Float8(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
-        reason = _not_on(host)
-        if reason is not None:
+        if (reason := _not_on(host)) is not None:
             return Forecast(False, "no", reason)
-        words = "each linear layer is tried on the first batch, where torchao is installed"
-        return Forecast(True, "tried", words)
+        return Forecast(True, "tried", "each linear layer is tried on the first batch, where torchao is installed")
 
 
 def _relative(actual: Tensor, plain: Tensor) -> float:

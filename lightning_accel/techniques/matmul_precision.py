@@ -243,8 +243,7 @@ class MatmulPrecision(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
-        reason = self.unavailable(host)
-        if reason is not None:
+        if (reason := self.unavailable(host)) is not None:
             return Forecast(False, "no", reason, is_missed=False)  # precision says as much
         choice = possible_on(host)[0] if self._setting == "auto" else self._setting
         where = " unless the model switches autocast off in places" if self._setting == "auto" else ""

@@ -288,8 +288,7 @@ class Optimizer8bit(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
-        reason = _not_on(host)
-        if reason is not None:
+        if (reason := _not_on(host)) is not None:
             return Forecast(False, "no", reason)
         return Forecast(True, "yes", "the moments of torch's Adam and AdamW, where torchao is installed")
 

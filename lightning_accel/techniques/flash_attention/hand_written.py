@@ -46,10 +46,6 @@ class Capture:
         self._forward = forward
         self._captured: Forward = torch.compile(_own_copy(forward), backend=self._rewritten)
 
-    @property
-    def has_fused(self) -> bool:
-        return any(finding.form is not None for finding in self.findings)
-
     def call(
         self, backend: Backend | Rehearsal, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -158,7 +154,7 @@ class HandWrittenSite(AttentionSite):
     def nothing_found(self) -> str | None:
         if self._is_watched:
             return "hooks on all modules are to see its parts called"
-        if self.capture is None or self.capture.has_fused:
+        if self.capture is None or any(finding.form is not None for finding in self.capture.findings):
             return None
         reasons = "; ".join(dict.fromkeys(finding.reason for finding in self.capture.findings))
         return reasons or "no attention in what TorchDynamo could capture of its forward"

@@ -50,9 +50,10 @@ class MemoryBudget(GradientCheckpointing):
     """Fits a training step into a budget: ``memory_budget="12GiB"``."""
 
     remembers: ClassVar[bool] = False  # a plan is for a batch, a device and a precision, and found again in a few steps
-    not_on: ClassVar[Mapping[str, str]] = GradientCheckpointing.not_on | {
+    not_on: ClassVar[Mapping[str, str]] = {
+        **GradientCheckpointing.not_on,
         "mps": "memory is metered on CPUs, NVIDIA and AMD GPUs only, so that no budget could be kept. Use"
-        " gradient_checkpointing='selective' or 'full'"
+        " gradient_checkpointing='selective' or 'full'",
     }
     why_not_sharded: ClassVar[str] = (
         "the planner runs single blocks, which all ranks would have to gather together; use"

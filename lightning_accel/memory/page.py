@@ -60,7 +60,7 @@ def page(
     batch_size: int | None,  # samples in the batch, where that can be told
     accumulate: int | None,  # how many batches' gradients the run adds up; None where it does not train
     *,
-    may_split: bool = False,  # the plugin could split the batch within the step, if it were asked to
+    may_split: bool = False,  # whether the plugin could split the batch within the step, if it were asked to
 ) -> str:
     """The whole page."""
     first_line = str(cause).strip().split("\n")[0] or type(cause).__name__

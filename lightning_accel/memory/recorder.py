@@ -106,8 +106,8 @@ class OptimizerWatch:
     """Remembers which of a model's optimizers have stepped, until :meth:`stop`."""
 
     def __init__(self) -> None:
-        self.seen: list[Optimizer] = []  # to step so far
-        self.has_stepped = False  # one has since this was last set to False
+        self.seen: list[Optimizer] = []  # that have stepped so far
+        self.has_stepped = False  # whether one has since this was last set to False
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, optimizer: Optimizer) -> None:

@@ -43,7 +43,7 @@ def shard(
     dtype: torch.dtype | None = None,
     blocks: Sequence[str] = (),  # class names or module paths of the units; empty: the repeated blocks
     apart: bool = False,
-    may_be_empty: bool = False,  # a checkpoint is loaded afterwards, into what nothing initialises
+    may_be_empty: bool = False,  # whether a checkpoint is loaded afterwards, into what nothing initialises
 ) -> Sharding:
     """Shards parameters in place, from rank 0's values; gradients and optimizer states made of them are shards too.
 

@@ -38,8 +38,8 @@ class Arm:
     settle: int = 0  # steps after a switch that pay for it (layouts, caches); they are not counted
     settle_of: Mapping[str, int] = field(default_factory=dict)  # of choices that take more of them, to and from
     has: Callable[[str], bool] = lambda choice: True  # whether a choice can be had; asked before it is compared
-    saves_memory: bool = False  # it is there to save memory, so that it stays unless the run is slower with it
+    saves_memory: bool = False  # whether it is there to save memory: it stays unless the run is slower with it
     gain_ms: float | None = None  # in a step, at most, by the trial of its parts; None where nothing was timed
-    starts_off: bool = False  # until live trials put it on: not had in a run that is too short for them
-    asked_alone: bool = False  # no part of the whole plan that is asked about first: it loses more often than it wins
+    starts_off: bool = False  # whether it is off until live trials put it on: not had in a run too short for them
+    asked_alone: bool = False  # whether it is no part of the whole plan that is asked about first: it mostly loses
     setup: Setup | None = None  # what it needs once; such an arm is off until it is asked for, after all the others

@@ -41,10 +41,10 @@ class Refusal:
 class Forecast:
     """What a technique will do on a host, as far as it can be told before a run."""
 
-    acts: bool  # there, or is tried
+    acts: bool  # whether it acts there, or is tried
     brief: str  # in a word or two: "tried", "yes", "no", the names of kernels that are tried
     words: str  # what is done, or why not, with the mend
-    is_missed: bool = True  # by somebody who has this host, where it does not act: not what is for others only
+    is_missed: bool = True  # whether somebody who has this host may miss it: not what is for other hosts only
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class LoaderTerms:
     """On which terms a loader of a training may be changed."""
 
     why_not: str = ""  # empty: it may be
-    has_one_epoch: bool = False  # the run is over after one, so that nothing can be learned from one for the next
+    has_one_epoch: bool = False  # whether the run is over after one: nothing can be learned from one for the next
     objection: Callable[[], str] = str  # why not, asked when it is iterated, and more is known
-    processes: int = 1  # of the run that share this machine's cores
-    pins: bool = False  # nobody else brings its batches into pinned memory
+    processes: int = 1  # how many of the run's share this machine's cores
+    pins: bool = False  # whether nobody else brings its batches into pinned memory
 
 
 class Technique:

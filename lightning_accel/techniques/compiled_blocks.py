@@ -34,7 +34,7 @@ class CompilePatch(Patch):
         super().__init__(site, "call → compiled" + (f" ({mode})" if mode != "default" else ""))
         self.block = block
         self.kind: Kind | None = None  # what it shares with blocks that are like it; None until it is called, or tried
-        self.is_wanted = True  # it runs compiled while the patch is applied
+        self.is_wanted = True  # whether it runs compiled while the patch is applied
         self.may_share = mode in _SHARED_MODES
         self._prepare, self._kind_of = prepare, kind_of
         # What is drawn is drawn as it would be eagerly, and not by a generator of the compiler's own.

@@ -59,7 +59,7 @@ class GraphedBlock:
         self._addresses: list[int] = []
         self.latest: Callable[[], _Lease | None] = lambda: None  # the last replay's, while somebody can go backward
         self._is_capturing = False
-        self.is_paused = False  # all calls run as they were written, and memory of the graphs is given back
+        self.is_paused = False  # whether all calls run as they were written; memory of the graphs is given back
         self.misses = 0  # calls in a row that were not like the first
         self._look()
 

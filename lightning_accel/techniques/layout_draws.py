@@ -42,9 +42,9 @@ class LayoutDraws:
     """
 
     def __init__(self, device: torch.device, *, foresees: bool = False) -> None:
-        self.has_drawn = False  # anything
+        self.has_drawn = False  # whether anything was drawn
         self.place = ""  # what drew numbers in the order of memory, and where; empty if nothing did
-        self.is_mended = True  # these are, all the same, the numbers that would have been drawn
+        self.is_mended = True  # whether these are, all the same, the numbers that would have been drawn
         self._follows = WeakTensorKeyDictionary() if foresees else None
         self._read = [read for name, (read, _) in random_streams(device).items() if name.startswith("torch")]
         self._states = self._now()

@@ -48,7 +48,7 @@ class Declaration:
     before: tuple[str, ...]  # those that are applied after it
     exactness: Exactness  # what it does to the numbers of a run
     shown: tuple[Any, ...]  # values, beside the default, that docs/hosts.md and the tests of all techniques go through
-    in_plain_loops_only: bool  # Lightning's own part does it in a Lightning run
+    in_plain_loops_only: bool  # whether Lightning's own part does it in a Lightning run
     write: Callable[[Any], Any]  # turns what a plan holds into the plain values that `read` takes
     elsewhere: tuple[str, ...]  # settings that may have been meant where a wrong value is given, as errors name them
 

@@ -80,7 +80,7 @@ class Rehearsal:
         *,
         module: nn.Module | None = None,  # whose parameters take part; None: nothing but the arguments does
         judged: Callable[[Any], Any] = lambda outputs: outputs,  # what is to be compared of what both return
-        keeps_strides: bool = True,  # that has to lie alike in memory
+        keeps_strides: bool = True,  # whether that has to lie alike in memory
     ) -> None:
         """Tries every backend on one attention. Its results go nowhere."""
         self._num_attentions += 1

@@ -36,8 +36,8 @@ class Family:
     dtype: torch.dtype  # of the logits
     fuse: Fuse  # gives the loss, or says in words why it is to be computed from the logits
     on_read: Callable[[str], None]  # told that the logits had to be computed, and who reads them
-    is_fused: bool = False  # a loss was computed without the logits: of a training step the one that it is trained on
-    is_plain: bool = False  # the logits are there
+    is_fused: bool = False  # whether a loss was computed without them: in training, the one that is trained on
+    is_plain: bool = False  # whether the logits are there
     members: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

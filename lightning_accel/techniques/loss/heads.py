@@ -39,12 +39,10 @@ class Head:
         site: str,
         module: nn.Linear,
         *,
-        always: bool,  # also where that takes longer: reduction="none"
-        verify: bool,
+        always: bool,  # whether also where that takes longer: reduction="none"
+        verify: bool,  # whether its numbers are tried at its first loss of each form
         smallest: int,  # bytes of logits, below which it computes them at once
-        refuse: Callable[
-            [str, str, str], None
-        ],  # told of a site and a stage in which it is not to act any more, and why
+        refuse: Callable[[str, str, str], None],  # told of site and stage where it is not to act any more, and why
         tell: Callable[[Measured], None],
     ) -> None:
         self.site, self.module = site, module

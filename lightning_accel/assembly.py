@@ -17,11 +17,10 @@ from lightning_accel.core.report import Report
 from lightning_accel.engine import Engine
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.base import Surroundings, Technique
+from lightning_accel.techniques.base import Relief, Surroundings, Technique
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import MixedPrecision
 from lightning_accel.techniques.registry import declarations, plain
-from lightning_accel.techniques.relief import Relief
 from lightning_accel.tuning.loop import LoopTurns
 from lightning_accel.tuning.settled import Tuning
 

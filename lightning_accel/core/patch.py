@@ -171,6 +171,16 @@ class PatchSet:
 
 
 @contextmanager
+def applied(edits: Patch | PatchSet) -> Iterator[None]:
+    """Inside, the edits are made."""
+    edits.apply()
+    try:
+        yield
+    finally:
+        edits.undo()
+
+
+@contextmanager
 def temporarily(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> Iterator[None]:
     """A switch of the whole process, set to ``value`` inside, and afterwards to what it was."""
     before = read()

@@ -11,7 +11,7 @@ from typing import Any
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerAction, profile
 
-from lightning_accel.core.patch import AttributePatch
+from lightning_accel.core.patch import AttributePatch, applied
 from lightning_accel.core.torch_private.profilers import before_profilers
 
 
@@ -57,12 +57,10 @@ def closing_ranges() -> Iterator[None]:
         return __enter__
 
     kind = profiler.record_function
-    patch = AttributePatch("", "tracks ranges", kind, "__enter__", tracking(kind.__enter__))
-    patch.apply()
     try:
-        yield
+        with applied(AttributePatch("", "tracks ranges", kind, "__enter__", tracking(kind.__enter__))):
+            yield
     finally:
-        patch.undo()
         for one in reversed(entered):
             one.__exit__(None, None, None)
 

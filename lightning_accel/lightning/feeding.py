@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.patch import MethodPatch, Patch, applied
 from lightning_accel.core.torch_private.training import map_parts
 from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
 from lightning_accel.data.stand_in import stood_for
@@ -108,12 +108,8 @@ class Feeding:
             if datamodule is not None and is_overridden(_TRANSFER, datamodule):  # by which Lightning chooses, too
                 owner = datamodule
             # Between the user's two other hooks. Only here: Lightning moves example inputs through the same.
-            between = MethodPatch("preprocess", "between hooks", owner, _TRANSFER, self._hooking)
-            between.apply()
-            try:
+            with applied(MethodPatch("preprocess", "between hooks", owner, _TRANSFER, self._hooking)):
                 return original(strategy, batch, *args, **kwargs)
-            finally:
-                between.undo()
 
         return batch_to_device
 

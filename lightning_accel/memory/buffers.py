@@ -59,15 +59,11 @@ class Pool(ABC):
 
     A region may be given back while copies out of it and into it are under way: as all copies of one mover run in
     order, whatever is next copied into it comes after them.
-
-    Attributes:
-        total_bytes: What the pool has taken from the system.
-        live_bytes: What is handed out of it.
     """
 
     def __init__(self) -> None:
-        self.total_bytes = 0
-        self.live_bytes = 0
+        self.total_bytes = 0  # that the pool has taken from the system
+        self.live_bytes = 0  # that are handed out of it
         self._free: list[Region] = []  # by size
         self._uncut: Region | None = None
 
@@ -153,11 +149,8 @@ class HostPool(Pool):
 class SpillFile(Pool):
     """A file without a name, gone with the process however that ends, and mapped into memory.
 
-    Space is reserved before anything is mapped: writing to a mapping on a full disk would end the process.
-
-    Args:
-        folder: Where the file is made; None: the folder for temporary files. One that lies in memory (a tmpfs, as
-            /tmp is on some systems) saves none.
+    Space is reserved before anything is mapped: writing to a mapping on a full disk would end the process. A folder
+    that lies in memory (a tmpfs, as that for temporary files is on some systems) saves none.
     """
 
     def __init__(self, folder: str | None = None) -> None:

@@ -31,11 +31,9 @@ def is_packed(value: Any) -> bool:
 
 
 def zeros_like(tensor: Tensor, *, signed: bool) -> Any:
-    """Zeros in 8 bits, in the shape and on the device of ``tensor``.
+    """Zeros in 8 bits, in the shape and on the device of ``tensor``, to unpack to its dtype.
 
-    Args:
-        tensor: Whose dtype is what they unpack to.
-        signed: Whether there can be negative values; without them, the others are twice as fine.
+    Where there cannot be negative values (not ``signed``), the others are twice as fine.
     """
     return load(MODULE).OptimState8bit.zeros(tensor.shape, signed, BLOCK, tensor.device, tensor.dtype)
 

@@ -23,25 +23,15 @@ from lightning_accel.memory.meter import device_memory_bytes
 
 @dataclass(frozen=True)
 class Inventory:
-    """Who held how much.
-
-    Attributes:
-        device: Whose memory it is.
-        limit_bytes: All that there is of it.
-        asked_bytes: What was asked for in vain; None where nobody said.
-        fixed_bytes: What every step holds: parameters, gradients, states of optimizers, buffers.
-        rest_bytes: What was held beside that and the batch: activations above all.
-        held_bytes: By this process, all in all.
-        parts: What the page lists: name → bytes.
-    """
+    """Who held how much."""
 
     device: str
-    limit_bytes: int
-    asked_bytes: int | None
-    fixed_bytes: int
-    rest_bytes: int
-    held_bytes: int
-    parts: dict[str, int]
+    limit_bytes: int  # all that there is of its memory
+    asked_bytes: int | None  # what was asked for in vain; None where nobody said
+    fixed_bytes: int  # what every step holds: parameters, gradients, states of optimizers, buffers
+    rest_bytes: int  # what was held beside that and the batch: activations above all
+    held_bytes: int  # by this process, all in all
+    parts: dict[str, int]  # what the page lists, by name
 
     @property
     def wanted_bytes(self) -> int:
@@ -58,15 +48,7 @@ class Inventory:
 def take_inventory(
     model: nn.Module, optimizers: Iterable[Optimizer], batch: Any, device: torch.device, error: BaseException
 ) -> Inventory:
-    """Counts what is held now; while the frames of ``error`` live, activations are among it.
-
-    Args:
-        model: Its parameters, gradients and buffers are counted.
-        optimizers: Their states are.
-        batch: What the step was given.
-        device: What is on others does not count.
-        error: What was raised for want of memory.
-    """
+    """Counts what is held on ``device`` now; while the frames of ``error`` live, activations are among it."""
 
     def held(tensors: Iterable[Tensor | None]) -> int:
         return unique_bytes(t for t in tensors if t is not None and not is_lazy(t) and t.device.type == device.type)

@@ -20,13 +20,8 @@ def kept_bytes(block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...]
     """Calls once, on copies of the arguments, and counts what is alive afterwards, its results left out.
 
     Counted are the storages themselves, not what autograd says that it saves: a recomputed call keeps its arguments
-    elsewhere. No allocator is asked, so that nobody's peak is begun anew.
-
-    Args:
-        block: The module that is called; it and the random state are left as they were.
-        call: Its forward, or what takes the place of it.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
+    elsewhere. No allocator is asked, so that nobody's peak is begun anew. The block and the random state are left as
+    they were.
     """
     with isolated(block), torch.enable_grad():
         _, inputs = Passes(block).copies(args, kwargs)

@@ -58,16 +58,12 @@ class Offloader:
 
     Buffers, the thread or stream that copies, and the file are made at first use, serve step after step, and last
     until :meth:`close`. A buffer returns to its pool when the last graph that needs it is freed.
-
-    Attributes:
-        prefetch_depth: How many of the tensors saved just before one are on their way back when it is used; 0 needs
-            the least memory. It may be set between steps.
-        complaints: Why tensors stayed that were to move, each reason once; for the caller to read and clear.
     """
 
     def __init__(self, device: torch.device, offloading: Offloading, *, prefetch_depth: int = 2) -> None:
-        self.prefetch_depth = prefetch_depth
-        self.complaints: list[str] = []
+        # How many of the tensors saved just before one are on their way back when it is used; 0 needs the least memory.
+        self.prefetch_depth = prefetch_depth  # may be set between steps
+        self.complaints: list[str] = []  # why tensors stayed that were to move, each once; to be read and cleared
         self._device = device
         self._offloading = offloading
         self._closed = False
@@ -150,7 +146,8 @@ class Offloader:
         end, size = start + nbytes, int(storage.nbytes())
         for entry in known:
             # Pieces of one storage may each have a counter, at the same number.
-            if entry.holds(start, end, version) and shares_counter(entry.counter, tensor):
+            is_within = entry.start <= start and end <= entry.end
+            if is_within and entry.version == version and shares_counter(entry.counter, tensor):
                 return entry
         start, end = (0, size) if 2 * nbytes >= size else (start // _ALIGNMENT * _ALIGNMENT, end)
         region = self._move_out(storage, start, end - start)
@@ -265,9 +262,6 @@ class _Entry:
         self.region: Region | None = region
         self.homeward: Flight | None = None
         self.waiting = 0  # handles that have not been unpacked yet
-
-    def holds(self, start: int, end: int, version: int) -> bool:
-        return self.version == version and self.start <= start and end <= self.end
 
     def __del__(self) -> None:
         if self.region is not None:

@@ -45,12 +45,7 @@ Key = tuple[int, int, torch.dtype, str, bool]
 
 
 class Packer:
-    """A :class:`~lightning_accel.memory.saved.Saver` that keeps sparse tensors and masks packed.
-
-    Args:
-        min_bytes: Smaller tensors are left alone.
-        max_time_share: What packing may add to a step, as a share of the step's time without it.
-    """
+    """A :class:`~lightning_accel.memory.saved.Saver` that keeps sparse tensors and masks packed."""
 
     def __init__(self, *, min_bytes: int = MIN_BYTES, max_time_share: float = MAX_TIME_SHARE) -> None:
         self._min_bytes = min_bytes

@@ -35,18 +35,11 @@ class HostStepMemoryError(StepMemoryError, MemoryError):
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing that would need less memory.
+    """One thing that would need less memory."""
 
-    Attributes:
-        setting: Of the plugin; empty: it is the batch that is divided.
-        value: What to set it to, as a plan writes it.
-        keeps: What is then left of the activations, as a share, about; None: unknown.
-        remark: What else there is to say.
-    """
-
-    setting: str
-    value: Any
-    keeps: float | None
+    setting: str  # of the plugin
+    value: Any  # what to set it to, as a plan writes it
+    keeps: float | None  # what is then left of the activations, as a share, about; None: unknown
     remark: str = ""
 
 
@@ -59,29 +52,17 @@ def error_with(page: str, cause: BaseException) -> StepMemoryError:
 
 def page(
     cause: BaseException,
-    headline: str,
-    asked: str,
+    headline: str,  # which step it was, and why the run cannot go on
+    asked: str,  # as who_asked() says it; may be empty
     inventory: Inventory,
-    tried: Sequence[str],
-    remedies: Sequence[Remedy],
-    batch_size: int | None,
-    accumulate: int | None,
+    tried: Sequence[str],  # what was put on before, a line each
+    remedies: Sequence[Remedy],  # what the settings could still do, beginning with what costs the least time
+    batch_size: int | None,  # samples in the batch, where that can be told
+    accumulate: int | None,  # how many batches' gradients the run adds up; None where it does not train
     *,
-    may_split: bool = False,
+    may_split: bool = False,  # whether the plugin could split the batch within the step, if it were asked to
 ) -> str:
-    """The whole page.
-
-    Args:
-        cause: What was raised.
-        headline: Which step it was, and why the run cannot go on.
-        asked: As :func:`~lightning_accel.memory.inventory.who_asked` says it; may be empty.
-        inventory: Who held how much.
-        tried: What was put on before, a line each.
-        remedies: What the settings could still do, beginning with what costs the least time.
-        batch_size: Samples in the batch, where that can be told.
-        accumulate: How many batches' gradients the run adds up; None where it does not train.
-        may_split: Whether the plugin could split the batch within the step, if it were asked to.
-    """
+    """The whole page."""
     first_line = str(cause).strip().split("\n")[0] or type(cause).__name__
     unknown = "  not known: autograd's engine does not say for which module it computes"
     held = f"What held it, of {format_bytes(inventory.limit_bytes)} on {inventory.device}:"

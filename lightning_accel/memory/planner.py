@@ -59,13 +59,7 @@ class State:
 
 
 class Planner:
-    """Decides what each block of a model does, so that a training step allocates no more than a budget at one time.
-
-    Attributes:
-        state: How far it has come.
-        agree: Maps a value of this process to that of rank 0; None with one process.
-        offloader: What blocks offload with; None: no block does.
-    """
+    """Decides what each block of a model does, so that a training step allocates no more than a budget at one time."""
 
     def __init__(
         self,
@@ -76,7 +70,7 @@ class Planner:
         offloading: Offloading | None = None,
     ) -> None:
         self.state = State()
-        self.agree: Callable[[State], State] | None = None
+        self.agree: Callable[[State], State] | None = None  # maps to what rank 0 has; None with one process
         # One tensor at a time comes back ahead of its use: there is no room planned for more.
         self.offloader = None if offloading is None else Offloader(device, offloading, prefetch_depth=1)
         self._model, self._blocks, self._budget, self._device = model, dict(blocks), budget_bytes, device

@@ -23,11 +23,7 @@ _LATEST = 16  # steps that tell how long one takes
 
 
 class Pressure:
-    """Looks at the peak now and then, and at the size of every batch.
-
-    Args:
-        device: Whose memory.
-    """
+    """Looks at the peak of a device's memory now and then, and at the size of every batch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,11 +57,7 @@ def _elements(given: Any) -> int:
 
 
 class Toll:
-    """What an answer to a lack of memory costs: peaks and times of the steps before and after it.
-
-    Args:
-        device: Whose memory.
-    """
+    """What an answer to a lack of a device's memory costs: peaks and times of the steps before and after it."""
 
     def __init__(self, device: torch.device) -> None:
         self._peak = PeakMemory(device)

@@ -28,8 +28,8 @@ NORMS = (
 )
 """The norms that may keep running statistics."""
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_COMPUTE_BOUND = (*_CONVOLUTIONS, nn.Linear, nn.Bilinear)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_COMPUTE_BOUND = (*CONVOLUTIONS, nn.Linear, nn.Bilinear)
 
 
 Run = Callable[[nn.Module, Callable[..., Any], Any, Any], Any]
@@ -62,16 +62,9 @@ def recomputed(
 ) -> Any:
     """Calls ``original(block, *args, **kwargs)`` so that it recomputes itself: with the random state of the first time.
 
-    Selectively, a long sequence of layers is recomputed piece by piece: what one brings back is gone before the next.
-
-    Args:
-        block: The module that the call belongs to.
-        original: Its forward, as a function of ``(block, *args, **kwargs)``.
-        mode: ``"full"`` keeps the arguments only, ``"selective"`` also what matrix products, convolutions and
-            attention computed.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        has_statistics: Whether the block :func:`keeps_statistics`, which a second run must not move again.
+    ``"full"`` keeps the arguments only, ``"selective"`` also what matrix products, convolutions and attention computed;
+    a long sequence of layers it recomputes piece by piece: what one brings back is gone before the next. A second run
+    must not move again what a block ``has_statistics`` of (:func:`keeps_statistics`).
     """
     is_sequence = original is nn.Sequential.forward and len(args) == 1 and not kwargs
     pieces = pieces_of(block) if mode == "selective" and is_sequence else []
@@ -138,12 +131,8 @@ def _context_fn(mode: Recomputation, frozen: nn.Module | None) -> Callable[[], C
 class _Again(AbstractContextManager[None]):
     """Around every recomputation of a call: there is one for each backward pass through a retained graph.
 
-    What was kept is given back to the first of them, and then gone: a second one computes it all. Torch's own context
-    refuses a second backward pass, which plain training allows.
-
-    Args:
-        cached: Gives back what was kept.
-        frozen: Whose running statistics must not move a second time.
+    What was kept (``cached``) is given back to the first of them, and then gone: a second one computes it all. Torch's
+    own context refuses a second backward pass, which plain training allows. Running statistics of ``frozen`` stay.
     """
 
     def __init__(self, cached: AbstractContextManager[Any], frozen: nn.Module | None) -> None:

@@ -42,16 +42,12 @@ class StepRecorder:
 
     Nothing is inserted into the graph: the marks hang on nodes that are there (hooks on nodes, not on tensors, and
     no identity functions, which would make the results of a block views that must not be written into).
-
-    Attributes:
-        calls: Those that have ended their forward pass.
-        shared_bytes: Call → bytes of its arguments that another call has too: a mask that all blocks get is not freed
-            when one of them lets go of it.
     """
 
     def __init__(self, meter: Meter) -> None:
         self._meter: Meter | None = meter
-        self.calls: list[Call] = []
+        self.calls: list[Call] = []  # that have ended their forward pass
+        # Of arguments that another call has too: a mask that all blocks get is not freed when one lets go of it.
         self.shared_bytes: Counter[Call] = Counter()
         self._holders: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Call]] = weakref.WeakKeyDictionary()
 
@@ -107,16 +103,11 @@ def _nodes_since(first: int, ends: Iterable[Node]) -> set[Node]:
 
 
 class OptimizerWatch:
-    """Remembers which of a model's optimizers have stepped, until :meth:`stop`.
-
-    Attributes:
-        seen: Those that have stepped so far.
-        has_stepped: Whether one has since this was last set to False.
-    """
+    """Remembers which of a model's optimizers have stepped, until :meth:`stop`."""
 
     def __init__(self) -> None:
-        self.seen: list[Optimizer] = []
-        self.has_stepped = False
+        self.seen: list[Optimizer] = []  # that have stepped so far
+        self.has_stepped = False  # whether one has since this was last set to False
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, optimizer: Optimizer) -> None:

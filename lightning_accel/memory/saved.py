@@ -51,9 +51,7 @@ _asked: ContextVar[tuple[tuple[Saver, ...], OwnTensors] | None] = ContextVar("_a
 def saving(saver: Saver, model: nn.Module) -> Iterator[None]:
     """Inside, autograd offers what it saves to ``saver``, after the savers of the contexts around this one.
 
-    Args:
-        saver: Asked for every saved tensor that is not the model's own.
-        model: Its parameters and buffers, views of them and their autocast copies stay where they are.
+    The model's parameters and buffers, views of them and their autocast copies stay where they are.
     """
     savers, own = _asked.get() or ((), OwnTensors(model))
     with _asking((*savers, saver), own):

@@ -56,27 +56,16 @@ def state_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSchedule:
-    """One call of a block.
+    """One call of a block."""
 
-    Attributes:
-        site: The block's name in the model.
-        call: The site, with a number where the block is called more than once a step.
-        kind: Its class.
-        policy: What it does: keep its activations, recompute (``"selective"``, ``"full"``), or offload them.
-        kept_bytes: What it then holds from its forward to its backward pass.
-        plain_bytes: What it would hold, keeping everything; None where that could not be run.
-        extra_ms: The time that it takes beyond keeping everything; None likewise.
-        saved_by_operator: ``plain_bytes`` by the operator that made them, arguments and results included.
-    """
-
-    site: str
-    call: str
-    kind: str
-    policy: Policy
-    kept_bytes: int
-    plain_bytes: int | None
-    extra_ms: float | None
-    saved_by_operator: Mapping[str, int]
+    site: str  # the block's name in the model
+    call: str  # the site, with a number where the block is called more than once a step
+    kind: str  # its class
+    policy: Policy  # what it does: keep its activations, recompute ("selective", "full"), or offload them
+    kept_bytes: int  # that it then holds from its forward to its backward pass
+    plain_bytes: int | None  # that it would hold, keeping everything; None where that could not be run
+    extra_ms: float | None  # that it takes beyond keeping everything; None likewise
+    saved_by_operator: Mapping[str, int]  # plain_bytes by what made them, arguments and results included
 
     @classmethod
     def of(cls, stage: Stage, policy: Policy, costs: BlockCosts, kind: str) -> BlockSchedule:

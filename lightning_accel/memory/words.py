@@ -7,7 +7,7 @@ beside the tensor on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_accel.ops.arrays import tensor_as_numpy
-
-Test = Callable[[Any], Any]
-"""Words → booleans, elementwise, written with operators that NumPy arrays and tensors share."""
+from lightning_accel.ops.nonzeros import Test
 
 # Eight bytes of 0 or 1, read as one integer, times this: their bits side by side in the highest byte, the first byte's
 # highest. No two of the 64 partial products meet, so that nothing is carried.

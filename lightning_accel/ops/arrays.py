@@ -18,11 +18,8 @@ ArrayT = TypeVar("ArrayT")
 def as_tensors(asker: str, **arrays: ArrayT) -> tuple[tuple[Tensor, ...], Callable[[Tensor], ArrayT]]:
     """The arrays as tensors, and the function that turns a tensor into an array of their library.
 
-    Neither copies, but for arrays in a layout that torch does not have: negative strides, foreign byte order.
-
-    Args:
-        asker: Whose arguments they are, for what errors say.
-        arrays: Name → array; all of one library, and on one device.
+    Neither copies, but for arrays in a layout that torch does not have: negative strides, foreign byte order. Errors
+    say whose arguments they are, the asker's, by their names.
 
     Raises:
         TypeError: They are of several libraries, or of none of the three, or of a dtype that torch does not have.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, cast, get_args
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
@@ -22,7 +24,6 @@ from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO
 from lightning_accel.resilience.lost_ranks import Roster, name_lost_ranks
 from lightning_accel.resilience.requeue import DeferredSignals, defer_signals
 from lightning_accel.strategies.sync_batch_norm import AnyDeviceSyncBatchNorm
-from lightning_accel.strategies.trainer_precision import precision_of_trainer
 from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
 _PRECISIONS = get_args(PrecisionSetting)
@@ -132,7 +133,7 @@ def _accelerating(plugin: Precision, strategy: str) -> Precision:
     """``plugin``, or the AccelPlugin that does what the Trainer's ``precision=`` asks for, if it was made from that."""
     if isinstance(plugin, AccelPlugin):
         return plugin
-    asked = precision_of_trainer()
+    asked = _precision_of_trainer()
     if asked is None and type(plugin) is Precision:
         return AccelPlugin()
     if asked is None:
@@ -145,6 +146,19 @@ def _accelerating(plugin: Precision, strategy: str) -> Precision:
             " Choose one of these, or a strategy of Lightning's own."
         )
     return AccelPlugin(precision=precision)
+
+
+def _precision_of_trainer() -> Any:
+    """The ``precision=`` of the Trainer that is being made; None: none was given, or no Trainer is being made.
+
+    By a look into its frame. A strategy is handed the plugin that Lightning made of it, where ``"32-true"`` and nothing
+    look alike: one is a wish, the other leaves the choice to us. Neither Trainer nor strategy has the argument itself.
+    """
+    of_trainer = inspect.unwrap(Trainer.__init__).__code__
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not of_trainer:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals.get("precision")
 
 
 def _check_samples(dataloader: object) -> None:

@@ -198,13 +198,9 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> bool:
-    """Averages gradients over the ranks. A collective call. One that only other ranks have counts as zero here.
+    """Averages gradients over the ranks, and says whether every parameter had one on every rank. A collective call.
 
-    Args:
-        parameters: The same on every rank, in the same order.
-
-    Returns:
-        Whether every parameter had a gradient on every rank.
+    The parameters are the same on every rank, in the same order. A gradient that only others have counts as zero here.
 
     Raises:
         ValueError: A gradient is sparse on some ranks only; on every rank alike.

@@ -23,7 +23,7 @@ from lightning_accel.strategies.accelerated import Accelerated
 from lightning_accel.strategies.block_order import BlockOrder
 from lightning_accel.strategies.scalars import ReplicatedScalars
 from lightning_accel.strategies.sharded_checkpoints import ShardedCheckpoints
-from lightning_accel.strategies.sharding import Sharding, is_sharded, shard, sharding_of
+from lightning_accel.strategies.sharding import Sharding, is_sharded, shard, shardings
 from lightning_accel.techniques.mixed_precision import DTYPES
 
 _CALL_BLOCKS = (
@@ -151,7 +151,7 @@ class AccelFSDPStrategy(ShardedCheckpoints):
 
     def _check_earlier(self) -> None:
         """An earlier run has sharded the module, and the dtype in which it is gathered stays."""
-        self.sharding = sharding_of(self.module)
+        self.sharding = shardings.get(self.module)
         gathered = self.sharding and self.sharding.dtype
         if gathered is not None and gathered != self._dtype:
             raise ValueError(

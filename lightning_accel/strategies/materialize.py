@@ -16,17 +16,12 @@ _UNTOUCHED = 0xA5  # in every byte of memory that nothing has been written to
 def materialize(
     root: nn.Module, modules: Sequence[nn.Module], device: torch.device, *, may_be_empty: bool = False
 ) -> None:
-    """Makes the meta parameters and buffers of ``modules`` real, and initialises them.
+    """Makes the meta parameters and buffers of ``modules`` real, not those of their children, and initialises them.
 
     A module is initialised by its ``reset_parameters()``, as torch's own layers have it, and then by the
     ``_init_weights(module)`` of every module around it that has one, as models in the style of Hugging Face's do: these
     are called with modules that only hold others, too. Tied weights stay tied, with the values of their first owner.
-
-    Args:
-        root: The whole model.
-        modules: Parts of it; their children only where they are listed themselves.
-        device: Where the memory is to be.
-        may_be_empty: Whether what a checkpoint holds may be left without values.
+    What a checkpoint holds ``may_be_empty``: it may be left without values.
 
     Raises:
         ValueError: Neither way gave a parameter or buffer its values.

@@ -16,11 +16,7 @@ class ReplicatedScalars:
 
     An optimizer, a gradient scaler and the clipping of gradients take parameters of one kind, DTensors where all others
     are. The two share their memory, so that a step of the optimizer is seen by the code. As under DDP, a backward pass
-    that only some of the ranks take leaves these waiting.
-
-    Args:
-        module: Its other parameters are sharded; these are the same on every rank.
-        mesh: One-dimensional, of the processes over which gradients are averaged.
+    that only some of the ranks take leaves these waiting. The mesh is one-dimensional.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:

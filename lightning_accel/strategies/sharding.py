@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.torch_private.autograd import has_gradient_hooks
+from lightning_accel.memory.recompute import CONVOLUTIONS
 from lightning_accel.strategies.materialize import materialize, own_tensors
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LOW_ON_CPU = (nn.Linear, *_CONVOLUTIONS, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RMSNorm)
+_LOW_ON_CPU = (nn.Linear, *CONVOLUTIONS, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RMSNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +31,19 @@ class Sharding:
     dtype: torch.dtype | None  # what parameters are gathered in; None: their own
 
 
-_shardings: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
+shardings: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
+"""How :func:`shard` has sharded modules, in this run or an earlier one."""
 
 
 def shard(
     module: nn.Module,
-    mesh: DeviceMesh,
-    device: torch.device,
+    mesh: DeviceMesh,  # one-dimensional: the processes to shard over
+    device: torch.device,  # this process's own
     *,
     dtype: torch.dtype | None = None,
-    blocks: Sequence[str] = (),
+    blocks: Sequence[str] = (),  # class names or module paths of the units; empty: the repeated blocks
     apart: bool = False,
-    may_be_empty: bool = False,
+    may_be_empty: bool = False,  # whether a checkpoint is loaded afterwards, into what nothing initialises
 ) -> Sharding:
     """Shards parameters in place, from rank 0's values; gradients and optimizer states made of them are shards too.
 
@@ -50,19 +51,14 @@ def shard(
     sharded before the next does: a device never holds more than its shards and one unit. Scalar parameters stay whole:
     see :mod:`lightning_accel.strategies.scalars`.
 
+    Parameters are gathered in ``dtype``, but for units with layers that want them in float32 under autocast; gradients
+    are reduced in float32, and kept and stepped in the parameters' own. Without it everything is in its own.
+
+    Where its parts are taken ``apart``, each is a root of its own, so that several backward passes may run within one
+    step. The module's own forward then gathers nothing.
+
     Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023),
     https://arxiv.org/abs/2304.11277.
-
-    Args:
-        module: Not sharded, on any device.
-        mesh: One-dimensional: the processes to shard over.
-        device: This process's own.
-        dtype: What parameters are gathered in, but for units with layers that want them in float32 under autocast;
-            gradients are reduced in float32, and kept and stepped in the parameters' own. None: everything in its own.
-        blocks: Class names or module paths of the units; empty: the repeated blocks.
-        apart: Whether each part of the module is a root of its own, so that several backward passes may run within
-            one step. The module's own forward then gathers nothing.
-        may_be_empty: Whether a checkpoint is loaded afterwards, into what nothing initialises.
 
     Raises:
         ValueError: There is nothing to shard, or something that cannot be.
@@ -86,13 +82,8 @@ def shard(
         # Looked for anew: what was on the meta device is another object now.
         scalars = {parameter for parameter in unit.parameters() if parameter.dim() == 0}
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
-    sharding = _shardings[module] = Sharding(units=tuple(units), roots=tuple(roots), left=left, dtype=dtype)
+    sharding = shardings[module] = Sharding(units=tuple(units), roots=tuple(roots), left=left, dtype=dtype)
     return sharding
-
-
-def sharding_of(module: nn.Module) -> Sharding | None:
-    """How :func:`shard` has sharded it, in this run or an earlier one; None: it has not."""
-    return _shardings.get(module)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -41,10 +41,7 @@ class GlobalBatchNorm(nn.BatchNorm1d):
     own, in evaluation nothing is exchanged, gradients of parameters are the rank's share of their sum, every rank must
     run the same layers in the same order, and a pass that is run again (``torch.utils.checkpoint``) moves the running
     statistics again unless, as gradient checkpointing here, it is kept from it. DDP refuses what inherits from torch's
-    own on a CPU.
-
-    Args:
-        plain: The batch norm, of any number of dimensions, whose parameters, buffers, hooks and settings it takes over.
+    own on a CPU. From the ``plain`` one, of any number of dimensions, it takes parameters, buffers, hooks and settings.
     """
 
     process_group: dist.ProcessGroup | None

@@ -16,19 +16,18 @@ from typing_extensions import Self, override
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
 from lightning_accel.core.checks import check_choice, switch
 from lightning_accel.core.device import Span
-from lightning_accel.core.host import Host
 from lightning_accel.core.trial import NOT_SLOWER
 from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.saved import saving
-from lightning_accel.techniques.base import Surroundings, Technique
+from lightning_accel.techniques.base import Relief, Surroundings, Technique
 from lightning_accel.techniques.registry import register
-from lightning_accel.techniques.relief import Relief
 
 OffloadingSetting = Literal["auto", "off", "host", "disk"]
 
 DEPTHS = (1, 2, 4, 8)
 WARM_UP_STEPS = 3  # the trials of other techniques, and buffers that are made
 ROUNDS = 5
+_RECORDING = ("reduce-overhead", "max-autotune")  # modes of compile by which torch records CUDA graphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +78,15 @@ class OffloadingPlan:
     shown=("host", "disk"),
 )
 class ActivationOffloading(Technique):
-    """Offloads the saved tensors of every training step.
-
-    Args:
-        plan: Where to, and from which size on: ``"host"`` or ``"disk"``.
-        model: Whose parameters and buffers stay.
-        device: Where it computes.
-    """
+    """Offloads the saved tensors of every training step."""
 
     acts_without_sites: ClassVar[bool] = True
+    not_on: ClassVar[Mapping[str, str]] = {
+        "mps": "an Apple GPU computes in the host's memory, of which moving would free none, and to a disk nothing is"
+        " moved from there. Use gradient_checkpointing to need less memory",
+        "xla": "XLA moves what it computes with itself, and nothing can be copied beside it. Use"
+        " torch_xla.utils.checkpoint to need less memory",
+    }
 
     def __init__(self, plan: OffloadingPlan, model: nn.Module, device: torch.device) -> None:
         offloading = plan.on(device.type)
@@ -112,7 +111,7 @@ class ActivationOffloading(Technique):
         settings = surroundings.settings[cls.name]
         # What the host holds is no use to a CPU; and graphs that were recorded, or a budget, have plans of their own.
         is_taken = surroundings.settings["memory_budget"].budget != "off"
-        is_recorded = surroundings.settings["compile"].mode in ("reduce-overhead", "max-autotune")
+        is_recorded = surroundings.settings["compile"].mode in _RECORDING
         if settings.to == "auto" and surroundings.device.type == "cuda" and not (is_taken or is_recorded):
             yield Relief(replace(settings, to="host"), costs=0.25, keeps=0.1)
 
@@ -120,26 +119,12 @@ class ActivationOffloading(Technique):
     @override
     def check(cls, settings: OffloadingPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
         compiled = all_settings["compile"].mode
-        if settings.always and compiled in ("reduce-overhead", "max-autotune"):
+        if settings.always and compiled in _RECORDING:
             raise ValueError(
                 f"activation_offloading={settings.to!r} with compile={compiled!r}, which records CUDA"
                 " graphs: their activations have fixed places in memory and cannot be moved."
                 " Give compile='on' or 'max-autotune-no-cudagraphs', or activation_offloading='off'."
             )
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind == "mps":
-            return (
-                "an Apple GPU computes in the host's memory, of which moving would free none, and to a disk nothing is"
-                " moved from there. Use gradient_checkpointing to need less memory"
-            )
-        if host.kind == "xla":
-            return (
-                "XLA moves what it computes with itself, and nothing can be copied beside it. Use"
-                " torch_xla.utils.checkpoint to need less memory"
-            )
-        return None
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
@@ -173,12 +158,11 @@ class ActivationOffloading(Technique):
             amount = f"no saved tensor has {self._plan.min_bytes} bytes: min_bytes sets how large they must be"
         else:
             amount = f"{format_bytes(step_bytes)} a step out and back, {self._search.describe()}"
-        hint = (
-            " (on a CPU that is the memory they come from, so none is saved: activation_offloading='disk' saves it)"
-            if self._gains_nothing
-            else ""
-        )
-        return f"{self._plan.to}: {amount}{hint}"
+        if self._gains_nothing:
+            amount += (
+                " (on a CPU that is the memory they come from, so none is saved: activation_offloading='disk' saves it)"
+            )
+        return f"{self._plan.to}: {amount}"
 
 
 class DepthSearch:
@@ -186,13 +170,10 @@ class DepthSearch:
 
     What is timed goes from the beginning of one training step to that of the next. A GPU's clock is read when it
     has got there; nothing waits for it.
-
-    Attributes:
-        depth: The one to use now.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.depth = 2
+        self.depth = 2  # to use now
         self._device = device
         self._left_to_warm_up = WARM_UP_STEPS
         self._running: Span | None = None  # of the step in progress
@@ -201,11 +182,9 @@ class DepthSearch:
 
     def describe(self) -> str:
         """The depth, and whence it is."""
-        if self._is_over:
-            return f"prefetch depth {self.depth} (measured)"
-        if torch.are_deterministic_algorithms_enabled():
-            return f"prefetch depth {self.depth} (a deterministic run goes by no clock)"
-        return f"prefetch depth {self.depth} (being measured)"
+        is_exempt = torch.are_deterministic_algorithms_enabled()
+        how = "a deterministic run goes by no clock" if is_exempt else "being measured"
+        return f"prefetch depth {self.depth} ({'measured' if self._is_over else how})"
 
     def next_step(self) -> None:
         """A training step begins."""

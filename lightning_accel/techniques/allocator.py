@@ -11,18 +11,9 @@ import torch
 from torch import nn
 from typing_extensions import Self, override
 
+from lightning_accel.core import heap
 from lightning_accel.core.allocators import can_expand_segments, installed_library, segment_settings
 from lightning_accel.core.byte_size import format_bytes
-from lightning_accel.core.heap import (
-    GLIBC,
-    JEMALLOC,
-    TCMALLOC,
-    Heap,
-    heap_in_use,
-    heap_settings,
-    page_fault_ms,
-    page_faults,
-)
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.techniques.arms import OFF, Arm
@@ -54,9 +45,9 @@ class AllocatorPlan:
 class HeapPatch(Patch):
     """Has the heap keep freed memory. Taken back, it gives memory back from where glibc would come to at most."""
 
-    def __init__(self, heap: Heap) -> None:
+    def __init__(self) -> None:
         super().__init__("", "freed memory is kept for the next step")
-        self._heap = heap
+        self._heap = heap.Heap()
 
     @override
     def _apply(self) -> None:
@@ -113,10 +104,11 @@ class AllocatorTechnique(Technique):
             return f"nothing to choose on {host.kind}"
         if self._for_memory:
             return f"not beside {self._for_memory}, for which memory has to go back to the system"
-        if own := heap_settings():
+        if own := heap.heap_settings():
             return f"as {_in_words(own)} has it"
-        used = heap_in_use()
-        return None if used == GLIBC else f"the heap is {used or 'of this system'}: only glibc's can be told in a run"
+        if (used := heap.heap_in_use()) == heap.GLIBC:
+            return None
+        return f"the heap is {used or 'of this system'}: only glibc's can be told in a run"
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
@@ -124,13 +116,13 @@ class AllocatorTechnique(Technique):
             self._is_cuda = self.watches_on = True
             self.notes.status = "segments of CUDA memory are looked at in the first steps"
         else:
-            self._patch = HeapPatch(Heap())
+            self._patch = HeapPatch()
             yield self._patch
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
         if not self._is_decided and stage == "train":
-            self._counts.append(page_faults())
+            self._counts.append(heap.page_faults())
             if len(self._counts) > _FIRST_STEPS + _COUNTED_STEPS:
                 self._decide()
         return nullcontext()
@@ -140,7 +132,7 @@ class AllocatorTechnique(Technique):
         if not self._is_decided and not self._is_cuda and len(self._counts) >= _FIRST_STEPS + 2:
             self._decide()
         if self._patch is not None and self._is_decided:
-            gain_ms = self._faults * page_fault_ms()
+            gain_ms = self._faults * heap.page_fault_ms()
             yield Arm(self.name, (KEEP,), self._choose, settle=1, gain_ms=gain_ms, starts_off=True)
 
     @override
@@ -167,12 +159,12 @@ class AllocatorTechnique(Technique):
             self._patch = None
             return
         self.notes.revise("", Verdict(keep=False, reason=f"{words}: for live trials to decide"))
-        others = [name for name in (JEMALLOC, TCMALLOC) if installed_library(name)]
+        others = [name for name in (heap.JEMALLOC, heap.TCMALLOC) if installed_library(name)]
         if others:
             self.notes.details = f"{' or '.join(others)} could save most of that: {_RUN}"
 
     def _in_words(self) -> str:
-        return f"a step asks the system for {self._faults:,} pages, about {self._faults * page_fault_ms():.1f} ms"
+        return f"a step asks the system for {self._faults:,} pages, about {self._faults * heap.page_fault_ms():.1f} ms"
 
     def _choose(self, choice: str) -> None:
         assert self._patch is not None

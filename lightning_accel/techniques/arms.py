@@ -22,11 +22,7 @@ class Setup(Protocol):
         """Called between two steps, before the arm is chosen: the step that follows does it, in so many seconds."""
 
     def end(self) -> float | None:
-        """Called after that step; on several ranks, on all of them.
-
-        Returns:
-            What it took, in seconds; None: nothing came of it, and the arm cannot be had.
-        """
+        """Called after that step, on all ranks: what it took, in seconds; None: the arm cannot be had after all."""
 
     def decline(self, reason: str) -> None:
         """Called where it is not worth its time in this run."""
@@ -34,32 +30,16 @@ class Setup(Protocol):
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing of a technique that can be had in several ways, each of which trains the same.
+    """One thing of a technique that can be had in several ways, each of which trains the same."""
 
-    Attributes:
-        name: The technique's, in the report and in what is remembered.
-        choices: What there is to choose from beside ``"off"``, which is the user's own code; the first is what the
-            technique would have by itself.
-        choose: Puts a choice, or ``"off"``, in force from the next step on. Called between steps only.
-        settle: Steps after a switch that pay for it (layouts, caches); they are not counted.
-        settle_of: The same after a switch to or from a choice that takes more of them.
-        has: Whether a choice can be had, as far as is known; asked before it is compared.
-        saves_memory: Whether it is there to save memory, so that it stays unless the run is slower with it.
-        gain_ms: What it could gain in a step, by the trial of its parts; None where nothing was timed.
-        starts_off: Whether it is off until live trials put it on: not had in a run that is too short for them.
-        asked_alone: Whether it is no part of the whole plan that is asked about first, as it loses more often than it
-            wins.
-        setup: What it needs once; such an arm is off until it is asked for, after all the others. None: nothing.
-    """
-
-    name: str
-    choices: tuple[str, ...]
-    choose: Callable[[str], None]
-    settle: int = 0
-    settle_of: Mapping[str, int] = field(default_factory=dict)
-    has: Callable[[str], bool] = lambda choice: True
-    saves_memory: bool = False
-    gain_ms: float | None = None
-    starts_off: bool = False
-    asked_alone: bool = False
-    setup: Setup | None = None
+    name: str  # the technique's, in the report and in what is remembered
+    choices: tuple[str, ...]  # beside "off", the user's own code; the first is what the technique would have by itself
+    choose: Callable[[str], None]  # puts a choice, or "off", in force from the next step on; called between steps only
+    settle: int = 0  # steps after a switch that pay for it (layouts, caches); they are not counted
+    settle_of: Mapping[str, int] = field(default_factory=dict)  # of choices that take more of them, to and from
+    has: Callable[[str], bool] = lambda choice: True  # whether a choice can be had; asked before it is compared
+    saves_memory: bool = False  # whether it is there to save memory: it stays unless the run is slower with it
+    gain_ms: float | None = None  # in a step, at most, by the trial of its parts; None where nothing was timed
+    starts_off: bool = False  # whether it is off until live trials put it on: not had in a run too short for them
+    asked_alone: bool = False  # whether it is no part of the whole plan that is asked about first: it mostly loses
+    setup: Setup | None = None  # what it needs once; such an arm is off until it is asked for, after all the others

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -19,7 +19,6 @@ from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
-from lightning_accel.techniques.relief import Relief
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -40,19 +39,23 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a technique will do on a host, as far as it can be told before a run.
+    """What a technique will do on a host, as far as it can be told before a run."""
 
-    Attributes:
-        acts: Whether it acts there, or is tried.
-        brief: In a word or two: ``"tried"``, ``"yes"``, ``"no"``, the names of kernels that are tried.
-        words: What is done, or why not, with the mend.
-        is_missed: Whether somebody who has this host may miss it, where it does not act: not what is for others only.
-    """
+    acts: bool  # whether it acts there, or is tried
+    brief: str  # in a word or two: "tried", "yes", "no", the names of kernels that are tried
+    words: str  # what is done, or why not, with the mend
+    is_missed: bool = True  # whether somebody who has this host may miss it: not what is for other hosts only
 
-    acts: bool
-    brief: str
-    words: str
-    is_missed: bool = True
+
+@dataclass(frozen=True)
+class Relief:
+    """A way to need less memory that changes no number, and can be put on in mid-run."""
+
+    settings: Any  # the technique's own, with which it is made anew
+    costs: float  # what it adds to the time of a step, as a share of it, about: what costs least is tried first
+    # What is left of the activations that a step keeps, as a share of them, about; None where it hangs on their values.
+    keeps: float | None = None
+    only_anew: str = ""  # why a run under way cannot have it, though the next one can; empty: it can
 
 
 @dataclass
@@ -91,21 +94,13 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class LoaderTerms:
-    """On which terms a loader of a training may be changed.
+    """On which terms a loader of a training may be changed."""
 
-    Attributes:
-        why_not: Why it may not be; empty: it may.
-        has_one_epoch: Whether the run is over after one, so that nothing can be learned from one for the next.
-        objection: The same, asked when it is iterated, and more is known.
-        processes: How many of the run share this machine's cores.
-        pins: Whether nobody else brings its batches into pinned memory.
-    """
-
-    why_not: str = ""
-    has_one_epoch: bool = False
-    objection: Callable[[], str] = str
-    processes: int = 1
-    pins: bool = False
+    why_not: str = ""  # empty: it may be
+    has_one_epoch: bool = False  # whether the run is over after one: nothing can be learned from one for the next
+    objection: Callable[[], str] = str  # why not, asked when it is iterated, and more is known
+    processes: int = 1  # how many of the run's share this machine's cores
+    pins: bool = False  # whether nobody else brings its batches into pinned memory
 
 
 class Technique:
@@ -131,6 +126,7 @@ class Technique:
         is_part_of_training: Whether training is another one without it (preprocessing is), so that what it raises ends
             the run; others are taken back, and say why, where they raise on meeting what they do not know.
         edits_optimizers: Whether optimizers are sites of its, which come only after the model's.
+        not_on: Kinds of hosts on which it cannot work at all → why, with the mend.
         why_not_sharded: Why it cannot act on a module whose parameters are sharded over processes; empty: it can.
         dtype: In which it has steps compute; None: it has no say in that.
         on_by_default: Whether plans have it without being asked for it: on a host that it is not for, the report says
@@ -151,6 +147,7 @@ class Technique:
     watches_on: bool = False
     is_part_of_training: ClassVar[bool] = False
     edits_optimizers: ClassVar[bool] = False
+    not_on: ClassVar[Mapping[str, str]] = {}
     why_not_sharded: ClassVar[str] = ""
     dtype: torch.dtype | None = None
     on_by_default: bool = False
@@ -196,7 +193,7 @@ class Technique:
 
     def unavailable(self, host: Host) -> str | None:
         """Why this cannot work on ``host`` at all, with the mend; None when it can."""
-        return None
+        return self.not_on.get(host.kind)
 
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
         """Every site the technique looked at: the edit it proposes there, or why it proposes none.
@@ -222,7 +219,7 @@ class Technique:
 
         A patch without a verdict is kept only if it was applied before the trial.
         """
-        return _no_trial(patches)
+        return nullcontext({patch.site: Verdict(keep=True) for patch in patches})
 
     def step(self, stage: str) -> AbstractContextManager[Any]:
         """Around forward and loss of every step of a stage: ``"train"``, ``"validate"``, ``"test"``, ``"predict"``."""
@@ -274,8 +271,3 @@ class Technique:
 
     def edit_captured(self, graph: GraphModule) -> None:
         """Edits, in place, a graph that was captured for a compiler."""
-
-
-@contextmanager
-def _no_trial(patches: PatchSet) -> Iterator[Verdicts]:
-    yield {patch.site: Verdict(keep=True) for patch in patches}

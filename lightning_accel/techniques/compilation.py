@@ -62,16 +62,17 @@ class Compilation(Technique):
     """Compiles every repeated block; each is tried, forward and backward, on its first input after the other trials.
 
     A block that fails to compile, or computes other numbers than the original, is given back, and so is one that is
-    compiled anew again and again. A deterministic run, where clocks decide nothing, does not do ``"auto"`` at all.
-
-    Args:
-        setting: As in the plan; not ``"off"``.
-        verify: Whether to try.
-        prepare: Edits a captured graph, in place, before the compiler gets it.
+    compiled anew again and again. A deterministic run, where clocks decide nothing, does not do ``"auto"`` at all. To
+    ``prepare`` is to edit a captured graph, in place, before the compiler gets it.
     """
 
     trial_step: ClassVar[Literal[0, 1] | None] = 1
     trial_steps: ClassVar[float] = 150.0  # nearly all of them the compiler's
+    not_on: ClassVar[Mapping[str, str]] = {
+        "xla": "XLA compiles every step itself, and TorchInductor builds no kernels for it. Use compile='off'",
+        "mps": "TorchInductor's part for Apple GPUs calls itself an early prototype, and was not measured here. Use"
+        " compile='off', or module.compile() on blocks of your choice",
+    }
 
     def __init__(self, setting: CompileSetting, *, verify: bool = True, prepare: Prepare = lambda graph: None) -> None:
         self._prepare = prepare
@@ -103,21 +104,11 @@ class Compilation(Technique):
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        if host.kind == "xla":
-            return "XLA compiles every step itself, and TorchInductor builds no kernels for it. Use compile='off'"
-        if host.kind == "mps":
-            return (
-                "TorchInductor's part for Apple GPUs calls itself an early prototype, and was not measured here. Use"
-                " compile='off', or module.compile() on blocks of your choice"
-            )
-        if host.compiler is None:
-            needed = (
-                "a C++ compiler (Debian, Ubuntu: apt-get install g++)"
-                if host.kind == "cpu"
-                else "Triton and a C compiler"
-            )
-            return f"nothing to build kernels with on {host.device_name}: install {needed}"
-        return None
+        if host.kind in self.not_on or host.compiler is not None:
+            return super().unavailable(host)
+        of_cpu = "a C++ compiler (Debian, Ubuntu: apt-get install g++)"
+        needed = of_cpu if host.kind == "cpu" else "Triton and a C compiler"
+        return f"nothing to build kernels with on {host.device_name}: install {needed}"
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
@@ -189,13 +180,12 @@ class Compilation(Technique):
         graphs = sum(kind.graphs for kind in kinds)
         anew = sum(kind.graphs - self._first_graphs.get(kind, 1) for kind in kinds) if self._is_settled else 0
         seconds = sum(kind.seconds for kind in kinds)
-        lines = [
+        self.notes.details = (
             f"{graphs} {'graph' if graphs == 1 else 'graphs'} compiled, {anew} of them anew, in {seconds:.1f} s without"
             " their backward passes"
-        ]
+        )
         if self._why_not_kept:
-            lines.append(f"a later run may have to compile again: {self._why_not_kept}")
-        self.notes.details = "\n".join(lines)
+            self.notes.details += f"\na later run may have to compile again: {self._why_not_kept}"
 
     @override
     def close(self) -> None:
@@ -211,11 +201,6 @@ class CompilationOnTrial(Compilation):
 
     No step compiles before they ask: then the blocks are compiled and tried in one that is not counted. On a GPU of
     NVIDIA's, they are asked twice: whether to compile, and whether CUDA graphs are to replay what was compiled.
-
-    Args:
-        setting: ``"auto"``.
-        capture: What captures.
-        others: As the base class has them.
     """
 
     trial_step: ClassVar[None] = None

@@ -31,24 +31,15 @@ _NOT_CALLED = "not called with gradients in the step that compiled"
 class CompileSetup:
     """The setup of the arm, as :class:`~lightning_accel.techniques.arms.Setup` has it.
 
-    Args:
-        notes: The technique's.
-        told: Called whenever a graph was compiled, with its kind.
-
-    Attributes:
-        patches: Of the blocks that may be compiled.
-        known: What an earlier run's trial has found, or this one's.
-        agree: As techniques have it.
-        is_over: Whether what can be compiled is.
-        has_graphs: Whether there may be, or are, compiled blocks that CUDA graphs replay.
+    Whenever a graph was compiled, ``told`` is called with its kind.
     """
 
     def __init__(self, notes: Notes, told: Callable[[Kind], None]) -> None:
-        self.patches: list[CompilePatch] = []
-        self.known: Verdicts = {}
-        self.agree: Callable[[Any], Any] | None = None
-        self.is_over = False
-        self.has_graphs = True
+        self.patches: list[CompilePatch] = []  # of the blocks that may be compiled
+        self.known: Verdicts = {}  # what an earlier run's trial has found, or this one's
+        self.agree: Callable[[Any], Any] | None = None  # as techniques have it
+        self.is_over = False  # whether what can be compiled is
+        self.has_graphs = True  # whether there may be, or are, compiled blocks that CUDA graphs replay
         self._notes, self._told = notes, told
         self._probes = PatchSet()
         self._found: Verdicts = {}

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from typing_extensions import override
 
 from lightning_accel.core.compiled import Kind, compile_call, eager_call, is_gathered_by_hooks, undo_compile
-from lightning_accel.core.patch import Patch, temporarily
+from lightning_accel.core.patch import Patch, applied, temporarily
 from lightning_accel.core.torch_private import modules
 from lightning_accel.core.torch_private.compilation import compiled_call, inductor_options, set_compiled_call
 from lightning_accel.core.tree import changeable_argument, tensors_in
@@ -28,19 +28,13 @@ _SHARED_MODES = ("default", "max-autotune-no-cudagraphs")  # a CUDA graph holds 
 
 
 class CompilePatch(Patch):
-    """Compiles a module's call in place: no wrapper, so names and ``state_dict`` keys stay.
-
-    Attributes:
-        block: The module.
-        kind: What it shares with blocks that are like it; None until it is called, or tried.
-        is_wanted: Whether it runs compiled while the patch is applied.
-    """
+    """Compiles a module's call in place: no wrapper, so names and ``state_dict`` keys stay."""
 
     def __init__(self, site: str, block: nn.Module, mode: str, prepare: Prepare, *, kind_of: KindOf) -> None:
         super().__init__(site, "call → compiled" + (f" ({mode})" if mode != "default" else ""))
         self.block = block
-        self.kind: Kind | None = None
-        self.is_wanted = True
+        self.kind: Kind | None = None  # what it shares with blocks that are like it; None until it is called, or tried
+        self.is_wanted = True  # whether it runs compiled while the patch is applied
         self.may_share = mode in _SHARED_MODES
         self._prepare, self._kind_of = prepare, kind_of
         # What is drawn is drawn as it would be eagerly, and not by a generator of the compiler's own.
@@ -105,24 +99,14 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def tried(patch: CompilePatch, args: Any, kwargs: dict[str, Any], *, for_numbers: bool = True) -> Verdict:
     """Compiles a block, forward and backward, on copies of the inputs of its call; kept where its numbers agree.
 
-    Args:
-        patch: Its edit, which is not applied, and is not afterwards.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        for_numbers: Whether they are compared; else an earlier run's trial has done so.
+    Its edit is not applied, and is not afterwards. Not ``for_numbers`` where an earlier run's trial has compared them.
     """
     if (strange := changeable_argument(args, kwargs)) is not None:
         return Verdict(keep=False, reason=f"takes a {strange}, which its trial would change")
     block = patch.block
-    # All samples: another batch size would have the block compiled a second time, for any size, and slower.
-    trial = Trial(
-        block,
-        args,
-        kwargs,
-        with_gradients=torch.is_grad_enabled(),
-        samples=None,
-        has_dropout=True,  # without, the block would be compiled a second time
-    )
+    # All samples: another batch size would have the block compiled a second time, for any size, and slower. So would
+    # switching its dropout off.
+    trial = Trial(block, args, kwargs, with_gradients=torch.is_grad_enabled(), samples=None, has_dropout=True)
     is_cached = torch.is_autocast_cache_enabled()
     compiled = Contender(_call(block), state=lambda: _applied(patch, is_cached))
     found = trial.numbers(Contender(eager_call(block)), compiled) if for_numbers else trial.rehearse(compiled)
@@ -136,9 +120,6 @@ def _call(block: nn.Module) -> Callable[..., Any]:
 @contextmanager
 def _applied(patch: Patch, is_cached: bool) -> Iterator[None]:
     # Trials keep no casts of weights; what is compiled under that switch would be compiled once more for the run.
-    with temporarily(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, is_cached):
-        patch.apply()
-        try:
-            yield
-        finally:
-            patch.undo()
+    switch = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    with temporarily(*switch, is_cached), applied(patch):
+        yield

@@ -17,6 +17,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_accel.core.compiled import eager_call
+from lightning_accel.core.patch import applied
 from lightning_accel.core.torch_private.compilation import compiled_call, set_compiled_call
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.arms import OFF
@@ -34,15 +35,11 @@ _NOT_TRIED = "not captured yet"
 
 
 class ReplayedPatch(CompilePatch):
-    """As its base class; where :data:`GRAPHS` is chosen, calls replay what was captured of the compiled block.
-
-    Attributes:
-        why_not: Why they do not; empty: they do.
-    """
+    """As its base class; where :data:`GRAPHS` is chosen, calls replay what was captured of the compiled block."""
 
     def __init__(self, site: str, block: nn.Module, *args: Any, capture: Capture, notes: Notes, **more: Any) -> None:
         super().__init__(site, block, *args, **more)
-        self.why_not = _NOT_TRIED
+        self.why_not = _NOT_TRIED  # empty: calls may be replayed
         self._graphed, self._notes = GraphedBlock(block, capture), notes
         self._is_chosen = False
 
@@ -72,16 +69,14 @@ class ReplayedPatch(CompilePatch):
     def try_replay(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Captures the compiled block on copies of the inputs of its call, and compares numbers with the eager one."""
         self.why_not = _NOT_TRIED
-        self.apply()
         try:
-            self._graphed.capture(args, kwargs)
-            trial = Trial(self.block, args, kwargs, samples=None, has_dropout=True)
-            replay = Contender(lambda *args, **kwargs: self._graphed.replay(args, kwargs))
-            self.why_not = trial.numbers(Contender(eager_call(self.block)), replay).failure
+            with applied(self):
+                self._graphed.capture(args, kwargs)
+                trial = Trial(self.block, args, kwargs, samples=None, has_dropout=True)
+                replay = Contender(lambda *args, **kwargs: self._graphed.replay(args, kwargs))
+                self.why_not = trial.numbers(Contender(eager_call(self.block)), replay).failure
         except NotCapturedError as error:
             self.why_not = str(error)
-        finally:
-            self.undo()
 
     @property
     def remark(self) -> str:

@@ -17,6 +17,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.memory.recompute import CONVOLUTIONS
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.registry import register
@@ -30,8 +31,6 @@ REPEATED_UNTRIED = 50
 """The same in a run that does not: timing the kernels of a network takes as long as many a step."""
 
 MANY_SHAPES = 1000  # of which none repeats often: their counts begin anew
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +109,6 @@ class CudnnBenchmark(Technique):
     With ``"auto"`` it is among the deterministic kernels that cuDNN chooses for those batches, and only for those:
     torch keeps one plan for a shape however it was found, so that a shape that has run is timed as another kind only.
     ``"on"`` has it choose among all.
-
-    Args:
-        setting: As in the plan; not ``"off"``.
     """
 
     applied_before_trial = True
@@ -125,6 +121,7 @@ class CudnnBenchmark(Technique):
         self._seen: Counter[tuple[torch.Size, ...]] = Counter()
         self._least = REPEATED_UNTRIED
         self._is_wanted = True
+        self._when = "for batches whose shapes repeat" if self._is_auto else "for every shape"
 
     @classmethod
     @override
@@ -148,11 +145,10 @@ class CudnnBenchmark(Technique):
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
         if torch.backends.cudnn.benchmark:
             yield Refusal("", "torch.backends.cudnn.benchmark is True already")
-        elif self._is_auto and not any(isinstance(module, _CONVOLUTIONS) for module in model.modules()):
+        elif self._is_auto and not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
             yield Refusal("", "this model has no convolutions")
         else:
-            when = "for batches whose shapes repeat" if self._is_auto else "for every shape"
-            change = f"kernels of convolutions → timed, {when}"
+            change = f"kernels of convolutions → timed, {self._when}"
             self._patch = CudnnBenchmarkPatch(change, with_own_plans=self._is_auto)
             yield self._patch
 
@@ -185,8 +181,6 @@ class CudnnBenchmark(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
-        reason = self._not_on(host)
-        if reason is not None:
+        if (reason := self._not_on(host)) is not None:
             return Forecast(False, "no", reason, is_missed=False)  # what else there is has other kernels
-        words = "for batches whose shapes repeat" if self._is_auto else "for every shape"
-        return Forecast(True, "tried" if self._is_auto else "yes", f"kernels of convolutions are timed {words}")
+        return Forecast(True, "tried" if self._is_auto else "yes", f"kernels of convolutions are timed {self._when}")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lightning_accel.core.first_call import at_first_call
-from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.patch import Patch, PatchSet, applied
 from lightning_accel.techniques.notes import Verdict, Verdicts
 
 P = TypeVar("P", bound=Patch)
@@ -26,12 +26,8 @@ def tried_at_first_calls(
 ) -> Iterator[Verdicts]:
     """Entered around the forward pass of a step; yields the verdicts, which are complete once it is left.
 
-    Args:
-        patches: The edits.
-        module: At whose call an edit is tried.
-        judge: Tries an edit on the arguments of that call.
-        unseen: Why an edit is refused whose module is not called; empty: it gets no verdict.
-        when: Says at a call whether it is one to try on.
+    An edit is tried by ``judge`` at the first call of its ``module`` for which ``when`` holds. One whose module is not
+    called is refused as ``unseen``; where that is empty, it gets no verdict.
     """
 
     def probe(patch: P) -> Patch:
@@ -42,9 +38,5 @@ def tried_at_first_calls(
 
     patches = list(patches)
     verdicts: Verdicts = {patch.site: Verdict(keep=False, reason=unseen) for patch in patches if unseen}
-    probes = PatchSet(map(probe, patches))
-    probes.apply()
-    try:
+    with applied(PatchSet(map(probe, patches))):
         yield verdicts
-    finally:
-        probes.undo()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +22,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.passes import Passes
-from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.core.patch import MethodPatch, Patch, PatchSet, applied
 from lightning_accel.core.torchao import load, why_missing
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import NOT_SLOWER, Contender, Trial, one_line
@@ -64,9 +64,6 @@ class Float8Patch(MethodPatch):
 
     In training only, so that an evaluation gives what the checkpoint gives anywhere else; batches whose rows are not a
     multiple of 16 run as they would have.
-
-    Attributes:
-        layer: The layer.
     """
 
     def __init__(self, site: str, layer: nn.Linear, config: Any) -> None:
@@ -92,13 +89,10 @@ class Float8Patch(MethodPatch):
         return forward
 
 
-def float8_patches(model: nn.Module, recipe: str, *, emulate: bool = False) -> Iterator[Float8Patch | Refusal]:
+def float8_patches(model: nn.Module, recipe: str, *, emulate: bool) -> Iterator[Float8Patch | Refusal]:
     """The linear layers of ``model`` that could multiply in 8-bit floating point, and why others could not.
 
-    Args:
-        model: The model.
-        recipe: As in the plan; not ``"off"``.
-        emulate: Whether to compute in float32 what a card would compute, for machines that have none.
+    To ``emulate`` is to compute in float32 what a card would compute, for machines that have none.
     """
     config = configuration(recipe, emulate=emulate)
     for site, module in model.named_modules():
@@ -153,21 +147,15 @@ def bounds(config: Any) -> tuple[float, float]:
 class Float8(Technique):
     """Linear layers in 8-bit floating point, each where that is faster and no further off than its formats explain.
 
-    Args:
-        recipe: As in the plan; not ``"off"``.
-        verify: Whether to try.
-        is_compiled: Whether blocks will be compiled, and layers are to be timed so.
-        emulate: As :func:`float8_patches` has it.
+    They are timed compiled where blocks will be (``is_compiled``).
     """
 
     remembers: ClassVar[bool] = False
     why_not_sharded: ClassVar[str] = "a layer's trial needs its whole weight"
 
     def __init__(self, recipe: str, *, verify: bool = True, is_compiled: bool = False, emulate: bool = False) -> None:
-        self._recipe = recipe
+        self._recipe, self._is_compiled, self._emulate = recipe, is_compiled, emulate
         self._verify = verify
-        self._is_compiled = is_compiled
-        self._emulate = emulate
         self.applied_before_trial = not verify
         self._speeds: dict[Any, Verdict] = {}  # of layers and inputs of one size, which are timed once
 
@@ -231,16 +219,13 @@ class Float8(Technique):
         passes = Passes(layer, with_gradients=torch.is_grad_enabled())
         with isolated(layer):
             expected = passes.results(layer.forward, args, kwargs)
-            patch.apply()
-            try:
+            with applied(patch):
                 found = passes.results(layer.forward, args, kwargs)
-            finally:
-                patch.undo()
         off = [_relative(actual, plain) for actual, plain in zip(found, expected, strict=True)]
         return off[0], max(off[1:], default=0.0)
 
     def _speed(self, patch: Float8Patch, args: Any, kwargs: dict[str, Any]) -> Verdict:
-        with _applied(patch):
+        with applied(patch):
             functions = patch.original, patch.value.__func__
         sides: list[Callable[..., Any]] = [functools.partial(function, patch.layer) for function in functions]
         trial = Trial(patch.layer, args, kwargs, with_gradients=torch.is_grad_enabled())
@@ -256,25 +241,14 @@ class Float8(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
-        reason = _not_on(host)
-        if reason is not None:
+        if (reason := _not_on(host)) is not None:
             return Forecast(False, "no", reason)
-        words = "each linear layer is tried on the first batch, where torchao is installed"
-        return Forecast(True, "tried", words)
+        return Forecast(True, "tried", "each linear layer is tried on the first batch, where torchao is installed")
 
 
 def _relative(actual: Tensor, plain: Tensor) -> float:
     error, norm = (float(tensor.double().norm()) for tensor in (actual.double() - plain.double(), plain))
     return error / norm if norm else (0.0 if error == 0 else float("inf"))  # of a layer that begins with zeros, say
-
-
-@contextmanager
-def _applied(patch: Patch) -> Iterator[None]:
-    patch.apply()
-    try:
-        yield
-    finally:
-        patch.undo()
 
 
 def _not_on(host: Host) -> str | None:

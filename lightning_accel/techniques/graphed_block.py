@@ -14,7 +14,8 @@ Torch captures (:func:`torch.cuda.make_graphed_callables`); what is here keeps a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,27 +50,17 @@ def capture_on_cuda(function: Forward, tensors: tuple[Tensor, ...]) -> Forward:
 
 
 class GraphedBlock:
-    """The calls of one block: replayed where they are like the first, else as they were written.
+    """The calls of one block: replayed where they are like the first, else as they were written."""
 
-    Args:
-        block: The module.
-        capture: What captures; :func:`capture_on_cuda`, or a test's.
-
-    Attributes:
-        is_paused: Whether all calls run as they were written; memory of the graphs is given back meanwhile.
-        replays: How many calls were replayed.
-        misses: How many calls in a row were not like the first.
-    """
-
-    def __init__(self, block: nn.Module, capture: Capture = capture_on_cuda) -> None:
+    def __init__(self, block: nn.Module, capture: Capture) -> None:
         self._block, self._capture = block, capture
         self._graphed: Forward | None = None
         self._signature: Any = None
         self._addresses: list[int] = []
-        self._latest: weakref.ref[_Lease] | None = None
+        self.latest: Callable[[], _Lease | None] = lambda: None  # the last replay's, while somebody can go backward
         self._is_capturing = False
-        self.is_paused = False
-        self.replays = self.misses = 0
+        self.is_paused = False  # whether all calls run as they were written; memory of the graphs is given back
+        self.misses = 0  # calls in a row that were not like the first
         self._look()
 
     def pause(self, is_paused: bool) -> None:
@@ -84,7 +75,8 @@ class GraphedBlock:
         Raises:
             NotCapturedError: It can never be replayed, or not any more; nothing was computed.
         """
-        if self.is_paused or self._is_capturing or not self._may_replay():
+        may_replay = torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None
+        if self.is_paused or self._is_capturing or not may_replay:
             return original(*args, **kwargs)
         if self._graphed is None:
             self.capture(args, kwargs)
@@ -99,7 +91,7 @@ class GraphedBlock:
             raise NotCapturedError("given back: its modules, parameters or buffers are others than they were")
         if any(any(hooks_of(module)) for module in self._modules) or hooks_on_all_modules():
             raise NotCapturedError("given back: it was given hooks, which a replay does not call")
-        if self._is_in_use():
+        if (lease := self.latest()) is not None and not lease.is_over:
             return original(*args, **kwargs)
         self.misses = 0
         return self.replay(args, kwargs)
@@ -108,8 +100,7 @@ class GraphedBlock:
         """Replays what was captured, on other values."""
         assert self._graphed is not None
         lease = _Lease(self)
-        self._latest = weakref.ref(lease)
-        self.replays += 1
+        self.latest = weakref.ref(lease)
         given = _Leased.apply(lease, *tensors_in((args, kwargs)), *self._parameters)  # type: ignore[no-untyped-call]
         return map_tensors(Tensor.clone, self._graphed(*given))
 
@@ -153,17 +144,6 @@ class GraphedBlock:
     def _parts_now(self) -> list[int]:
         # By identity: what is held does not die, so that no other object has its address.
         return [id(part) for module in self._modules for part in parts_of(module)]
-
-    def _may_replay(self) -> bool:
-        return torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None
-
-    def _is_in_use(self) -> bool:
-        lease = None if self._latest is None else self._latest()
-        return lease is not None and not lease.is_over
-
-    def is_latest(self, lease: _Lease) -> bool:
-        """Whether nothing was replayed since."""
-        return self._latest is not None and self._latest() is lease
 
     def _check(self, args: Any, kwargs: dict[str, Any]) -> None:
         if any(any(hooks_of(module)) for module in self._modules) or hooks_on_all_modules():
@@ -221,12 +201,12 @@ class GraphedBlock:
         )
 
 
+@dataclass(eq=False)
 class _Lease:
     """One replay's hold on a graph's memory: until its backward pass, or until nobody can go backward any more."""
 
-    def __init__(self, block: GraphedBlock) -> None:
-        self.block = block
-        self.is_over = False
+    block: GraphedBlock
+    is_over: bool = False
 
 
 class _Leased(torch.autograd.Function):
@@ -240,16 +220,10 @@ class _Leased(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not ctx.lease.block.is_latest(ctx.lease):
+        if ctx.lease.block.latest() is not ctx.lease:
             raise RuntimeError(
                 "graphs: a second backward pass through a block that has since been called again. Its CUDA graph holds"
                 " the later call only: use graphs='off' where a graph is retained over steps"
             )
         ctx.lease.is_over = True
         return (None, *(None if gradient is None else gradient.clone() for gradient in gradients))
-
-
-def released(blocks: Iterable[GraphedBlock]) -> None:
-    """Gives the memory of all graphs back."""
-    for block in blocks:
-        block.pause(True)

@@ -17,16 +17,9 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.first_calls import tried_at_first_calls
-from lightning_accel.techniques.graphed_block import (
-    Capture,
-    Forward,
-    GraphedBlock,
-    NotCapturedError,
-    capture_on_cuda,
-    released,
-)
+from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError, capture_on_cuda
 from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 
@@ -80,13 +73,7 @@ class GraphPatch(MethodPatch):
     shown=("on",),
 )
 class Graphs(Technique):
-    """Captures every repeated block at its first call after the other trials, and replays it ever after.
-
-    Args:
-        mode: As in the plan.
-        verify: Whether numbers are compared.
-        capture: What captures.
-    """
+    """Captures every repeated block at its first call after the other trials, and replays it ever after."""
 
     trial_step: ClassVar[Literal[0, 1]] = 1
     remembers: ClassVar[bool] = False  # to capture is to find out
@@ -118,10 +105,6 @@ class Graphs(Technique):
         if host.kind == "cuda":
             return None
         return f"CUDA graphs are for NVIDIA GPUs, and this is {host.device_name}. Use graphs='off'"
-
-    @override
-    def forecast(self, host: Host) -> Forecast | None:
-        return None if host.kind == "cuda" else Forecast(False, "no", self.unavailable(host) or "")
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
@@ -160,7 +143,8 @@ class Graphs(Technique):
 
     @override
     def close(self) -> None:
-        released(patch.graphed for patch in self._patches)
+        for patch in self._patches:
+            patch.graphed.pause(True)
         self._patches = []
 
 

@@ -37,21 +37,14 @@ class LayoutDraws:
     every element gets another number, and on a CPU ``randn_like`` takes another amount of them, by which the batches
     of the next epoch change. The user's streams are not ours to move.
 
-    Args:
-        device: Where the model computes.
-        foresees: Whether the step runs in the ordinary layout, and what would lie otherwise has to be told from where
-            it comes: from convolutions. Else it is what is not contiguous.
-
-    Attributes:
-        has_drawn: Whether anything was drawn.
-        place: What drew numbers in the order of memory, and where; empty if nothing did.
-        is_mended: Whether these are, all the same, the numbers that would have been drawn.
+    Where it ``foresees``, the step runs in the ordinary layout, and what would lie otherwise has to be told from where
+    it comes: from convolutions. Else it is what is not contiguous.
     """
 
     def __init__(self, device: torch.device, *, foresees: bool = False) -> None:
-        self.has_drawn = False
-        self.place = ""
-        self.is_mended = True
+        self.has_drawn = False  # whether anything was drawn
+        self.place = ""  # what drew numbers in the order of memory, and where; empty if nothing did
+        self.is_mended = True  # whether these are, all the same, the numbers that would have been drawn
         self._follows = WeakTensorKeyDictionary() if foresees else None
         self._read = [read for name, (read, _) in random_streams(device).items() if name.startswith("torch")]
         self._states = self._now()
@@ -111,11 +104,7 @@ class LayoutDraws:
 
 
 class LayoutDrawsInOrder(TorchFunctionMode):
-    """Has numbers drawn for tensors as they would lie, in every step of a model that draws: light, for no step to feel.
-
-    Args:
-        draws: Does so.
-    """
+    """Has numbers drawn for tensors as they would lie, in every step of a model that draws: no step feels it."""
 
     def __init__(self, draws: LayoutDraws) -> None:
         super().__init__()

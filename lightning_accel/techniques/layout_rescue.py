@@ -30,11 +30,7 @@ _HARMLESS = frozenset(
 
 
 class LayoutShown(TorchFunctionMode):
-    """Has the user's own layout restored as soon as code does anything with a tensor in channels_last.
-
-    Args:
-        show: Restores it, in the very tensors; called once.
-    """
+    """Has the user's own layout restored, once, as soon as code does anything with a tensor in channels_last."""
 
     def __init__(self, show: Callable[[], None]) -> None:
         super().__init__()
@@ -66,18 +62,12 @@ class LayoutRescue(TorchFunctionMode):
     ``x.view(x.size(0), -1)`` on a channels_last tensor raises, ``x.as_strided(...)`` reads other elements, and code
     that asks for strides may go another way. While this is active a step computes what it should, so that the layout
     can be taken back instead of the run breaking.
-
-    Args:
-        draws: What looks at the random numbers that the step draws.
-
-    Attributes:
-        place: Where the user's code did so first, and what; empty if it did not.
     """
 
     def __init__(self, draws: LayoutDraws) -> None:
         super().__init__()
         self._draws = draws
-        self.place = ""
+        self.place = ""  # where the user's code did so first, and what; empty if it did not
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

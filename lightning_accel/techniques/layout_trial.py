@@ -7,7 +7,6 @@ tensors that they are called with, whoever calls them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,40 +43,23 @@ _MAX_PAIRS = 2  # that are timed of each kind of call; a step has tens of them
 _WORTH = 0.97  # of the time: what was not timed (copies at the edges, code between) may take more in another layout
 
 
-@dataclass
-class _Timing:
-    """Milliseconds of one kind of call."""
-
-    original_ms: float = 0.0
-    candidate_ms: float = 0.0
-
-
 def breaks_the_heap(kernel_size: Sequence[int], stride: Sequence[int], in_channels: int) -> bool:
     """Whether oneDNN is not to be given such a convolution in channels_last."""
     return max(kernel_size) == 1 and max(stride) > 1 and in_channels < _FEW_CHANNELS
 
 
 class LayoutTrial(TorchFunctionMode):
-    """Runs a step in the contiguous layout, and tries channels_last beside it.
+    """Runs a step in the contiguous layout, and tries channels_last beside it, on what has one of so many ``dims``."""
 
-    Args:
-        dims: The numbers of dimensions that mean an image.
-        draws: What looks at the random numbers that the step draws.
-        by_clock: Whether to time, too.
-        purse: What pays for it; None: it may take what it takes.
-    """
-
-    def __init__(
-        self, dims: tuple[int, ...], draws: LayoutDraws, *, by_clock: bool, purse: Purse | None = None
-    ) -> None:
+    def __init__(self, dims: tuple[int, ...], draws: LayoutDraws, *, by_clock: bool, purse: Purse | None) -> None:
         super().__init__()
         self._dims = dims
         self._draws = draws
         self._by_clock = by_clock
         self._purse = purse
         self._compared: set[Any] = set()
-        self._timings: dict[Any, _Timing] = {}
-        self._total = _Timing()
+        self._timings: dict[Any, tuple[float, float]] = {}  # of kinds of calls, in either layout
+        self._original_ms = self._candidate_ms = 0.0  # of the step
         self._numbers: list[Measured] = []
         self._failure = ""
 
@@ -104,7 +86,7 @@ class LayoutTrial(TorchFunctionMode):
             return Verdict(keep=False, reason=failure, measured=together(self._numbers))
         if not self._compared:
             return Verdict(keep=False, reason="no convolution ran on the first step, so nothing was tried")
-        before, after = self._total.original_ms, self._total.candidate_ms
+        before, after = self._original_ms, self._candidate_ms
         times = Measured(original_ms=before, candidate_ms=after) if after else Measured()
         figures = together([*self._numbers, times])
         if not after:  # untimed
@@ -116,37 +98,32 @@ class LayoutTrial(TorchFunctionMode):
     def _try(self, func: Any, image: Tensor, args: Any, kwargs: Any) -> None:
         name = func.__name__
         kind = _kind(name, args, kwargs)
-        trial = self._trial(args, kwargs)
-        if name in _CONVOLUTIONS and kind not in self._compared:
-            self._compared.add(kind)
-            self._failure = _unsafe(image, name, args, kwargs)
-            if self._failure:
-                return
-            compared = trial.numbers(*self._sides(func))
-            self._numbers.append(compared.measured())
-            self._failure = compared.failure
-        if self._by_clock and not self._failure:
-            if kind not in self._timings:
-                found = trial.time(*self._sides(func))
-                self._failure = found.failure
-                self._timings[kind] = _Timing(found.original_ms or 0.0, found.candidate_ms or 0.0)
-            self._total.original_ms += self._timings[kind].original_ms
-            self._total.candidate_ms += self._timings[kind].candidate_ms
-
-    def _trial(self, args: Any, kwargs: Any) -> Trial:
-        # oneDNN keeps what it builds for a shape, megabytes for a network, among the tensors of the step.
-        return Trial(
+        sides = Contender(func), Contender(func, arguments=self._in_channels_last)
+        trial = Trial(
             nn.Module(),
             args,
             kwargs,
             with_gradients=torch.is_grad_enabled(),
             max_pairs=_MAX_PAIRS,
-            keeps_kernels=True,
+            keeps_kernels=True,  # what oneDNN builds for a shape, megabytes for a network, among the step's tensors
             purse=self._purse,
         )
-
-    def _sides(self, func: Any) -> tuple[Contender, Contender]:
-        return Contender(func), Contender(func, arguments=self._in_channels_last)
+        if name in _CONVOLUTIONS and kind not in self._compared:
+            self._compared.add(kind)
+            self._failure = _unsafe(image, name, args, kwargs)
+            if self._failure:
+                return
+            compared = trial.numbers(*sides)
+            self._numbers.append(compared.measured())
+            self._failure = compared.failure
+        if self._by_clock and not self._failure:
+            if kind not in self._timings:
+                found = trial.time(*sides)
+                self._failure = found.failure
+                self._timings[kind] = found.original_ms or 0.0, found.candidate_ms or 0.0
+            original_ms, candidate_ms = self._timings[kind]
+            self._original_ms += original_ms
+            self._candidate_ms += candidate_ms
 
     def _in_channels_last(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def convert(tensor: Tensor) -> Tensor:

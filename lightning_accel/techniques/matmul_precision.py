@@ -18,7 +18,7 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import is_trial
-from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
+from lightning_accel.core.patch import AttributePatch, Patch, PatchSet, applied
 from lightning_accel.core.torch_private.compilation import dynamo_is_loaded
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
@@ -185,14 +185,13 @@ class MatmulPrecision(Technique):
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        if self._setting == "auto":
-            if self._precision != "auto":
-                return (
-                    f"precision={self._precision!r} was asked for by name, and so must this be: "
-                    "matmul_precision='high' (TF32) or 'medium'"
-                )
-            return None if possible_on(host) else why_not_on(host)
-        return None if self._setting in possible_on(host) else why_not_on(host)
+        if self._setting == "auto" and self._precision != "auto":
+            return (
+                f"precision={self._precision!r} was asked for by name, and so must this be: "
+                "matmul_precision='high' (TF32) or 'medium'"
+            )
+        is_possible = bool(possible_on(host)) if self._setting == "auto" else self._setting in possible_on(host)
+        return None if is_possible else why_not_on(host)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
@@ -224,12 +223,8 @@ class MatmulPrecision(Technique):
                 verdicts.update({site: Verdict(keep=False, reason=why) for site in verdicts})
 
         # By which regions of torch.autocast switch, too.
-        watch = AttributePatch("", "watched", torch, "set_autocast_enabled", switched)
-        watch.apply()
-        try:
+        with applied(AttributePatch("", "watched", torch, "set_autocast_enabled", switched)):
             yield verdicts
-        finally:
-            watch.undo()
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
@@ -248,8 +243,7 @@ class MatmulPrecision(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
-        reason = self.unavailable(host)
-        if reason is not None:
+        if (reason := self.unavailable(host)) is not None:
             return Forecast(False, "no", reason, is_missed=False)  # precision says as much
         choice = possible_on(host)[0] if self._setting == "auto" else self._setting
         where = " unless the model switches autocast off in places" if self._setting == "auto" else ""

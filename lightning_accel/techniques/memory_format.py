@@ -52,13 +52,7 @@ _CONVOLUTIONS = {
 def convert_weights(
     model: nn.Module, dims: Iterable[int] = (4, 5), *, on_cpu: bool = False
 ) -> list[WeightLayout | Refusal]:
-    """The edits that put the convolutions of ``model`` into channels_last (4-D weights) and channels_last_3d (5-D).
-
-    Args:
-        model: The model.
-        dims: The numbers of dimensions that mean an image.
-        on_cpu: Whether it will compute on a CPU.
-    """
+    """The edits that put the convolutions of ``model`` into channels_last (4-D weights) and channels_last_3d (5-D)."""
     unsafe = [site for site, module in model.named_modules() if on_cpu and _breaks_the_heap(module)]
     claims: list[WeightLayout | Refusal] = []
     laid_out = [name for name, parameter in model.named_parameters() if is_channels_last(parameter)]
@@ -145,21 +139,15 @@ class MemoryFormat(Technique):
     The first step runs in the user's layout, and beside it every convolution, norm and pooling in the other: with
     other numbers, or (with ``"auto"``) if they take longer, nothing is changed. What is changed is taken back when the
     user's code calls ``.view()`` where the new layout does not allow it, or looks at layouts itself.
-
-    Args:
-        setting: As in the plan; not ``"off"``.
-        verify: Whether to try.
     """
 
     trial_steps: ClassVar[float] = 3.0
+    not_on: ClassVar[Mapping[str, str]] = {
+        "xla": "XLA lays tensors out itself, whatever their strides say. Use memory_format='off'"
+    }
     why_not_sharded: ClassVar[str] = "FSDP keeps weights row by row, in their ordinary layout"
 
-    def __init__(
-        self,
-        setting: MemoryFormatSetting,
-        *,
-        verify: bool = True,
-    ) -> None:
+    def __init__(self, setting: MemoryFormatSetting, *, verify: bool = True) -> None:
         self._dims = {"channels_last": (4,), "channels_last_3d": (5,)}.get(setting, (4, 5))
         self._is_auto = setting == "auto"
         self._verify = verify
@@ -178,12 +166,6 @@ class MemoryFormat(Technique):
     @override
     def planned(cls, settings: MemoryFormatPlan, surroundings: Surroundings) -> Self:
         return cls(settings.layout, verify=surroundings.verify)
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind == "xla":
-            return "XLA lays tensors out itself, whatever their strides say. Use memory_format='off'"
-        return None
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
@@ -259,8 +241,7 @@ class MemoryFormat(Technique):
         self._is_shown = is_shown
         for weight in self._weights:
             (weight.show if is_shown else weight.resume)()
-        if self._optimizers is not None:
-            self._optimizers.match()
+        self._match_optimizers()
 
     def _object(self, reason: str) -> None:
         for weight in self._weights:
@@ -321,14 +302,7 @@ class MemoryFormat(Technique):
         for weight in weights if choice != OFF else reversed(weights):
             weight.resume()
             (weight.undo if choice == OFF else weight.apply)()
-        if self._optimizers is not None:
-            self._optimizers.match()
-
-    def _hold(self) -> None:
-        for weight in self._weights:
-            if _has_buckets() and not weight.is_applied:
-                weight.hold()
-                self.watches_on = True  # checkpoints are to have the user's layout
+        self._match_optimizers()
 
     @property
     def has_weights(self) -> bool:
@@ -348,15 +322,21 @@ class MemoryFormat(Technique):
 
     @override
     def settled(self) -> None:
-        self._hold()
-        if self._optimizers is not None:
-            self._optimizers.match()
+        for weight in self._weights:
+            if _has_buckets() and not weight.is_applied:
+                weight.hold()
+                self.watches_on = True  # checkpoints are to have the user's layout
+        self._match_optimizers()
 
     @override
     def close(self) -> None:
         for weight in reversed(self._weights):
             weight.release()
+        self._match_optimizers()
         if self._optimizers is not None:
-            self._optimizers.match()
             self._optimizers.close()
             self._optimizers = None
+
+    def _match_optimizers(self) -> None:
+        if self._optimizers is not None:
+            self._optimizers.match()

@@ -41,12 +41,7 @@ class PrecisionPlan:
 
 
 def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[str, str]:
-    """What ``setting`` means on ``host``.
-
-    Returns:
-        The precision, one of ``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, and the reason in words. Where the host
-        cannot have what was asked for, it is another one.
-    """
+    """The precision that ``setting`` means on ``host``, and the reason in words; another one where it cannot be had."""
     if setting == "16-mixed" and host.kind == "xla":
         return "32-true", (
             "float16 needs a gradient scaler, which would stop XLA at every step, and TPUs compute in bfloat16:"
@@ -135,7 +130,9 @@ class CountingGradScaler(torch.amp.GradScaler):
 
     @override
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        if not self.is_enabled() or (new_scale is None and not any(self._found_infs())):
+        if not self.is_enabled():
+            return
+        if new_scale is None and not any(state["found_inf_per_device"] for state in optimizer_states(self).values()):
             return
         before = None if self._scale is None else self._scale.clone()
         super().update(new_scale)
@@ -173,9 +170,6 @@ class CountingGradScaler(torch.amp.GradScaler):
         super().__setstate__(state)
         self._optimizers = weakref.WeakSet()
 
-    def _found_infs(self) -> Iterator[dict[Any, Tensor]]:
-        return (state["found_inf_per_device"] for state in optimizer_states(self).values())
-
     def _parameters_under_scale(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers:
             if id(optimizer) not in self._unscaled:
@@ -206,12 +200,7 @@ def check_optimizer(optimizer: Optimizer, precision: str) -> None:
     in_plain_loops_only=True,
 )
 class MixedPrecision(Technique):
-    """Autocast around every step of a plain PyTorch loop (under Lightning its own ``MixedPrecision`` does this).
-
-    Attributes:
-        precision: What the setting came to on this host.
-        scaler: The loop's gradient scaler, which does nothing unless the precision is ``"16-mixed"``.
-    """
+    """Autocast around every step of a plain PyTorch loop (under Lightning its own ``MixedPrecision`` does this)."""
 
     acts_without_sites: ClassVar[bool] = True
 
@@ -228,6 +217,7 @@ class MixedPrecision(Technique):
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:
+        """The loop's, which does nothing unless the precision is ``"16-mixed"``."""
         return torch.amp.GradScaler(self._device_type, enabled=self.precision == "16-mixed")
 
     @classmethod

@@ -46,6 +46,7 @@ class Verdict:
 Verdicts = dict[str, Verdict]
 
 
+@dataclass(eq=False)
 class Notes:
     """One technique's word to the run. It is acted on as soon as the step under way is over.
 
@@ -58,44 +59,20 @@ class Notes:
             technique. Empty: it has not.
     """
 
+    status: str = ""
+    details: str = ""
+    measured: Measured | None = None
+    is_new: bool = False
     spoilt: str = ""
+    _refused: Verdicts = field(default_factory=dict, init=False)
+    _revised: Verdicts = field(default_factory=dict, init=False)
+    _warnings: list[str] = field(default_factory=list, init=False)
+    _warned: set[str] = field(default_factory=set, init=False)
 
-    def __init__(self) -> None:
-        self.is_new = False
-        self._status = ""
-        self._details = ""
-        self._measured: Measured | None = None
-        self._refused: dict[str, Verdict] = {}
-        self._revised: Verdicts = {}
-        self._warnings: list[str] = []
-        self._warned: set[str] = set()
-
-    @property
-    def status(self) -> str:
-        return self._status
-
-    @status.setter
-    def status(self, line: str) -> None:
-        if line != self._status:
-            self._status, self.is_new = line, True
-
-    @property
-    def details(self) -> str:
-        return self._details
-
-    @details.setter
-    def details(self, text: str) -> None:
-        if text != self._details:
-            self._details, self.is_new = text, True
-
-    @property
-    def measured(self) -> Measured | None:
-        return self._measured
-
-    @measured.setter
-    def measured(self, measured: Measured | None) -> None:
-        if measured != self._measured:
-            self._measured, self.is_new = measured, True
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("status", "details", "measured") and value != getattr(self, name):
+            self.is_new = True
+        super().__setattr__(name, value)
 
     def refuse(self, site: str, why: str, measured: Measured | None = None) -> None:
         """The patch at ``site`` must be taken back, here and in resumed runs."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.adam import adam
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.measured import Measured
@@ -24,7 +24,7 @@ from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.torchao import why_missing
 from lightning_accel.memory import eight_bits
 from lightning_accel.memory.eight_bit_errors import Errors
-from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import Forecast, Refusal, Technique
 from lightning_accel.techniques.notes import Notes
 from lightning_accel.techniques.registry import register
 
@@ -34,6 +34,7 @@ CHUNK_ELEMENTS = 1 << 22
 """Parameters that are stepped together: only their states are in floats at a time."""
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}  # and whether they can be negative
+_OPTIONS = ("lr", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad", "maximize", "foreach", "fused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +75,8 @@ class EightBitStates(Patch):
 
     The optimizer stays what it is. Within its own ``step``, large parameters are stepped first, by torch's function and
     the options of their groups, a few at a time with their states in floats; its own code then finds no gradient of
-    them. What it saves, and what is copied or pickled of it, has floats.
-
-    Args:
-        site: The optimizer's.
-        optimizer: Such as :func:`why_not` has nothing against.
-        notes: Where the measured errors are told.
+    them. What it saves, and what is copied or pickled of it, has floats. It is one that :func:`why_not` has nothing
+    against.
     """
 
     def __init__(self, site: str, optimizer: Optimizer, notes: Notes) -> None:
@@ -110,8 +107,8 @@ class EightBitStates(Patch):
         for handle in self._handles:
             handle.remove()
         self._copies.undo()
-        for parameter, state in self._optimizer.state.items():
-            state.update(_floats_of(state, parameter))
+        for parameter in self._optimizer.state:
+            self._give_back(parameter)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -157,7 +154,8 @@ class EightBitStates(Patch):
     def _step_together(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> None:
         states = [self._state(parameter, group) for parameter in parameters]
         floats = [_floats_of(state, parameter) for state, parameter in zip(states, parameters, strict=True)]
-        beta1, beta2 = group["betas"]
+        options = {name: group[name] for name in _OPTIONS}
+        options["beta1"], options["beta2"] = group["betas"]
         self._errors.before(self._optimizer, parameters, floats, group)
         adam(
             list(parameters),
@@ -166,18 +164,9 @@ class EightBitStates(Patch):
             [moments["exp_avg_sq"] for moments in floats],
             [moments["max_exp_avg_sq"] for moments in floats if group["amsgrad"]],
             [state["step"] for state in states],
-            foreach=group["foreach"],
-            fused=group["fused"],
             grad_scale=getattr(self._optimizer, "grad_scale", None),  # set by torch's gradient scaler, for fused ones
             found_inf=getattr(self._optimizer, "found_inf", None),
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            amsgrad=group["amsgrad"],
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
+            **options,
         )
         for state, moments in zip(states, floats, strict=True):
             for name, values in moments.items():
@@ -234,7 +223,7 @@ def _floats_in(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         index: {**state, **_floats_of(state, parameters[index])} if isinstance(index, int) else state
         for index, state in saved["state"].items()
     }
-    return {**saved, "state": states}
+    return saved | {"state": states}
 
 
 def _with_floats(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -287,11 +276,6 @@ class Optimizer8bit(Technique):
     edits_optimizers: ClassVar[bool] = True
     why_not_sharded: ClassVar[str] = "its blocks of 256 elements were not tried on shards"
 
-    @classmethod
-    @override
-    def planned(cls, settings: Optimizer8bitPlan, surroundings: Surroundings) -> Self:
-        return cls()
-
     @override
     def unavailable(self, host: Host) -> str | None:
         return _not_on(host) or why_missing(eight_bits.MODULE)
@@ -304,8 +288,7 @@ class Optimizer8bit(Technique):
 
     @override
     def forecast(self, host: Host) -> Forecast:
-        reason = _not_on(host)
-        if reason is not None:
+        if (reason := _not_on(host)) is not None:
             return Forecast(False, "no", reason)
         return Forecast(True, "yes", "the moments of torch's Adam and AdamW, where torchao is installed")
 

@@ -14,21 +14,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
+from lightning_accel.core import stepping
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
-from lightning_accel.core.stepping import (
-    Group,
-    Way,
-    has_fused,
-    is_foreach_by_itself,
-    is_one_operation,
-    kind_of,
-    knows_distributed,
-    make_ready,
-    own_choice,
-    own_steps,
-    why_never,
-)
+from lightning_accel.core.stepping import Group, Way
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.notes import Notes, Verdict
@@ -59,15 +48,8 @@ class OptimizerPlan:
 def step_together(
     site: str, optimizer: Optimizer, setting: OptimizerSetting = "auto", notes: Notes | None = None
 ) -> list[StepsTogether | Refusal]:
-    """The edit that has an optimizer step in another way, and the groups of parameters that are left, each with why.
-
-    Args:
-        site: The optimizer's name in the report.
-        optimizer: Any.
-        setting: As in a plan.
-        notes: Where a group is told that cannot be stepped so after all.
-    """
-    kind = kind_of(optimizer)
+    """The edit that has an optimizer step in another way, and the groups of parameters that are left, each with why."""
+    kind = stepping.kind_of(optimizer)
     if isinstance(kind, str):
         return [Refusal(site, kind)]
     if any(is_lazy(parameter) for group in optimizer.param_groups for parameter in group["params"]):
@@ -76,12 +58,12 @@ def step_together(
     refusals = []
     for index, group in enumerate(optimizer.param_groups):
         found = _ways(kind, group, setting)
-        possible = [way for way in found if why_never(kind, group, way) is None]
+        possible = [way for way in found if stepping.why_never(kind, group, way) is None]
         ways |= dict.fromkeys(possible)
         if not possible:
-            reason = why_never(kind, group, found[0]) if found else _nothing_to_gain(kind, group, setting)
+            reason = stepping.why_never(kind, group, found[0]) if found else _nothing_to_gain(kind, group, setting)
             where = f"{site}, group {index}" if len(optimizer.param_groups) > 1 else site
-            refusals.append(Refusal(where, own_choice(group) or reason or ""))
+            refusals.append(Refusal(where, stepping.own_choice(group) or reason or ""))
     return [*([StepsTogether(site, optimizer, kind, list(ways), notes or Notes())] if ways else ()), *refusals]
 
 
@@ -90,14 +72,14 @@ def _ways(kind: type[Optimizer], group: Group, setting: OptimizerSetting) -> lis
     ways: list[Way] = []
     devices = {parameter.device.type for parameter in group["params"]}
     is_auto = setting == "auto"
-    if is_auto and is_one_operation(kind, group):
+    if is_auto and stepping.is_one_operation(kind, group):
         return []
     if setting != "foreach":
-        ways += ["fused"] if all(has_fused(kind, p.device.type, p.dtype) for p in group["params"]) else []
+        ways += ["fused"] if all(stepping.has_fused(kind, p.device.type, p.dtype) for p in group["params"]) else []
     # On GPUs it needs memory for temporary copies, which a run may not have.
     if setting == "foreach" or (is_auto and devices == {"cpu"} and _mean_size(group) <= SMALL):
         ways += ["foreach"]
-    return [way for way in ways if knows_distributed(kind, group, way)]
+    return [way for way in ways if stepping.knows_distributed(kind, group, way)]
 
 
 def _mean_size(group: Group) -> float:
@@ -109,9 +91,9 @@ def _nothing_to_gain(kind: type[Optimizer], group: Group, setting: OptimizerSett
     devices = {parameter.device.type for parameter in group["params"]}
     if setting == "foreach":
         return f"torch has no foreach step of {kind.__name__} for distributed parameters"
-    if setting == "auto" and is_one_operation(kind, group):
+    if setting == "auto" and stepping.is_one_operation(kind, group):
         return "its step is one addition, which nothing makes less"
-    if not knows_distributed(kind, group, "fused"):
+    if not stepping.knows_distributed(kind, group, "fused"):
         why = f"torch has no fused step of {kind.__name__} for distributed parameters"
     else:
         dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in group["params"]}
@@ -120,7 +102,9 @@ def _nothing_to_gain(kind: type[Optimizer], group: Group, setting: OptimizerSett
         return why
     if devices == {"cpu"}:
         return f"{why}, and foreach gains nothing with parameters of {_mean_size(group):,.0f} elements on average"
-    by_itself = "torch takes foreach there by itself" if is_foreach_by_itself(group) else "foreach takes more memory"
+    by_itself = (
+        "torch takes foreach there by itself" if stepping.is_foreach_by_itself(group) else "foreach takes more memory"
+    )
     return f"{why}, and {by_itself}"
 
 
@@ -131,14 +115,8 @@ def _listed(names: Iterable[str]) -> str:
 class StepsTogether(StandInSteps):
     """Has an optimizer of torch's step in another way, by the flags of its groups, which its stand-in alone has.
 
-    A group that cannot be stepped so in some step takes it as the user's.
-
-    Args:
-        site: The optimizer's name in the report.
-        optimizer: The optimizer.
-        kind: What :func:`~lightning_accel.core.stepping.kind_of` said of it.
-        ways: What there is to choose from; the first is in force once it is applied.
-        notes: Where a group is told that cannot be stepped so after all.
+    A group that cannot be stepped so in some step takes it as the user's, and is told in the notes. Of the ways that
+    there are to choose from, the first is in force once it is applied.
     """
 
     def __init__(self, site: str, optimizer: Optimizer, kind: type[Optimizer], ways: list[Way], notes: Notes) -> None:
@@ -165,8 +143,8 @@ class StepsTogether(StandInSteps):
     @override
     def _groups(self, optimizer: Optimizer) -> Iterator[Group]:
         for group in optimizer.param_groups:
-            reason = make_ready(self._kind, group, optimizer.state, self._way)
-            if reason is not None and reason not in self._reasons and own_choice(group) is None:
+            reason = stepping.make_ready(self._kind, group, optimizer.state, self._way)
+            if reason is not None and reason not in self._reasons and stepping.own_choice(group) is None:
                 self._tell(reason)
             yield {**group, self._way: True} if reason is None else group
 
@@ -177,7 +155,7 @@ class StepsTogether(StandInSteps):
 
     @override
     def _own_states(self, group: Group) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        for parameter, step in own_steps(group, self._optimizer.state):
+        for parameter, step in stepping.own_steps(group, self._optimizer.state):
             yield parameter, {**self._optimizer.state[parameter], "step": step}
 
 
@@ -190,12 +168,7 @@ class StepsTogether(StandInSteps):
     shown=("fused", "foreach"),
 )
 class OptimizerSteps(Technique):
-    """Has torch's own optimizers take fused or foreach steps; checkpoints and the user's flags stay as they are.
-
-    Args:
-        setting: As in the plan; not ``"off"``.
-        is_xla: Whether XLA computes, for which torch_xla has steps of its own.
-    """
+    """Has torch's own optimizers take fused or foreach steps; checkpoints and the user's flags stay as they are."""
 
     trial_step: ClassVar[None] = None
     remembers: ClassVar[bool] = False
@@ -215,9 +188,7 @@ class OptimizerSteps(Technique):
     def unavailable(self, host: Host) -> str | None:
         if host.kind == "xla" and self._setting != "auto":
             return f"torch has no {self._setting} steps for XLA: optimizer='auto' takes those of torch_xla"
-        if host.kind == "xla":
-            return None
-        if host.kind not in ("cpu", "cuda", "rocm"):
+        if host.kind not in ("cpu", "cuda", "rocm", "xla"):
             return f"not measured on {host.kind} yet: give torch's optimizers fused=True or foreach=True to try it"
         return None
 
@@ -228,12 +199,12 @@ class OptimizerSteps(Technique):
             return
         for site, optimizer in optimizers.items():
             for claim in step_together(site, optimizer, self._setting, self.notes):
+                yield claim
                 if isinstance(claim, StepsTogether):
                     self._patches.append(claim)
-                yield claim
-                # It is applied by now. One that comes later than the arm does as the others.
-                if isinstance(claim, StepsTogether) and self._choice is not None:
-                    claim.choose(self._choice)
+                    # It is applied by now. One that comes later than the arm does as the others.
+                    if self._choice is not None:
+                        claim.choose(self._choice)
 
     @override
     def arms(self) -> Iterator[Arm]:

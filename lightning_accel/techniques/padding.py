@@ -86,13 +86,7 @@ def multiple_for(length: int, most: int) -> int:
 
 
 def padded(batch: Mapping[str, Any], length: int, pad_id: int) -> Any:
-    """A copy of ``batch`` whose sequences are ``length`` long; padding comes last, where it shifts no position.
-
-    Args:
-        batch: With tensors of shape (B, T).
-        length: T or more.
-        pad_id: Of the tokens that are added; they are masked.
-    """
+    """A copy of a batch of (B, T) as one of (B, length); padding comes last, where it shifts no position."""
     ids = batch[_IDS]
     longer = copy.copy(batch)
     for name, fill in {_IDS: pad_id, **_FILLED}.items():
@@ -147,6 +141,8 @@ class Padding(Technique):
         self._grouping = "; no loader of a Trainer to group by length" if groups else ""
         self._grouped: weakref.WeakSet[GroupedLoader] = weakref.WeakSet()
         self._most = _MOST.get(surroundings.host.kind, _MOST_ELSEWHERE)
+        largest = f"up to {self._most}" if multiple == "auto" else multiple
+        self._words = f"batches of text padded to multiples of {largest}"
         self._pad_id = _pad_id(surroundings.model)
         self._tables = _tables(surroundings.model)
         self._lengths: dict[int, int] = {}  # as they come → as they are padded
@@ -233,14 +229,6 @@ class Padding(Technique):
     def _say(self) -> None:
         met = f": {len(self._lengths)} lengths → {len(set(self._lengths.values()))}" if self._lengths else ""
         self.notes.status = f"{self._words}{met}{self._grouping}"
-
-    @property
-    def _words(self) -> str:
-        return f"batches of text padded to multiples of {'up to ' * (self._multiple == 'auto')}{self._largest}"
-
-    @property
-    def _largest(self) -> int:
-        return self._most if self._multiple == "auto" else self._multiple
 
     def _longer(self, length: int) -> int:
         multiple = multiple_for(length, self._most) if self._multiple == "auto" else self._multiple

@@ -48,10 +48,6 @@ class Preprocessing(Technique):
 
     Batches of the stage ``"train"`` are counted, and each has random numbers of its own; the others get what is
     deterministic.
-
-    Args:
-        transforms: In their order.
-        surroundings: Whose device, dtype and layout the batches are given.
     """
 
     acts_without_sites: ClassVar[bool] = True
@@ -87,8 +83,6 @@ class Preprocessing(Technique):
         position = Position(training=stage == "train", batch_idx=self._batches)
         self._batches += stage == "train"
         batch = self._preprocess(batch, position)
-        return (
-            map_tensors(lambda tensor: tensor.to(self._surroundings.device), batch)
-            if self._preprocess.on_host
-            else batch
-        )
+        if self._preprocess.on_host:
+            batch = map_tensors(lambda tensor: tensor.to(self._surroundings.device), batch)
+        return batch

@@ -34,36 +34,23 @@ _is_complete = False
 class Declaration:
     """One technique, and how a plan sets it.
 
-    Attributes:
-        name: Of the setting, the section of the report, the key in checkpoints.
-        technique: What does the work.
-        settings: A frozen dataclass whose first field, the *switch*, is what a plan takes in short:
-            ``flash_attention="sdpa"`` for ``flash_attention={"backend": "sdpa"}``. Its docstring documents the setting.
-        default: The switch where a plan does not say.
-        off: The switch that turns the technique off; ``False`` and ``"off"`` always do.
-        on: What ``True`` means; None: nothing.
-        after: The techniques that are applied before this one, where a run has them.
-        before: Those that are applied after it.
-        exactness: What it does to the numbers of a run.
-        shown: Values, beside the default, that `docs/hosts.md` and the tests of all techniques go through.
-        in_plain_loops_only: Whether Lightning's own part does it in a Lightning run.
-        write: Turns what a plan holds into the plain values that :meth:`read` takes.
-        elsewhere: Settings that may have been meant where a wrong value is given, as errors name them.
+    Its settings are a frozen dataclass whose first field, the *switch*, is what a plan takes in short:
+    ``flash_attention="sdpa"`` for ``flash_attention={"backend": "sdpa"}``. Their docstring documents the setting.
     """
 
-    name: str
+    name: str  # of the setting, the section of the report, the key in checkpoints
     technique: type[Technique]
     settings: type[Any]
-    default: Any
-    off: Any
-    on: Any
-    after: tuple[str, ...]
-    before: tuple[str, ...]
-    exactness: Exactness
-    shown: tuple[Any, ...]
-    in_plain_loops_only: bool
-    write: Callable[[Any], Any]
-    elsewhere: tuple[str, ...]
+    default: Any  # the switch where a plan does not say
+    off: Any  # the switch that turns the technique off; False and "off" always do
+    on: Any  # what True means; None: nothing
+    after: tuple[str, ...]  # the techniques that are applied before this one, where a run has them
+    before: tuple[str, ...]  # those that are applied after it
+    exactness: Exactness  # what it does to the numbers of a run
+    shown: tuple[Any, ...]  # values, beside the default, that docs/hosts.md and the tests of all techniques go through
+    in_plain_loops_only: bool  # whether Lightning's own part does it in a Lightning run
+    write: Callable[[Any], Any]  # turns what a plan holds into the plain values that `read` takes
+    elsewhere: tuple[str, ...]  # settings that may have been meant where a wrong value is given, as errors name them
 
     @functools.cached_property
     def switch(self) -> str:

@@ -6,7 +6,7 @@ https://doi.org/10.1109/ISCA.2018.00070, of which this takes the lossless part: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -15,14 +15,12 @@ import torch
 from torch import nn
 from typing_extensions import Self, override
 
-from lightning_accel.core.host import Host
 from lightning_accel.core.measured import Measured
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.packing_budget import MAX_TIME_SHARE
 from lightning_accel.memory.saved import saving
-from lightning_accel.techniques.base import Surroundings, Technique
+from lightning_accel.techniques.base import Relief, Surroundings, Technique
 from lightning_accel.techniques.registry import register
-from lightning_accel.techniques.relief import Relief
 
 _LEAVE_ZEROS = (nn.ReLU, nn.ReLU6, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -55,13 +53,14 @@ class SparseActivations(Technique):
 
     Its status says what it found, and changes in the course of the first steps. Decisions are local to a process and
     change no number, so ranks need not agree.
-
-    Args:
-        model: Its parameters and buffers are left alone.
-        packer: What decides; by default with its own defaults.
     """
 
     acts_without_sites: ClassVar[bool] = True
+    not_on: ClassVar[Mapping[str, str]] = {
+        "mps": "tensors are packed on CPUs, NVIDIA and AMD GPUs only. Use gradient_checkpointing to need less memory",
+        "xla": "how large a packed tensor is depends on its values, and XLA compiles for sizes that are known before."
+        " Use torch_xla.utils.checkpoint to need less memory",
+    }
 
     def __init__(self, model: nn.Module, *, packer: Packer | None = None) -> None:
         self.packer = packer or Packer()
@@ -79,19 +78,6 @@ class SparseActivations(Technique):
         is_off = surroundings.settings[cls.name].mode == "off"
         if is_off and any(isinstance(module, _LEAVE_ZEROS) for module in surroundings.model.modules()):
             yield Relief(SparseActivationsPlan(mode="auto"), costs=MAX_TIME_SHARE)
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind == "mps":
-            return (
-                "tensors are packed on CPUs, NVIDIA and AMD GPUs only. Use gradient_checkpointing to need less memory"
-            )
-        if host.kind == "xla":
-            return (
-                "how large a packed tensor is depends on its values, and XLA compiles for sizes that are known before."
-                " Use torch_xla.utils.checkpoint to need less memory"
-            )
-        return None
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:

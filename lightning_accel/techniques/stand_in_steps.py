@@ -21,12 +21,6 @@ class StandInSteps(Patch):
 
     The optimizer itself never has them, whatever a step raises. Pre-hooks may replace the arguments of a step, the
     first of which is the optimizer; hooks, and what learning rate schedulers wrap around the step, are called as ever.
-
-    Args:
-        site: The optimizer's name in the report.
-        change: What is done, in words.
-        optimizer: The optimizer.
-        kind: What :func:`~lightning_accel.core.stepping.kind_of` said of it.
     """
 
     def __init__(self, site: str, change: str, optimizer: Optimizer, kind: type[Optimizer]) -> None:

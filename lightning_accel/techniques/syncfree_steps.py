@@ -25,12 +25,7 @@ _MOST = "max_exp_avg_sq"  # torch_xla's Adam has it, empty, without amsgrad too
 
 
 def step_syncfree(site: str, optimizer: Optimizer) -> SyncfreeSteps | Refusal:
-    """The edit that has an optimizer step as torch_xla's variant of it, or why there is none.
-
-    Args:
-        site: The optimizer's name in the report.
-        optimizer: Any.
-    """
+    """The edit that has an optimizer step as torch_xla's variant of it, or why there is none."""
     kind = kind_of(optimizer)
     if isinstance(kind, str):
         return Refusal(site, kind)
@@ -62,13 +57,7 @@ def why_not(kind: type[Optimizer], group: Group) -> str:
 
 
 class SyncfreeSteps(StandInSteps):
-    """Has an optimizer step as torch_xla's variant of its class; its stand-in has none of these parameters.
-
-    Args:
-        site: The optimizer's name in the report.
-        optimizer: The optimizer.
-        kind: What :func:`~lightning_accel.core.stepping.kind_of` said of it.
-    """
+    """Has an optimizer step as torch_xla's variant of its class; its stand-in has none of these parameters."""
 
     def __init__(self, site: str, optimizer: Optimizer, kind: type[Optimizer]) -> None:
         super().__init__(site, f"{kind.__name__} → torch_xla's, an operation for each parameter", optimizer, kind)

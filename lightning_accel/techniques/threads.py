@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -47,17 +47,11 @@ def in_words(count: int) -> str:
 
 
 class ThreadsPatch(Patch):
-    """Sets the number of threads of this process; undone where nobody else has set another since.
-
-    Args:
-        count: How many.
-        change: For the report.
-    """
+    """Sets the number of threads of this process; undone where nobody else has set another since."""
 
     def __init__(self, count: int, change: str) -> None:
         super().__init__("", change)
         self._count = count
-        self._before = torch.get_num_threads()
 
     @override
     def _apply(self) -> None:
@@ -85,6 +79,9 @@ class Threads(Technique):
     applied_before_trial = True
     trial_step: ClassVar[None] = None
     remembers = False
+    not_on: ClassVar[Mapping[str, str]] = {
+        "xla": "XLA computes with threads of its own, of which torch's setting says nothing"
+    }
 
     def __init__(self, count: Literal["auto"] | int) -> None:
         # Fewer than there are: all of them is what the run has without this.
@@ -98,14 +95,6 @@ class Threads(Technique):
     def planned(cls, settings: ThreadsPlan, surroundings: Surroundings) -> Self:
         assert settings.count != "off"
         return cls(settings.count)
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        return (
-            "XLA computes with threads of its own, of which torch's setting says nothing"
-            if host.kind == "xla"
-            else None
-        )
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch]:

@@ -68,15 +68,10 @@ class Needs:
 
 
 class Backend(ABC):
-    """One way to compute attention.
+    """One way to compute attention."""
 
-    Attributes:
-        name: What ``flash_attention=`` takes.
-        needs: What it needs of the machine; None: nothing.
-    """
-
-    name: str
-    needs: Needs | None = None
+    name: str  # that `flash_attention=` takes
+    needs: Needs | None = None  # of the machine
 
     def unavailable(self, host: Host) -> str | None:
         """Why it does not work on ``host``, with the mend; None where it does."""

@@ -12,27 +12,16 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """The arguments of one attention, all of one dtype: softmax(scale * query @ key^T + mask) @ value.
+    """The arguments of one attention, all of one dtype: softmax(scale * query @ key^T + mask) @ value."""
 
-    Attributes:
-        query: (B, H, T, D).
-        key: (B, H, S, D).
-        value: (B, H, S, Dv).
-        mask: Broadcastable to (B, H, T, S), 4-D: bool (True takes part) or floating (added to the scores).
-        is_causal: Query ``i`` sees keys ``0 … i`` (aligned at the top left) and of those only what the mask allows.
-        dropout_p: Probability with which a weight is dropped.
-        scale: None: 1/sqrt(D).
-        window: How many keys to the left and to the right of its own position a query sees; None: all.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None = None
-    is_causal: bool = False
-    dropout_p: float = 0.0
-    scale: float | None = None
-    window: tuple[int, int] | None = None
+    query: Tensor  # (B, H, T, D)
+    key: Tensor  # (B, H, S, D)
+    value: Tensor  # (B, H, S, Dv)
+    mask: Tensor | None = None  # broadcastable to (B, H, T, S), 4-D: bool (True takes part) or floating (added)
+    is_causal: bool = False  # query i sees keys 0 … i (aligned at the top left) and of those what the mask allows
+    dropout_p: float = 0.0  # probability with which a weight is dropped
+    scale: float | None = None  # None: 1/sqrt(D)
+    window: tuple[int, int] | None = None  # keys to the left and right of its own position that a query sees; None: all
 
     @property
     def true_scale(self) -> float:

@@ -32,11 +32,8 @@ def caller_discards_weights() -> bool:
 
     To be called in a module's forward pass, or in this package's functions that stand in for one. Walks up to the
     frame that called the module: frames of this package and of ``Module.__call__`` are passed over, anything else
-    (hooks, gradient checkpointing, a container) is taken for the caller and judged by its own code.
-
-    Returns:
-        True only where the result is unpacked into two variables of which the second is never loaded, or indexed
-        with ``[0]``. False in doubt, and in code that is being compiled.
+    (hooks, gradient checkpointing, a container) is taken for the caller and judged by its own code: it has to unpack
+    the result into two variables and never load the second, or index it with ``[0]``. False where it is compiled.
     """
     if torch.compiler.is_compiling():
         return False

@@ -50,10 +50,7 @@ class Judge:
 class Dispatch(Patch):
     """Lets a site's calls go to backends. Undone, all go to the original: other techniques may stand on top of it.
 
-    Args:
-        attention: The site.
-        judge: Tries backends on calls.
-        revise: Told with a site's name what holds there from now on.
+    Backends are tried as the ``judge`` says; ``revise`` is told, with the site's name, what holds there from now on.
     """
 
     def __init__(self, attention: AttentionSite, judge: Judge, revise: Callable[[str, Verdict], None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_accel.core.isolation import isolated
-from lightning_accel.core.patch import MethodPatch, PatchSet
+from lightning_accel.core.patch import MethodPatch, PatchSet, applied
 from lightning_accel.core.trial import one_line
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
@@ -40,12 +40,8 @@ def explain(module: nn.Module, *inputs: Any, **kwargs: Any) -> str:
             for site in sites
             if isinstance(site, HandWrittenSite)
         )
-        with isolated(module):
-            patches.apply()
-            try:
-                module(*inputs, **kwargs)
-            finally:
-                patches.undo()
+        with isolated(module), applied(patches):
+            module(*inputs, **kwargs)
     lines = []
     for site in sites:
         lines.append(f"{site.site or 'the module itself'} ({type(module.get_submodule(site.site)).__name__})")

@@ -46,10 +46,6 @@ class Capture:
         self._forward = forward
         self._captured: Forward = torch.compile(_own_copy(forward), backend=self._rewritten)
 
-    @property
-    def has_fused(self) -> bool:
-        return any(finding.form is not None for finding in self.findings)
-
     def call(
         self, backend: Backend | Rehearsal, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -104,13 +100,7 @@ class Capture:
 
 
 class HandWrittenSite(AttentionSite):
-    """A module whose ``forward`` spells attention out.
-
-    Args:
-        site: Its qualified name in the model.
-        module: The module.
-        shared: Captures of the model's other sites, by forward function.
-    """
+    """A module whose ``forward`` spells attention out; ``shared`` are the captures of the model's other sites."""
 
     what = "hand-written attention"
 
@@ -123,25 +113,22 @@ class HandWrittenSite(AttentionSite):
         self._is_watched = False
 
     @override
-    def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._captured_or_not(backend, original, args, kwargs)
-
-    @override
     def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not (torch.is_grad_enabled() and saved_tensors_hooks() is not None):
-            return self._captured_or_not(rehearsal, original, args, kwargs)
+            return self.fused(rehearsal, original, args, kwargs)
         # Somebody (gradient checkpointing) may run this call again, and what is recomputed must be computed by the
         # same operations: a copy is captured, which nobody watches.
         module = self.module
         try:
             with isolated(module):
                 self.module = silent_twin(module)
-                self._captured_or_not(rehearsal, original, args, kwargs)
+                self.fused(rehearsal, original, args, kwargs)
         finally:
             self.module = module
         return original(module, *args, **kwargs)
 
-    def _captured_or_not(
+    @override
+    def fused(
         self, backend: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         global_hooks = hooks_on_all_modules()
@@ -167,7 +154,7 @@ class HandWrittenSite(AttentionSite):
     def nothing_found(self) -> str | None:
         if self._is_watched:
             return "hooks on all modules are to see its parts called"
-        if self.capture is None or self.capture.has_fused:
+        if self.capture is None or any(finding.form is not None for finding in self.capture.findings):
             return None
         reasons = "; ".join(dict.fromkeys(finding.reason for finding in self.capture.findings))
         return reasons or "no attention in what TorchDynamo could capture of its forward"
@@ -188,11 +175,7 @@ def _own_copy(forward: Forward) -> Forward:
 
     Dynamo keeps what it captured, and its limit on how much of it, by code object, which all layers of a class share.
     """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    function = forward if isinstance(forward, types.FunctionType) else call
+    function = forward if isinstance(forward, types.FunctionType) else lambda *args, **kwargs: forward(*args, **kwargs)
     assert isinstance(function, types.FunctionType)
     code, name = function.__code__.replace(), function.__name__
     copy = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from typing_extensions import override
@@ -43,7 +43,11 @@ def find_huggingface(model: nn.Module) -> Iterator[HuggingFaceSite | Refusal]:
     for site, module, config in _interface_modules(model):
         name = implementation(config)
         # transformers' own hooks do nothing until weights are asked for, which a site notices.
-        hooks = [hook for hook in hooks_of(module)[0].values() if not _is_transformers(hook)]
+        hooks = [
+            hook
+            for hook in hooks_of(module)[0].values()
+            if not getattr(hook, "__module__", "").startswith("transformers.")
+        ]
         if name not in ("eager", OWN_MASKS):
             yield Refusal(site, f"fused already: its config says attn_implementation={name!r}")
         elif hooks:
@@ -64,15 +68,14 @@ class HuggingFaceSite(AttentionSite):
         self._missed: str | None = None
 
     @override
-    def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._with_request(Request(backend), original, args, kwargs)
+    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.fused(rehearsal, original, args, kwargs)
 
     @override
-    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._with_request(Request(rehearsal), original, args, kwargs)
-
-    def _with_request(self, request: Request, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        config: Any = self.module.config
+    def fused(
+        self, backend: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        request, config = Request(backend), cast(Any, self.module.config)
         name = implementation(config)
         self._missed = self._why_not(name, args, kwargs)
         if self._missed is not None:
@@ -106,9 +109,7 @@ class HuggingFaceSite(AttentionSite):
 class ModelSwitch(AttributePatch):
     """Has a model's masks built for fused attention: none where it is plainly causal.
 
-    Args:
-        site: The model whose config it is.
-        config: The config; that one only, and not, as transformers' own setter would, those below it.
+    By its config alone, and not, as transformers' own setter would, by those below it.
     """
 
     def __init__(self, site: str, config: Any) -> None:
@@ -154,7 +155,3 @@ def _interface_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]
         config = getattr(module, "config", None)
         if has_implementation(config) and eager_function(type(module)) is not None:
             yield site, module, config
-
-
-def _is_transformers(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").startswith("transformers.")

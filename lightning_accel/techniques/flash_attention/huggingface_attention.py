@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,20 +27,18 @@ _UNSUPPORTED = ("softcap", "sinks", "s_aux", "head_mask", "cache", "indices", "b
 _memory = MaskMemory()
 
 
+@dataclass(eq=False)
 class Request:
     """A call's backend, or rehearsal, left on the module for :func:`accel_attention`, and what became of it.
 
     On the module, not in a context variable, which torch.compile cannot read.
-
-    Attributes:
-        missed: Why the backend did not compute the attention; None if it did.
     """
 
-    NAME = "_accel_request"
+    NAME: ClassVar[str] = "_accel_request"
 
-    def __init__(self, backend: Backend | Rehearsal) -> None:
-        self.backend = backend
-        self.missed: str | None = "its forward did not call transformers' attention interface"
+    backend: Backend | Rehearsal
+    # Why the backend did not compute the attention; None if it did.
+    missed: str | None = "its forward did not call transformers' attention interface"
 
 
 def accel_attention(

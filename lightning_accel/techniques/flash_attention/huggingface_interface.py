@@ -39,11 +39,7 @@ OWN_MASKS = _Name("lightning_accel")
 
 
 class Registration:
-    """Functions of ours in transformers' registries, there while somebody holds them.
-
-    Args:
-        attention: By name, as transformers' own ``eager_attention_forward``.
-    """
+    """Functions of ours, by name, in transformers' registries of attention, there while somebody holds them."""
 
     def __init__(self, attention: Mapping[str, EagerAttention]) -> None:
         self._attention = attention

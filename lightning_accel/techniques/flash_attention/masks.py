@@ -109,16 +109,10 @@ class MaskMemory:
 
 
 def attend_edited(call: AttentionCall, edits: Sequence[Edit], attend: Attend, *, zero_rows: bool = False) -> Tensor:
-    """softmax(edits(query @ key^T)) @ value.
+    """softmax(edits(query @ key^T)) @ value: (B, H, T, Dv).
 
-    Args:
-        call: With the scale that is in the edits, and no mask.
-        edits: In their order; tensors are (B, H, T, S) or broadcastable to it.
-        attend: Computes a call.
-        zero_rows: Whether a query whose keys are all given -inf gets zeros, instead of NaN.
-
-    Returns:
-        (B, H, T, Dv).
+    The call has the scale that is in the edits, and no mask; the edits' tensors are broadcastable to (B, H, T, S). With
+    ``zero_rows`` a query whose keys are all given -inf gets zeros, instead of NaN.
     """
     masks = [edit for edit in edits if edit.kind in ("add", "keep", "band")]
     if not masks:

@@ -37,38 +37,26 @@ _MISMATCHED = "Support for mismatched key_padding_mask and attn_mask is deprecat
 
 
 def multihead_forward(
-    module: MultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
+    module: MultiheadAttention,  # with batch_first=False read (T, B, E) below
+    query: Tensor,  # (B, T, E), or (T, E) for one sample
+    key: Tensor,  # (B, S, kdim), or (S, kdim)
+    value: Tensor,  # (B, S, vdim), or (S, vdim)
+    key_padding_mask: Tensor | None = None,  # (B, S), or (S,): bool (True is ignored) or floating (added to the scores)
     need_weights: bool = True,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,  # (T, S) or (B * H, T, S): bool (True is not allowed) or floating, likewise
     average_attn_weights: bool = True,
-    is_causal: bool = False,
+    is_causal: bool = False,  # a hint that attn_mask is the causal mask
     *,
     backend: Backend,
 ) -> tuple[Tensor, Tensor | None]:
     """What ``nn.MultiheadAttention.forward`` computes, with its attention through ``backend``.
 
+    That is the output, (B, T, E) or (T, E), and the weights, (B, T, S) or (B, H, T, S), or None. Where the backend
+    lacks what the call needs, torch's own choice takes its place.
+
     Weights that the caller reads are left to torch, which has to compute them explicitly anyway and then has the output
     from the same, dropped, weights. So is what torch refuses, for it has the words for it. A caller who asks for
     weights and never reads them (:func:`~.discards.caller_discards_weights`) gets None in their place.
-
-    Args:
-        module: Whose parameters and settings are used; with ``batch_first=False`` read (T, B, E) below.
-        query: (B, T, E), or (T, E) for one sample.
-        key: (B, S, kdim), or (S, kdim).
-        value: (B, S, vdim), or (S, vdim).
-        key_padding_mask: (B, S), or (S,): bool (True is ignored) or floating (added to the scores).
-        need_weights: Whether the weights are returned too.
-        attn_mask: (T, S) or (B * H, T, S): bool (True is not allowed) or floating (added to the scores).
-        average_attn_weights: Whether the returned weights are the mean over the heads.
-        is_causal: A hint that ``attn_mask`` is the causal mask.
-        backend: Which kernel; where it lacks what the call needs, torch's own choice takes its place.
-
-    Returns:
-        The output, (B, T, E) or (T, E), and the weights, (B, T, S) or (B, H, T, S), if they are needed; else None.
     """
     masks = (key_padding_mask, attn_mask)
     is_discarded = need_weights and caller_discards_weights()

@@ -36,10 +36,8 @@ class MultiheadSite(AttentionSite):
 
     @override
     def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def judged(outputs: Any) -> Any:
-            return outputs[0] if caller_discards_weights() else outputs
-
         # All of it is torch's own code, down to the projections, which are done otherwise too.
+        judged = (lambda outputs: outputs[0]) if caller_discards_weights() else (lambda outputs: outputs)
         rehearse_whole(self, rehearsal, original, args, kwargs, judged)
         return original(self.module, *args, **kwargs)
 

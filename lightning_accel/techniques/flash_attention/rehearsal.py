@@ -36,12 +36,7 @@ class Judgement:
 
 
 class WatchedBackend(Backend):
-    """A backend that says what it was asked for and could not do; torch's own choice takes its place.
-
-    Args:
-        backend: The one that does the work.
-        complain: Called with what it lacks, once for each such thing.
-    """
+    """A backend that says what it was asked for and could not do, once each; torch's own choice takes its place."""
 
     def __init__(self, backend: Backend, complain: Callable[[str], None] = lambda lack: None) -> None:
         self.name = backend.name
@@ -64,10 +59,7 @@ class WatchedBackend(Backend):
 class Rehearsal:
     """One call of a site, at whose attentions backends are tried beside the original, which computes the call.
 
-    Args:
-        backends: In order of preference.
-        by_clock: Whether the fastest is taken, the original among them; otherwise the first that agrees.
-        purse: What pays for the trials; None: they may take what they take.
+    By the clock the fastest is taken, the original among them; otherwise the first, by preference, that agrees.
     """
 
     def __init__(self, backends: Sequence[WatchedBackend], *, by_clock: bool, purse: Purse | None = None) -> None:
@@ -81,26 +73,16 @@ class Rehearsal:
 
     def rehearse(
         self,
-        original: Callable[..., Any],
+        original: Callable[..., Any],  # the attention as the site computes it, by torch's own operations
         fused: Callable[[Backend], Callable[..., Any]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None = None,
         *,
-        module: nn.Module | None = None,
-        judged: Callable[[Any], Any] = lambda outputs: outputs,
-        keeps_strides: bool = True,
+        module: nn.Module | None = None,  # whose parameters take part; None: nothing but the arguments does
+        judged: Callable[[Any], Any] = lambda outputs: outputs,  # what is to be compared of what both return
+        keeps_strides: bool = True,  # whether that has to lie alike in memory
     ) -> None:
-        """Tries every backend on one attention. Its results go nowhere.
-
-        Args:
-            original: The attention as the site computes it, by torch's own operations.
-            fused: The same through a backend.
-            args: What both are called with.
-            kwargs: Likewise.
-            module: Whose parameters take part; None: nothing but the arguments does.
-            judged: Takes from what both return what is to be compared.
-            keeps_strides: Whether what both return has to lie alike in memory.
-        """
+        """Tries every backend on one attention. Its results go nowhere."""
         self._num_attentions += 1
         trial = Trial(
             nn.Module() if module is None else module,

@@ -48,14 +48,10 @@ def by_sdpa(original: Callable[..., Tensor], fused: Callable[..., Tensor], args:
 
 
 def fuse_attention(module: GraphModule, compute: Compute = by_sdpa) -> list[Finding]:
-    """Replaces every attention in a captured graph.
+    """Replaces every attention in a captured graph, in place, and returns what there was around every softmax.
 
-    Args:
-        module: The graph, with the fake tensors that the capture left in its nodes. Edited in place.
-        compute: Has each computed: by its original, a function of ``args``, or fused, one of an ``Attend`` and them.
-
-    Returns:
-        What there was around every softmax.
+    The graph has the fake tensors that the capture left in its nodes. ``compute`` has each attention computed: by its
+    original, a function of ``args``, or fused, one of an ``Attend`` and them.
     """
     _take_sizes_from_operands(module.graph)
     _read_writes_as_values(module.graph)

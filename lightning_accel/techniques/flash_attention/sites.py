@@ -46,9 +46,8 @@ class AttentionSite(ABC):
         """Why :meth:`fused` should be called no more; None if it should."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most have captured nothing
         """Forgets what was captured."""
-        return
 
     def is_named(self, names: Iterable[str]) -> bool:
         """Whether one of ``names`` is its class, its path or the path of a module around it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import ClassVar
 
@@ -45,15 +45,16 @@ _LATE = "not called on the first step, or only by a compiler, to which the origi
 class FlashAttention(Technique):
     """Attention by fused kernels, wherever and however a model computes it.
 
-    Every site is tried on its first real call, and again on the first call of every other class of shapes.
-
-    Args:
-        plan: The settings.
-        verify: Whether to try; otherwise every site that is found is fused by the first backend there is.
+    Every site is tried on its first real call, and again on the first call of every other class of shapes. Not to
+    ``verify`` is to fuse every site that is found, by the first backend there is.
     """
 
     applied_before_trial = True
     trial_steps: ClassVar[float] = 3.0
+    not_on: ClassVar[Mapping[str, str]] = {
+        "xla": "XLA compiles attention itself, and torch's fused kernels are not for it. For long sequences call the"
+        " kernel that torch_xla brings: torch_xla.experimental.custom_kernel.flash_attention"
+    }
 
     def __init__(self, plan: FlashAttentionPlan, *, verify: bool = True) -> None:
         self._plan = plan
@@ -73,14 +74,9 @@ class FlashAttention(Technique):
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        if host.kind == "xla":
-            return (
-                "XLA compiles attention itself, and torch's fused kernels are not for it. For long sequences call the"
-                " kernel that torch_xla brings: torch_xla.experimental.custom_kernel.flash_attention"
-            )
         reason = None if self._plan.backend == "auto" else BACKENDS[self._plan.backend].unavailable(host)
-        if reason is None:
-            return None
+        if host.kind in self.not_on or reason is None:
+            return super().unavailable(host)
         names = ", ".join(backend.name for backend in installed_backends(host))
         return f"backend {self._plan.backend!r}: {reason}. Here there are: {names}"
 

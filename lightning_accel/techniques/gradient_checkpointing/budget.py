@@ -22,12 +22,11 @@ from lightning_accel.memory.offload import Offloading
 from lightning_accel.memory.planner import Planner, State
 from lightning_accel.memory.recompute import trained_patch
 from lightning_accel.memory.schedule import FixedMemory, MemorySchedule
-from lightning_accel.techniques.base import Refusal, Surroundings
+from lightning_accel.techniques.base import Refusal, Relief, Surroundings
 from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
 from lightning_accel.techniques.gradient_checkpointing.technique import GradientCheckpointing
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
-from lightning_accel.techniques.relief import Relief
 
 _DOES: dict[Policy, str] = {
     "keep": "keeps its activations: they fit",
@@ -48,16 +47,14 @@ _DOES: dict[Policy, str] = {
     shown=("12GiB",),
 )
 class MemoryBudget(GradientCheckpointing):
-    """Fits a training step into a budget: ``memory_budget="12GiB"``.
-
-    Args:
-        plan: The budget, and the blocks where they are named.
-        offloading: Where blocks may offload to; None: nowhere.
-        device: Where the model computes, though it may not be there yet.
-        verify: Whether each block's recomputation is compared with the original.
-    """
+    """Fits a training step into a budget: ``memory_budget="12GiB"``."""
 
     remembers: ClassVar[bool] = False  # a plan is for a batch, a device and a precision, and found again in a few steps
+    not_on: ClassVar[Mapping[str, str]] = {
+        **GradientCheckpointing.not_on,
+        "mps": "memory is metered on CPUs, NVIDIA and AMD GPUs only, so that no budget could be kept. Use"
+        " gradient_checkpointing='selective' or 'full'",
+    }
     why_not_sharded: ClassVar[str] = (
         "the planner runs single blocks, which all ranks would have to gather together; use"
         " gradient_checkpointing='full' or 'selective'"
@@ -106,15 +103,6 @@ class MemoryBudget(GradientCheckpointing):
     def memory_schedule(self) -> MemorySchedule | None:
         """What was decided; None until then."""
         return None if self._planner is None else self._planner.state.schedule
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind == "mps":
-            return (
-                "memory is metered on CPUs, NVIDIA and AMD GPUs only, so that no budget could be kept. Use"
-                " gradient_checkpointing='selective' or 'full'"
-            )
-        return super().unavailable(host)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:

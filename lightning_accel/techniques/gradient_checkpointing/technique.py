@@ -23,12 +23,11 @@ from lightning_accel.core.trial import ORACLE_SAMPLES, Contender, Trial
 from lightning_accel.memory.costs import kind_of
 from lightning_accel.memory.kept import kept_bytes
 from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
-from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import Refusal, Relief, Surroundings, Technique
 from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
-from lightning_accel.techniques.relief import Relief
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -61,6 +60,11 @@ class GradientCheckpointing(Technique):
 
     applied_before_trial = True
     trial_steps: ClassVar[float] = 4.0
+    not_on: ClassVar[Mapping[str, str]] = {
+        # https://github.com/pytorch/xla/issues/3455
+        "xla": "XLA finds that a block is computed twice and computes it once: nothing would be saved. Wrap blocks in"
+        " torch_xla.utils.checkpoint.checkpoint, which keeps the two apart"
+    }
 
     def __init__(self, mode: Recomputation, names: Sequence[str] = (), *, verify: bool = True) -> None:
         self._mode = mode
@@ -92,16 +96,6 @@ class GradientCheckpointing(Technique):
         if settings.mode != "full" and blocks:
             keeps = min(1.0, 4 / 64 + 1 / len(blocks))
             yield Relief(CheckpointingPlan(mode="full", blocks=settings.blocks), 0.33, keeps, only_anew)
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind == "xla":
-            # https://github.com/pytorch/xla/issues/3455
-            return (
-                "XLA finds that a block is computed twice and computes it once: nothing would be saved. Wrap blocks in"
-                " torch_xla.utils.checkpoint.checkpoint, which keeps the two apart"
-            )
-        return None
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
@@ -158,7 +152,7 @@ class GradientCheckpointing(Technique):
     def _try(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
         block = self._blocks[patch.site]
         original = functools.partial(patch.original, block)
-        return try_block(block, original, patch.value, args, kwargs, on_few=self._is_late)
+        return try_block(block, original, patch.value, args, kwargs, self._is_late)
 
     def _count_kept(self, patch: MethodPatch, args: Any, kwargs: Any) -> tuple[int, int]:
         """What a call keeps for its backward pass, as it is and recomputed; counted once for calls of a kind."""
@@ -234,19 +228,9 @@ def try_block(
     checkpointed: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    *,
-    on_few: bool = False,
+    on_few: bool,
 ) -> Verdict:
-    """Whether the checkpointed call gives the original's numbers and leaves nothing behind twice.
-
-    Args:
-        block: The block.
-        original: Its own call.
-        checkpointed: The same, recomputed.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        on_few: Whether a few samples of the batch have to do.
-    """
+    """Whether the checkpointed call gives the original's numbers, on a few samples perhaps, and nothing stays twice."""
     strange = changeable_argument(args, kwargs)
     if strange is not None:
         return Verdict(keep=False, reason=f"takes a {strange}, which may not be the same when the block is recomputed")

@@ -27,8 +27,7 @@ _counts: Counts | None = None
 def calibration(*, anew: bool = False) -> Counts | str:
     """The counts of this interpreter and this torch, found by the code that asks later; a reason where they are odd.
 
-    Args:
-        anew: Whether to count again: what holds frames (a compiler, a debugger) may have come since.
+    Counted ``anew`` where what holds frames (a compiler, a debugger) may have come since.
     """
     global _counts
     if not anew and _counts is not None:

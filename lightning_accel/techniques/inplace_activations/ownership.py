@@ -61,23 +61,15 @@ class Counts:
 
 
 class Site:
-    """One activation: asks at every call, and keeps count.
-
-    Args:
-        kind: What the module does.
-        names: The attributes that hold the module.
-        counts: Says what is counted of a tensor that only the call itself holds, or why that is not known.
-        smallest: Elements below which it does not ask.
-        stepping_aside: Called once with the reason, if it could not work in place at any of its first calls.
-    """
+    """One activation: asks at every call, and keeps count."""
 
     def __init__(
         self,
         kind: Kind,
-        names: frozenset[str],
-        counts: Callable[[], Counts | str],
-        smallest: int = SMALLEST,
-        stepping_aside: Callable[[str], None] = lambda reason: None,
+        names: frozenset[str],  # of the attributes that hold the module
+        counts: Callable[[], Counts | str],  # or why they are not known
+        smallest: int = SMALLEST,  # elements, below which it does not ask
+        stepping_aside: Callable[[str], None] = lambda reason: None,  # if none of its first calls could be in place
     ) -> None:
         self.kind, self.names = kind, names
         self.in_place = self.as_it_was = 0

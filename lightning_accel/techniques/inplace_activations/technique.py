@@ -46,17 +46,17 @@ class InplaceActivations(Technique):
     """Lets activation and dropout modules overwrite their input where nobody else can ever read it.
 
     Who holds the input is counted at every call (see ``ownership.py``). A site that cannot work in place at any of its
-    first calls goes back to what it was, with the reason.
-
-    Args:
-        skip: Gives the prefixes of site names that are left alone, each with the reason.
-        smallest: Elements of an input below which asking would cost more than it saves.
+    first calls goes back to what it was, with the reason. Sites below the
+    prefixes that ``skip`` gives, each with why, are left alone.
     """
 
     applied_before_trial = True
     trial_step: ClassVar[None] = None
     trial_steps: ClassVar[float] = 0.2  # to calibrate, once for a process
     remembers: ClassVar[bool] = False
+    not_on: ClassVar[Mapping[str, str]] = {
+        "xla": "XLA turns what is done in place into new values and plans memory itself: there is nothing to gain"
+    }
 
     def __init__(self, *, skip: Callable[[], Mapping[str, str]] = dict, smallest: int = SMALLEST) -> None:
         self._skip = skip
@@ -67,12 +67,6 @@ class InplaceActivations(Technique):
     @override
     def planned(cls, settings: InplacePlan, surroundings: Surroundings) -> Self:
         return cls(skip=surroundings.protected)
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind == "xla":
-            return "XLA turns what is done in place into new values and plans memory itself: there is nothing to gain"
-        return None
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
@@ -101,8 +95,7 @@ class InplaceActivations(Technique):
     @override
     def give_way(self, protected: Mapping[str, str]) -> None:
         for site in self.sites:
-            why = _skipped(site, protected)
-            if why is not None:
+            if (why := _skipped(site, protected)) is not None:
                 self.notes.refuse(site, why)
 
     @override

@@ -28,28 +28,17 @@ Fuse: TypeAlias = "Callable[[Problem], Tensor | str]"
 
 @dataclass(eq=False)
 class Family:
-    """The output of one call of a head, and what was made of it by views and casts.
+    """The output of one call of a head, and what was made of it by views and casts."""
 
-    Attributes:
-        rows: What the head was given, (…, H).
-        weight: The head's weight at that call, (V, H).
-        bias: Its bias, (V,).
-        dtype: Of the logits.
-        fuse: Gives the loss, or says in words why it is to be computed from the logits.
-        on_read: Told that the logits had to be computed, and who reads them.
-        is_fused: Whether a loss was computed without the logits: of a training step the one that it is trained on.
-        is_plain: Whether the logits are there.
-    """
-
-    rows: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    dtype: torch.dtype
-    fuse: Fuse
-    on_read: Callable[[str], None]
-    is_fused: bool = False
-    is_plain: bool = False
-    _members: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
+    rows: Tensor  # what the head was given, (…, H)
+    weight: Tensor  # the head's at that call, (V, H)
+    bias: Tensor | None  # likewise, (V,)
+    dtype: torch.dtype  # of the logits
+    fuse: Fuse  # gives the loss, or says in words why it is to be computed from the logits
+    on_read: Callable[[str], None]  # told that the logits had to be computed, and who reads them
+    is_fused: bool = False  # whether a loss was computed without them: in training, the one that is trained on
+    is_plain: bool = False  # whether the logits are there
+    members: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         device = self.rows.device.type
@@ -60,10 +49,7 @@ class Family:
     @property
     def living(self) -> list[DeferredLogits]:
         """Those that somebody holds, in the order in which they were made."""
-        return [member for ref in self._members if (member := ref()) is not None]
-
-    def joined_by(self, member: DeferredLogits) -> None:
-        self._members.append(weakref.ref(member))
+        return [member for ref in self.members if (member := ref()) is not None]
 
     def read_by(self, who: str) -> None:
         """Computes the logits, once, as the head would have, with all that was made of them and is still held."""
@@ -118,14 +104,10 @@ def is_checkpointing() -> bool:
 class DeferredLogits(Tensor):
     """A tensor without values. Its shape and the like are known, views and casts of it are others of its kind,
     its cross-entropy is computed in pieces; whatever else is done with it, is done with the values, computed then.
-
-    Attributes:
-        family: What it belongs to.
-        place: What it would be computed from.
     """
 
     family: Family
-    place: Place
+    place: Place  # what it would be computed from
     _origin: tuple[DeferredLogits, Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None
     _computed: Tensor | None
 
@@ -141,7 +123,7 @@ class DeferredLogits(Tensor):
         # Part of the graph: what does not ask __torch_function__ (an autograd.Function) still finds the way back.
         made: Self = _Edge.apply(place.rows, family.weight, family.bias, cls, family, place)  # type: ignore[no-untyped-call]
         made.family, made.place, made._origin, made._computed = family, place, origin, None
-        family.joined_by(made)
+        family.members.append(weakref.ref(made))
         return made
 
     def compute(self) -> Tensor:

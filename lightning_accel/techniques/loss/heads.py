@@ -32,27 +32,17 @@ _DTYPES = {
 
 
 class Head:
-    """A linear layer whose logits are left out where their cross-entropy is all that is asked of them.
-
-    Args:
-        site: Its name in the model.
-        module: The layer.
-        always: Whether also where that takes longer: ``reduction="none"``.
-        verify: Whether its numbers are tried at its first loss of each form.
-        smallest: Bytes of logits below which it computes them at once.
-        refuse: Told, with the reason, when it is not to act any more in a stage.
-        tell: Told of what each trial has measured.
-    """
+    """A linear layer whose logits are left out where their cross-entropy is all that is asked of them."""
 
     def __init__(
         self,
         site: str,
         module: nn.Linear,
         *,
-        always: bool,
-        verify: bool,
-        smallest: int,
-        refuse: Callable[[str, str, str], None],
+        always: bool,  # whether also where that takes longer: reduction="none"
+        verify: bool,  # whether its numbers are tried at its first loss of each form
+        smallest: int,  # bytes of logits, below which it computes them at once
+        refuse: Callable[[str, str, str], None],  # told of site and stage where it is not to act any more, and why
         tell: Callable[[Measured], None],
     ) -> None:
         self.site, self.module = site, module

@@ -34,51 +34,46 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How logits and loss are computed.
-
-    Attributes:
-        reduction: As in :func:`torch.nn.functional.cross_entropy`, like the next two.
-        ignore_index: Targets that do not count.
-        label_smoothing: Between 0 and 1.
-        logits_dtype: In which the product is computed: under autocast not the weight's.
-        loss_dtype: Of the result; its softmax is taken in float32 at least.
-    """
+    """How logits and loss are computed; the first three as in :func:`torch.nn.functional.cross_entropy`."""
 
     reduction: str = "mean"
     ignore_index: int = -100
     label_smoothing: float = 0.0
-    logits_dtype: torch.dtype = torch.float32
-    loss_dtype: torch.dtype = torch.float32
+    logits_dtype: torch.dtype = torch.float32  # in which the product is computed: under autocast not the weight's
+    loss_dtype: torch.dtype = torch.float32  # of the result; its softmax is taken in float32 at least
 
     @property
     def wide(self) -> torch.dtype:
         """In which probabilities are computed and gradients added up."""
         return torch.promote_types(torch.promote_types(self.loss_dtype, self.logits_dtype), torch.float32)
 
+    def cross_entropy(self, logits: Tensor, target: Tensor, class_weight: Tensor | None) -> Tensor:
+        """Torch's own, of logits that are there, in their dtype."""
+        return F.cross_entropy(
+            logits,
+            target,
+            None if class_weight is None else class_weight.to(logits.dtype),
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
 
 @dataclass(frozen=True)
 class Problem:
     """One cross-entropy of one linear layer.
 
-    Attributes:
-        rows: What the layer is given, (N, H).
-        weight: Its weight, (V, H).
-        bias: Its bias, (V,).
-        target: Classes, (N,), int64.
-        class_weight: As ``weight`` of the cross-entropy, (V,); it gets no gradient.
-        form: How it is computed.
-        rows_at_once: How many; None: a sixteenth, and more where these are too few to be fast.
-        computes_twice: Whether the backward pass computes the logits again; else gradients as large as the layer wait
-            for it, and are there as often as there are losses. ``reduction="none"`` always does.
+    Where it ``computes_twice``, the backward pass computes the logits again; else gradients as large as the layer wait
+    for it, and are there as often as there are losses. ``reduction="none"`` always does.
     """
 
-    rows: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor
-    class_weight: Tensor | None
+    rows: Tensor  # what the layer is given, (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    target: Tensor  # classes, (N,), int64
+    class_weight: Tensor | None  # as `weight` of the cross-entropy, (V,); it gets no gradient
     form: Form
-    rows_at_once: int | None = None
+    rows_at_once: int | None = None  # None: a sixteenth, and more where these are too few to be fast
     computes_twice: bool = False
 
 
@@ -98,14 +93,7 @@ def plain_cross_entropy(problem: Problem) -> Tensor:
     rows, weight, bias = (None if t is None else t.to(form.logits_dtype) for t in (p.rows, p.weight, p.bias))
     assert rows is not None
     assert weight is not None
-    return F.cross_entropy(
-        F.linear(rows, weight, bias).to(form.loss_dtype),
-        p.target,
-        None if p.class_weight is None else p.class_weight.to(form.loss_dtype),
-        ignore_index=form.ignore_index,
-        reduction=form.reduction,
-        label_smoothing=form.label_smoothing,
-    )
+    return form.cross_entropy(F.linear(rows, weight, bias).to(form.loss_dtype), p.target, p.class_weight)
 
 
 class _LinearCrossEntropy(Function):
@@ -126,8 +114,7 @@ class _LinearCrossEntropy(Function):
         ctx.gradients = None if problem.computes_twice else gradients
         total, ctx.share = losses.sum(), losses.new_full((), 1 / _boost(form))
         if form.reduction == "mean":
-            counts = _counts(problem)
-            number = counts.sum()
+            number = _counts(problem).sum()
             total = total / number
             # Where nothing counts, the mean is 0 / 0, and its gradient 0.
             ctx.share = torch.where(problem.target.ne(form.ignore_index).any(), ctx.share / number, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any, TypeAlias
 
@@ -13,17 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Logits by what they would be computed from.
+    """Logits by what they would be computed from."""
 
-    Attributes:
-        rows: The head's input, with the same views taken of it, the classes' dimension being that of the features.
-        class_dim: Which dimension is that of the classes.
-        like: A tensor on the meta device with the logits' shape, strides and dtype.
-    """
-
-    rows: Tensor
+    rows: Tensor  # the head's input, with the same views taken of it, features in the place of classes
     class_dim: int
-    like: Tensor
+    like: Tensor  # on the meta device, with the logits' shape, strides and dtype
 
 
 Rule: TypeAlias = "Callable[[Place, Any, Sequence[Any], Mapping[str, Any]], Place | None]"
@@ -109,7 +103,7 @@ def _is_on(device: torch.device, wanted: torch.device) -> bool:
 
 
 def _cloned(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
-    return None if args or kwargs else Place(place.rows, place.class_dim, place.like)
+    return None if args or kwargs else replace(place)
 
 
 def _contiguous(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:

@@ -71,14 +71,7 @@ class _Plain(nn.Module):
         form = self._form
         logits = F.linear(rows, self.weight, self.bias)
         logits = logits.to(torch.promote_types(logits.dtype, form.loss_dtype))
-        return F.cross_entropy(
-            logits,
-            target,
-            None if self.class_weight is None else self.class_weight.to(logits.dtype),
-            ignore_index=form.ignore_index,
-            reduction=form.reduction,
-            label_smoothing=form.label_smoothing,
-        )
+        return form.cross_entropy(logits, target, self.class_weight)
 
 
 def _in_float32(problem: Problem) -> Problem:

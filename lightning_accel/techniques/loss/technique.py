@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -54,18 +54,16 @@ class Loss(Technique):
 
     A loss is tried, on a few rows, at the first of each form. A head whose logits are read in two steps running, or are
     held after a step, goes back to what it was, with the reason. Ranks need not agree: gradients are autograd's.
-
-    Args:
-        always: Whether also where it is slower, and without live trials.
-        verify: Whether to try.
-        smallest: Bytes of logits below which they are computed at once.
-        fewest: Classes below which a layer is not taken for a head.
     """
 
     applied_before_trial = True
     trial_step: ClassVar[None] = None
     remembers: ClassVar[bool] = False
     trial_steps: ClassVar[float] = 0.5
+    not_on: ClassVar[Mapping[str, str]] = {
+        kind: f"the loss in pieces is made for CPUs and for NVIDIA and AMD GPUs, and not tried on {kind}"
+        for kind in ("xla", "mps")
+    }
     why_not_sharded: ClassVar[str] = (
         "a head's weight is whole only while the head is called, before its loss is computed"
     )
@@ -79,12 +77,6 @@ class Loss(Technique):
     @override
     def planned(cls, settings: LossPlan, surroundings: Surroundings) -> Self:
         return cls(settings.mode == "on", surroundings.verify, smallest=SMALLEST_BYTES, fewest=FEWEST_CLASSES)
-
-    @override
-    def unavailable(self, host: Host) -> str | None:
-        if host.kind in ("xla", "mps"):
-            return f"the loss in pieces is made for CPUs and for NVIDIA and AMD GPUs, and not tried on {host.kind}"
-        return None
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
@@ -125,7 +117,7 @@ class Loss(Technique):
         if self._is_paused or stage == "predict":  # in which nobody asks for a loss
             return nullcontext()
         heads = [head for head in self.heads.values() if "forward" in vars(head.module)]
-        return _Step(heads, stage) if heads else nullcontext()
+        return _step(heads, stage) if heads else nullcontext()
 
     @override
     def arms(self) -> Iterable[Arm]:
@@ -142,27 +134,25 @@ class Loss(Technique):
         return Forecast(True, "tried", f"in pieces for {self._fewest:,} classes or more, where nobody reads the logits")
 
 
-class _Step:
+@contextmanager
+def _step(heads: list[Head], stage: str) -> Iterator[None]:
     """Around a step: what heads leave out is computed before a weight changes, for whoever still holds it."""
 
-    __slots__ = ("_heads", "_hook", "_stage")
-
-    def __init__(self, heads: list[Head], stage: str) -> None:
-        self._heads, self._stage = heads, stage
-
-    def __enter__(self) -> None:
-        for head in self._heads:
-            head.begin(self._stage)
-        self._hook = register_optimizer_step_pre_hook(self._before_weights_change)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._hook.remove()
-        for head in self._heads:
-            head.end(is_whole=kind is None)
-
-    def _before_weights_change(self, *_: Any) -> None:
-        for head in self._heads:
+    def before_weights_change(*_: Any) -> None:
+        for head in heads:
             head.before_weights_change()
+
+    for head in heads:
+        head.begin(stage)
+    hook = register_optimizer_step_pre_hook(before_weights_change)
+    is_whole = False
+    try:
+        yield
+        is_whole = True
+    finally:
+        hook.remove()
+        for head in heads:
+            head.end(is_whole=is_whole)
 
 
 def _unfit(model: nn.Module, site: str, module: nn.Linear) -> str | None:

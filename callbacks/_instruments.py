@@ -87,6 +87,7 @@ class FitInstruments:
         # The number of steps after which one is to be watched, operation by operation; None: none is.
         self.watch_from: int | None = None
         self._was_taken_apart = False
+        self._parameters = 0  # counted once
         self._fetch_hooks: FetchPatch | None = None  # until the run can pay for them: what a fetch took is not known
         self._told_of_fetches = 0  # after so many steps of the interval
         if self._allowance.is_asked or trainer.world_size > 1:  # of which one may keep the others waiting
@@ -148,9 +149,9 @@ class FitInstruments:
 
     def _watching_s(self) -> float:
         """What it takes to watch a step, about: it runs uncompiled, and is told of every operation."""
-        parameters = sum(1 for _ in self._trainer.lightning_module.parameters())
+        self._parameters = self._parameters or sum(1 for _ in self._trainer.lightning_module.parameters())
         told_s = 0.0 if self._parts is None else _TAKING_APART_S
-        return 2 * self._allowance.step_s + _OPERATION_S * parameters + told_s
+        return 2 * self._allowance.step_s + _OPERATION_S * self._parameters + told_s
 
     # -- intervals -----------------------------------------------------------------------------------------------
 

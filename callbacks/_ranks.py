@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+import numpy as np
 
 from lightning_accel.callbacks._epoch import EpochSpeed, Stragglers
 from lightning_accel.evidence.speed import FEWEST
@@ -111,6 +111,5 @@ def compare_ranks(ranks: Sequence[RankEpoch]) -> Stragglers | None:
 
 
 def _percentiles(values: Sequence[float], *percents: float) -> list[float]:
-    shares = torch.tensor(percents, dtype=torch.float64) / 100
-    found: list[float] = torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
+    found: list[float] = np.percentile(values, percents).tolist()
     return found

@@ -98,15 +98,20 @@ def _closure(name: str, function: types.FunctionType) -> Iterator[tuple[str, Any
     if function.__module__.partition(".")[0] in _HANDLES:
         return
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f"{variable} of {name}", cell.cell_contents
-        except ValueError:  # a name that is bound later
-            continue
+        yield f"{variable} of {name}", content_of(cell)
     if not _is_written_by_the_user(function.__module__):  # those of libraries lead to all that is imported
         return
     for variable in function.__code__.co_names:
         if variable in function.__globals__:
             yield variable, function.__globals__[variable]
+
+
+def content_of(cell: types.CellType) -> Any:
+    """What a closure's cell holds; None for a name that is bound later."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def slots_of(kind: type) -> tuple[str, ...]:

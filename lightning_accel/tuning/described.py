@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_accel.core.held import slots_of
+from lightning_accel.core.held import content_of, slots_of
 from lightning_accel.core.torch_private.modules import buffer_slots
 from lightning_accel.ops.arrays import tensor_as_numpy
 
@@ -140,7 +140,7 @@ class _Description:
             yield from self._any(function.__code__)
         yield from self._all([function.__defaults__, function.__kwdefaults__])
         for cell in function.__closure__ or ():
-            yield from self._any(_contents(cell))
+            yield from self._any(content_of(cell))
 
     def _object(self, value: Any) -> Iterator[str]:
         kind = type(value)
@@ -175,13 +175,6 @@ def _is_handle(kind: type) -> bool:
     if module.startswith("torch.distributions."):
         return False
     return module.partition(".")[0] in _HANDLES or module.startswith("numpy.random.")
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that is bound later
-        return None
 
 
 def _tensor(tensor: Tensor) -> str:

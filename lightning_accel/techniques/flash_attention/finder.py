@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.compiled import is_inside_compiled
+from lightning_accel.core.held import content_of
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.fused_attn import find_fused_attn
 from lightning_accel.techniques.flash_attention.hand_written import Capture, HandWrittenSite
@@ -104,7 +105,7 @@ def _read(function: Any, module: nn.Module, depth: int, parts: set[str], seen: s
     is_by_module = any(name in names and isinstance(child, nn.Softmax) for name, child in module.named_children())
     if is_by_exp or is_by_module or any(name.lstrip("_") in _SOFTMAXES for name in names):
         parts.add("softmax")
-    called = [_content(cell) for cell in function.__closure__ or ()]
+    called = [content_of(cell) for cell in function.__closure__ or ()]
     for name in names:
         found = function.__globals__.get(name)
         called += [found, vars(module).get(name), getattr(type(module), name, None) if name != "forward" else None]
@@ -124,10 +125,3 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
         if instruction.opname == "BINARY_MATRIX_MULTIPLY" or instruction.argrepr in ("@", "@="):
             names.add("@")
     return frozenset(names).union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not yet filled
-        return None

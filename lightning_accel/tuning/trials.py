@@ -179,6 +179,8 @@ class LiveTrials(Questions):
             self._timed.popleft()
             asking, turn = self._pending.popleft()
             seconds = None if turn is self._set_up else seconds
+            if self._purse is not None and seconds is not None and not turn.choices:
+                self._purse.step_took(seconds / self._purse.steps_a_turn)  # the first ones may have been slow
             if asking is None:
                 self._note_settled(seconds)
             elif not self.tuning.is_settled and seconds is not None:

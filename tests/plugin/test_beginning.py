@@ -157,6 +157,17 @@ def test_with_several_optimizers_a_limit_in_steps_is_told_in_turns() -> None:
     assert plugin.purse.steps == 4
 
 
+def test_plain_turns_correct_what_the_first_steps_have_told() -> None:
+    class SlowAtFirst(Beginner):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.time.advance(10 if batch_idx < 8 else 0)
+            return super().training_step(batch, batch_idx)
+
+    with begun(0.7) as time:
+        plugin = fit(SlowAtFirst(time), 1_000)
+    assert plugin.purse.step_s == pytest.approx(STEP_S, rel=0.05)
+
+
 # -- trials of parts ---------------------------------------------------------------------------------------------------
 
 

@@ -40,7 +40,7 @@ def _register() -> None:
 
 def _made_when_asked_for(class_name: str) -> Callable[..., Any]:
     def make(**settings: Any) -> Any:
-        return getattr(import_module("lightning_accel.strategies"), class_name)(**settings)
+        return getattr(import_module("lightning_accel"), class_name)(**settings)
 
     return make
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_accel.strategies.ddp import AccelDDPStrategy
-from lightning_accel.strategies.fsdp import AccelFSDPStrategy
-from lightning_accel.strategies.single_device import AccelStrategy
+from importlib import import_module
 
-__all__ = ["AccelDDPStrategy", "AccelFSDPStrategy", "AccelStrategy"]
+
+def __getattr__(name: str) -> object:
+    # For YAML that names them here. Imported when first used: torch takes long to import what shards.
+    if not name.startswith("Accel"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("lightning_accel"), name)

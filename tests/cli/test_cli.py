@@ -18,10 +18,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 
-from lightning_accel import AccelCLI, AccelPlugin, CheckpointingPlan, Plan
+from lightning_accel import AccelCLI, AccelFSDPStrategy, AccelPlugin, CheckpointingPlan, Plan
 from lightning_accel.cli import accel_cli as cli
 from lightning_accel.data import Map, Normalize, RandomCrop
-from lightning_accel.strategies import AccelFSDPStrategy
 
 QUIET = [
     "--seed_everything=0",

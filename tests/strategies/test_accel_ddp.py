@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_accel.strategies import AccelDDPStrategy
+from lightning_accel import AccelDDPStrategy
 from strategies.conftest import Said
 
 pytestmark = pytest.mark.numbers

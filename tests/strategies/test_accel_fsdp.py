@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_accel.strategies import AccelFSDPStrategy
+from lightning_accel import AccelFSDPStrategy
 from strategies.conftest import Said
 
 pytestmark = pytest.mark.numbers

@@ -13,10 +13,9 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_accel import AccelPlugin
+from lightning_accel import AccelDDPStrategy, AccelFSDPStrategy, AccelPlugin, AccelStrategy
 from lightning_accel.data import DevicePipeline, Normalize
 from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO
-from lightning_accel.strategies import AccelDDPStrategy, AccelFSDPStrategy, AccelStrategy
 from support.lightning_models import Supervised, cnn, images
 
 pytestmark = pytest.mark.numbers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_accel import AccelDDPStrategy, AccelFSDPStrategy, AccelStrategy
 from lightning_accel.registration import register_strategies
-from lightning_accel.strategies import AccelDDPStrategy, AccelFSDPStrategy, AccelStrategy
 
 CLASSES = {"accel": AccelStrategy, "accel_ddp": AccelDDPStrategy, "accel_fsdp": AccelFSDPStrategy}
 

@@ -15,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from lightning_accel import AccelPlugin
+from lightning_accel import AccelFSDPStrategy, AccelPlugin
 from lightning_accel.callbacks import TraceCallback
-from lightning_accel.strategies import AccelFSDPStrategy
 from support.measured_runs import Folder, Model, fit, loader
 from support.strategies.forks import in_ranks
 

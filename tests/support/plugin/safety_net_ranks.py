@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from lightning_accel import AccelPlugin
-from lightning_accel.strategies import AccelDDPStrategy
+from lightning_accel import AccelDDPStrategy, AccelPlugin
 from support.strategies.forks import in_ranks
 
 _PATIENCE_S = 60

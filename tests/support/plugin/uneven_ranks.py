@@ -25,9 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_accel import AccelPlugin
+from lightning_accel import AccelDDPStrategy, AccelFSDPStrategy, AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
-from lightning_accel.strategies import AccelDDPStrategy, AccelFSDPStrategy
 from support.strategies.forks import Ranks, as_torchrun_does
 
 _PATIENCE_S = 90

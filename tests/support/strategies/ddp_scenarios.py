@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 
-from lightning_accel.strategies import AccelDDPStrategy
+from lightning_accel import AccelDDPStrategy
 from support.lightning_models import Supervised, Transformer, tokens
 from support.strategies.scenarios import fit, scenario, transformer, whole_weights
 

@@ -24,8 +24,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_accel import AccelPlugin
-from lightning_accel.strategies import AccelDDPStrategy, AccelFSDPStrategy, AccelStrategy
+from lightning_accel import AccelDDPStrategy, AccelFSDPStrategy, AccelPlugin, AccelStrategy
 from support.strategies.forks import Ranks, as_torchrun_does
 from support.strategies.ranks import weights
 from support.strategies.zoo import make

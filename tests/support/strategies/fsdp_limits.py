@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 
-from lightning_accel.strategies import AccelFSDPStrategy
+from lightning_accel import AccelFSDPStrategy
 from support.lightning_models import Supervised, Transformer, tokens, vectors
 from support.strategies.fsdp_scenarios import Positioned, sharded
 from support.strategies.scenarios import fit, is_rank_1, scenario, transformer, whole_weights

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_accel import AccelFSDPStrategy
 from lightning_accel.memory.offload import Offloader
-from lightning_accel.strategies import AccelFSDPStrategy
 from lightning_accel.techniques import compiled_blocks
 from support.lightning_models import Supervised, Transformer, cnn, images, tokens, vectors
 from support.strategies.scenarios import fit, scenario, slow_scenario, transformer, whole_weights

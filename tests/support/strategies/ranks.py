@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_accel import AccelPlugin
-from lightning_accel.strategies import AccelDDPStrategy, AccelFSDPStrategy
+from lightning_accel import AccelDDPStrategy, AccelFSDPStrategy, AccelPlugin
 from support.strategies.forks import Ranks, as_torchrun_does
 from support.strategies.zoo import KINDS, VARIANTS, make
 

@@ -74,7 +74,7 @@ class Host:
             device_name=_cpu_name() or str(cpu.get("cpu_name") or platform.machine()),
             instructions=next((name for key, name in _INSTRUCTIONS.items() if cpu.get(key)), ""),
             native_bf16=bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16")),
-            compiler=_installed(tuple(cpp_compilers()), os.environ.get("PATH")),
+            compiler=next(filter(shutil.which, cpp_compilers()), None),
         )
 
     @classmethod
@@ -108,11 +108,6 @@ class Host:
 def usable_cores() -> int:
     """How many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@functools.cache
-def _installed(names: tuple[str, ...], path: str | None) -> str | None:
-    return next((name for name in names if shutil.which(name, path=path)), None)
 
 
 def _default_device_type() -> str:

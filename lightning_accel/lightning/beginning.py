@@ -255,12 +255,9 @@ class Beginning:
             self._first = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
             self._signature = _signature(self._module, self._plan)
             met = _met.get(self._signature)
-            opening_s = self._opening_s if met is None else met.opening_s or self._opening_s
-            # This one's batches may be larger.
-            if met is not None and 2 * SHARE * self._purse.steps * met.step_s < opening_s:
-                self._is_short = self._is_short or f"the run is too short: {turns:.0f} steps"
+            if met is not None and not self._kept.put_on and self._is_known_to_be_short(met):
                 self._purse.step_took(met.step_s)
-                self._end(self._is_short)
+                self._end(self._is_short or f"the run is too short: {turns:.0f} steps")
             elif met is not None or turns > PLAIN_STEPS:
                 self._held = described(self._module)
         if self.is_over:
@@ -273,6 +270,13 @@ class Beginning:
                 self._cycles = PLAIN_STEPS
         else:
             self._ends_with_nothing(turns)
+
+    def _is_known_to_be_short(self, met: Met) -> bool:
+        """Whether the run will never pay for a look, though its steps take twice as long as batches let expect."""
+        _, batch = self._whole
+        elements = [sum(shape.numel() for shape, _ in shapes) for shapes in (batch, met.held[1])]
+        larger = max(1.0, elements[0] / max(1, elements[1]))
+        return 2 * larger * SHARE * self._purse.steps * met.step_s < (met.opening_s or self._opening_s)
 
     @property
     def _whole(self) -> tuple[str, Any]:
@@ -296,7 +300,7 @@ class Beginning:
 
     def _consider(self) -> None:
         purse = self._purse
-        if self._owed_s and not purse.can_pay(self._owed_s + self._opening_s):
+        if self._owed_s and not self._can_try_the_rest():
             return
         if not self._is_open:
             opening_s = self._opening_s
@@ -326,10 +330,7 @@ class Beginning:
 
     def _try_the_rest(self, run: Run) -> None:
         """Begins again with what could not be paid for at first, once faster steps have earned as much."""
-        if not self._owed_s or not self._purse.can_pay(self._owed_s + self._opening_s):
-            return
-        if turns_left(self._trainer) < MIN_TURNS:
-            self._owed_s = 0.0
+        if not self._owed_s or not self._can_try_the_rest():
             return
         settled = None if run.live is None else run.live.settled
         run.close()
@@ -337,6 +338,10 @@ class Beginning:
         self._run = self._make_run()
         left_out = self._left_out(self._run)
         self._go_to_work(self._run, left_out or {})
+
+    def _can_try_the_rest(self) -> bool:
+        can_pay = self._purse.can_pay(self._owed_s + self._opening_s)
+        return can_pay and turns_left(self._trainer) >= MIN_TURNS  # else nobody could judge it
 
     def goes_on(self) -> bool:
         """Told that nothing has won of what was tried; whether it waits until the run can pay for the rest."""
@@ -394,7 +399,7 @@ class Beginning:
         left_out = {}
         for cost_s, name in costs:
             ever += cost_s
-            if purse.can_pay(now + cost_s):
+            if purse.can_pay(now + cost_s) and now + cost_s <= to_come_s:
                 now += cost_s
                 continue
             if is_early and ever <= to_come_s:

@@ -207,6 +207,13 @@ def test_a_part_is_tried_where_the_run_can_pay_for_it(steps: int, is_tried: bool
             assert plugin.report.of("speed").status.startswith("not tried")
 
 
+def test_a_part_that_nothing_would_be_left_to_judge_with_is_not_tried(tried: type[Tried]) -> None:
+    with begun(2.0) as time:
+        tried.time = time
+        fit(Beginner(time), 215)  # 2% of 215 steps are 4.3: 4 for the trial, 0.3 for slower turns
+    assert not tried.tried_at
+
+
 def test_what_a_trial_took_is_paid_from_the_purse(tried: type[Tried]) -> None:
     with begun(2.0) as time:
         tried.time = time
@@ -399,6 +406,14 @@ def test_the_next_of_fits_that_are_too_short_is_not_looked_at(size: int, monkeyp
         with begun(2.0) as time:
             fit(Beginner(time), loader=batches(20, batch_size))
     assert len(looked_at) == 1
+
+
+def test_a_fit_of_much_larger_batches_is_not_taken_to_be_as_short() -> None:
+    for size in (1, 100 * BATCH_SIZE):
+        with begun(2.0) as time:
+            model = Beginner(time)
+            fit(model, loader=batches(100, size))
+    assert "on" in model.seen
 
 
 def test_a_short_fit_that_remembers_leaves_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ SHORT_ON_RANKS = 100
 
 _SURE_STEPS = 15  # by which what a step takes is known; a GPU's first ones are over before they are done
 _LEAST_TURNS = 0.7  # that a run may pay for slower arms: fewer show nothing
+_WORTH = 0.1  # of the time that is left: the least that parts have to win which are tried later
 # A run waits so long at most until it can pay for all that it will be able to pay for.
 _WAIT, _WAIT_STEPS = 0.1, 300  # of the run, and steps
 _MOST_MET = 256
@@ -265,7 +266,7 @@ class Beginning:
         met = _met.get(self._signature)
         if met is not None and met.held == self._whole:
             self._purse.step_took(met.step_s)
-            self._met_tuning = copy.deepcopy(met.tuning)
+            self._met_tuning = met.tuning and replace(copy.deepcopy(met.tuning), is_earlier=True)
             if not self._ends_with_nothing(turns) and self._purse.can_pay(met.opening_s):
                 self._cycles = PLAIN_STEPS
         else:
@@ -330,11 +331,14 @@ class Beginning:
 
     def _try_the_rest(self, run: Run) -> None:
         """Begins again with what could not be paid for at first, once faster steps have earned as much."""
-        if not self._owed_s or not self._can_try_the_rest():
+        settled = None if run.live is None or not self._owed_s else run.live.settled
+        if settled is None or settled.whole is None or not (settled.is_proven and self._can_try_the_rest()):
             return
-        settled = None if run.live is None else run.live.settled
+        left_s = turns_left(self._trainer) * (self._purse.turn_s or 0.0) / settled.whole.interval.ratio
+        if self._owed_s + self._opening_s > _WORTH * left_s:
+            return
         run.close()
-        self._kept.tuning, self._met_tuning = None, settled or self._met_tuning
+        self._kept.tuning, self._known, self._met_tuning = None, None, settled
         self._run = self._make_run()
         left_out = self._left_out(self._run)
         self._go_to_work(self._run, left_out or {})

@@ -84,6 +84,7 @@ class Questions:
     ) -> None:
         whole = {arm.name: arm.choices[0] for arm in arms if arm.setup is None and not arm.asked_alone}
         self.tuning = known or Tuning(whole)
+        self._is_own = known is not None and not known.is_earlier  # settled by this run, before it began again
         self._arms = {arm.name: arm for arm in sorted(arms, key=_order)}
         self._setups = Setups(arms, self.tuning, gather)
         self._left, self._own_allowance, self._purse = turns, allowance(turns), purse
@@ -164,20 +165,21 @@ class Questions:
         yield from self._audit(everything if has_won and not has_failed else None)
 
     def _later_questions(self) -> Course:
-        """What an earlier run has settled: after a while, its audit, and what that run could not afford to ask."""
-        held = self.tuning.choices
+        """After what an earlier run has settled, in a while, its audit; then what could not be asked before."""
+        held, is_own = self.tuning.choices, self._is_own
         proven = held if self.tuning.is_proven else None
-        if proven is not None and self._left >= HEAD_START + 2 * self._least_turns({}, held):
+        if proven is not None and not is_own and self._left >= HEAD_START + 2 * self._least_turns({}, held):
             first_look = PairTest(ALPHA)
             yield self._comparing("plain", {}, held, first_look, 2, 2)
             for _ in range(HEAD_START if first_look.is_mostly_faster else 0):
                 yield None
-        yield from self._audit(proven)
+        if not is_own:
+            yield from self._audit(proven)
         unasked, before = [*self._new_arms(), *self._setups.unasked()], dict(self.tuning.choices)
         asked = [(arm, choice) for arm in unasked for choice in arm.choices]
         for arm, choice in asked:
             yield from self._ask_arm(arm, choice, ALPHA / 4 / len(asked))
-        if self.tuning.choices != before:
+        if self.tuning.choices != before and not is_own:
             yield from self._audit(before if self.tuning.is_proven else None)
 
     def _new_arms(self) -> list[Arm]:

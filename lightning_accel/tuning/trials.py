@@ -135,6 +135,7 @@ class LiveTrials(Questions):
         """Has the rest of the run without an arm: it is off by now, and what is compared with it has lost."""
         if self._arms.pop(name, None) is None:
             return
+        self._is_own = False  # what is left of it was not measured
         self._setups.lost.add(name)
         self._in_force.pop(name, None)
         self._hold(self.tuning.choices)

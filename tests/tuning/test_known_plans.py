@@ -32,9 +32,17 @@ def test_what_was_settled_by_an_earlier_run_is_not_tried_again() -> None:
 
 
 def test_what_an_earlier_run_has_settled_is_audited_in_a_longer_one() -> None:
-    known = SimulatedRun({"attention": 1.5}).run()
     slower_now = SimulatedRun({"attention": 0.9})
-    assert slower_now.run(known=known).choices == {}
+    assert slower_now.run(known=remembered(1.5)).choices == {}
+
+
+def test_a_run_that_begins_again_asks_what_it_did_not_have_and_audits_nothing() -> None:
+    known = SimulatedRun({"attention": 1.5}).run()
+    again = SimulatedRun({"attention": 1.5, "layout": 1.3})
+    tuning = again.run(known=known)
+    assert tuning.choices == {"attention": "on", "layout": "on"}
+    assert "audit" not in tuning.results
+    assert all(name == "layout" for name, _ in again.switches[:20])
 
 
 def test_a_proven_plan_stays_where_a_short_run_cannot_tell() -> None:

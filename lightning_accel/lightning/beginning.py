@@ -275,8 +275,8 @@ class Beginning:
     def _is_known_to_be_short(self, met: Met) -> bool:
         """Whether the run will never pay for a look, though its steps take twice as long as batches let expect."""
         _, batch = self._whole
-        elements = [sum(shape.numel() for shape, _ in shapes) for shapes in (batch, met.held[1])]
-        larger = max(1.0, elements[0] / max(1, elements[1]))
+        now, then = (sum(shape.numel() for shape, _ in shapes) for shapes in (batch, met.held[1]))
+        larger: float = max(1.0, now / max(1, then))
         return 2 * larger * SHARE * self._purse.steps * met.step_s < (met.opening_s or self._opening_s)
 
     @property

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks._meters import host_rss_mib
 from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.tuning.settled import Tuning
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from _turns import Job
@@ -217,12 +218,14 @@ class Turn:
         peak_mib: The most that the process held in memory in the turn.
         resident_mib: What it holds after the last step.
         faults: The median number of minor page faults of a step.
+        is_settled: Whether live trials, where there are some, have come to an end.
     """
 
     step_ms: float
     peak_mib: float
     resident_mib: float
     faults: float
+    is_settled: bool
 
 
 class Turns(Callback):
@@ -237,13 +240,15 @@ class Turns(Callback):
     def on_train_start(self, *args: Any) -> None:
         self._wait(None)
 
-    def on_train_batch_start(self, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         self._starts.append(time.perf_counter())
         self._faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
         if len(self._starts) > self._steps:
-            self._wait(self._measured())
+            plugin = trainer.precision_plugin
+            tuning = plugin.tuning if isinstance(plugin, AccelPlugin) else Tuning(is_settled=True)
+            self._wait(self._measured(tuning is not None and tuning.is_settled))
 
-    def _measured(self) -> Turn:
+    def _measured(self, is_settled: bool) -> Turn:
         def median(found: list[Any]) -> float:
             return statistics.median(after - before for before, after in itertools.pairwise(found))
 
@@ -252,6 +257,7 @@ class Turns(Callback):
             peak_mib=self._memory.peak_bytes() / 2**20,
             resident_mib=host_rss_mib(),
             faults=median(self._faults),
+            is_settled=is_settled,
         )
 
     def _wait(self, told: Turn | None) -> None:

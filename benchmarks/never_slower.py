@@ -3,9 +3,10 @@
     python benchmarks/never_slower.py [--rounds 12] [--models mlp,bert] [--json docs/results]
 
 Both sides of a model train at the same time, in processes of their own, in turns of one to three seconds; while it is
-not its turn a process sleeps. The first two turns are left out: allocators and caches warm up there, and the plugin
-tries its changes. Both have this package imported, so that the few MiB of that are not in the ratio. A ratio is the
-median over the rounds of one round's plain by its accelerated turn.
+not its turn a process sleeps. The first turns are left out: allocators and caches warm up there, and the plugin
+tries its changes until they are settled, or until 60 turns; what that costs is in :mod:`short_runs`. Both have this
+package imported, so that the few MiB of that are not in the ratio. A ratio is the median over the rounds of one round's
+plain by its accelerated turn.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from _turns import Job, Run
 if TYPE_CHECKING:
     from _small_models import Turn
 
-WARM_UP = 2
+WARM_UP, MOST = 2, 60
 NAMES = ("cnn", "demo_gpt", "small_gpt", "bert", "mlp", "lstm", "unet")
 COLUMNS = (
-    *("", "step, ms", "speed", "least to most", "peak, MiB", "peak memory", "held after a step, MiB", "held memory"),
-    "page faults a step",
+    *("", "turns before", "step, ms", "speed", "least to most", "peak, MiB", "peak memory", "held after a step, MiB"),
+    *("held memory", "page faults a step"),
 )
 
 
-def turns_of(name: str, rounds: int, folder: Path) -> list[tuple[Turn, Turn]]:
-    """(plain, accelerated) of every round that counts."""
+def turns_of(name: str, rounds: int, folder: Path) -> tuple[int, list[tuple[Turn, Turn]]]:
+    """How many rounds went by until the plugin had settled, and (plain, accelerated) of every one that counts."""
     jobs = [
         Job(name=name, mode=mode, accelerator="cpu", log_dir=folder, worker="_small_models")
         for mode in ("plain", "accelerated")
@@ -44,17 +45,20 @@ def turns_of(name: str, rounds: int, folder: Path) -> list[tuple[Turn, Turn]]:
         plain, fast = (stack.enter_context(closing(Run(job))) for job in jobs)
         plain.wait_for_gate()
         fast.wait_for_gate()
-        found = []
-        for number in range(WARM_UP + rounds):
-            if number % 2 == 0:
-                found.append((plain.take_turn(), fast.take_turn()))
-            else:
-                second = fast.take_turn()
-                found.append((plain.take_turn(), second))
-        return found[WARM_UP:]
+
+        def turn(number: int) -> tuple[Turn, Turn]:
+            order = (plain, fast) if number % 2 == 0 else (fast, plain)
+            taken = {side: side.take_turn() for side in order}
+            return taken[plain], taken[fast]
+
+        before, is_settled = 0, False
+        while before < WARM_UP or not (is_settled or before == MOST):
+            is_settled = turn(before)[1].is_settled
+            before += 1
+        return before, [turn(before + number) for number in range(rounds)]
 
 
-def row(title: str, turns: list[tuple[Turn, Turn]]) -> list[str]:
+def row(title: str, before: int, turns: list[tuple[Turn, Turn]]) -> list[str]:
     def medians(field: str) -> tuple[float, float]:
         plain, fast = (statistics.median(getattr(turn, field) for turn in side) for side in zip(*turns, strict=True))
         return plain, fast
@@ -63,6 +67,7 @@ def row(title: str, turns: list[tuple[Turn, Turn]]) -> list[str]:
     step_ms, peak, held, faults = map(medians, ("step_ms", "peak_mib", "resident_mib", "faults"))
     return [
         title,
+        str(before),
         "{:.1f} → {:.1f}".format(*step_ms),
         f"{statistics.median(speeds):.2f}x",
         f"{min(speeds):.2f} to {max(speeds):.2f}",
@@ -85,8 +90,7 @@ def main() -> None:
     rows = []
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
-            turns = turns_of(name, options.rounds, Path(folder))
-        rows.append(row(name, turns))
+            rows.append(row(name, *turns_of(name, options.rounds, Path(folder))))
         print("  ".join(rows[-1]), flush=True)
     from _small_models import MODELS  # torch, which the runs had better not wait for
 

@@ -13,16 +13,16 @@ in a process of its own, forked from one that has nothing but imports behind it:
 
 Each process begins with two steps of a plain fit, and of another model with the plugin, so that no side pays for what
 every first fit of a process pays, nor for the memory that a fork copies where it is first touched: 5 ms of a plugin's
-code, where a process of its own pays 2 ms once. A
-ratio is the median over the rounds of one round's plain by its accelerated fit. Rounds go over all models and lengths,
-so that a busy minute of the machine hits none in all of them. On a machine where others compute, ask for one thread:
-two that wait for each other measure the others. The whole takes about 20 minutes on two cores, half of that for 1,000
-steps.
+code, where a process of its own pays 2 ms once. A ratio is the median over the rounds of one round's plain by its
+accelerated fit. Rounds go over all models and lengths, so that a busy minute of the machine hits none in all of them.
+On a machine where others compute, ask for one thread: two that wait for each other measure the others. The whole takes
+about 20 minutes on two cores, half of that for 1,000 steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import multiprocessing
 import os
@@ -152,6 +152,7 @@ def main() -> None:
     settings = {} if options.precision is None else {"precision": options.precision}
     if {"bert", "vit"} & set(options.models):  # here, as each of the processes would import them else
         from transformers import BertForSequenceClassification, ViTForImageClassification  # noqa: F401
+    gc.collect()
     rounds = {steps: options.rounds or ROUNDS.get(steps, 3) for steps in options.steps}
     found: dict[tuple[str, int], list[Round]] = {(name, steps): [] for name in options.models for steps in rounds}
     for number in range(max(rounds.values())):

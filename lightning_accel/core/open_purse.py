@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_accel.core.purse import Purse
+from lightning_accel.core.ranks import rank_zero_info
 
 NOTICED_S = 1.0
 """Trials that take longer are announced."""

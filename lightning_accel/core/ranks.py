@@ -6,6 +6,7 @@ import socket
 from typing import TypeVar
 
 import torch.distributed as dist
+from lightning_utilities.core import rank_zero
 
 from lightning_accel.core.host import Host
 
@@ -19,6 +20,15 @@ def gather(value: T) -> list[T]:
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def rank_zero_info(line: str) -> None:
+    """Says it once for all ranks, as Lightning says its own lines: to who trains without Lightning, by a logger."""
+    rank = getattr(rank_zero.rank_zero_only, "rank", None)  # which Lightning sets when it is imported
+    if rank is None:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if rank == 0:
+        rank_zero.log.info(line)
 
 
 def check_devices(host: Host, precision: str) -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from typing_extensions import override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
+from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.torch_private.compilation import compile_to_package, load_package
 from lightning_accel.deploy.fused_attention import fuse_attention
 from lightning_accel.deploy.inputs import Arguments

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
+from lightning_utilities.core import rank_zero
 
+from lightning_accel.core.open_purse import OpenPurse
 from lightning_accel.core.purse import Purse
+from support.console import heard
 
 
 class Clock:
@@ -95,3 +99,12 @@ def test_it_tells_what_was_spent_on_what_the_most_first() -> None:
     purse.pay("logging", 0.25)
     purse.pay("trials", 1.5)
     assert purse.line() == "1.75 s (trials 1.5 s, logging 0.25 s)"
+
+
+def test_a_long_trial_is_announced_in_a_program_without_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which alone sets the rank by which lightning_utilities tells who may speak."""
+    monkeypatch.delattr(rank_zero.rank_zero_only, "rank", raising=False)
+    monkeypatch.setattr(rank_zero, "log", logging.getLogger("lightning.pytorch.utilities.rank_zero"))
+    with heard() as lines:
+        OpenPurse("compile").pay("trials", 2.0)
+    assert lines == ["lightning-accel: still trying compile, which has taken 2.0 s"]

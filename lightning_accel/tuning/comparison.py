@@ -31,6 +31,7 @@ MEMORY_RISE = 0.02
 LEAST_RISE_BYTES = 16 << 20
 """Less is no more than what two equal steps may differ by."""
 
+_DELAYED = 3  # so many times what most turns take more is what others have delayed, where they delay the original too
 _LOOKS = 3  # at the peak, of each side
 
 WORTH_MEMORY = math.log(1.1)
@@ -132,6 +133,7 @@ class Comparison:
         self._halves: dict[int, tuple[list[float | None], list[float | None]]] = {}
         self._uncounted: list[float] = []  # of the candidate
         self._excess: list[float] = []  # of its turns over a plain one, in these
+        self._original_s: list[float] = []  # of the original's
         self._charged = 0.0
         self._schedule = self._turns()
         self._peaks: dict[int, int] = {}
@@ -176,6 +178,7 @@ class Comparison:
         if not (candidates and originals):
             return False
         original = statistics.fmean(originals)
+        self._original_s += originals
         self._test.add(original, statistics.fmean(candidates))
         plain = original * self._original_gain
         self._excess += [each / plain - 1 for each in candidates]
@@ -198,8 +201,13 @@ class Comparison:
 
     @property
     def cost(self) -> float:
-        """What the candidate has cost, in turns of a plain run."""
-        return sum(self._excess)
+        """What the candidate has cost, in turns of a plain run.
+
+        Where others delay some turns, hooks of the user's say, the original has turns that are as long.
+        """
+        others = max(self._original_s, default=0.0) / statistics.median(self._original_s or [1.0]) - 1
+        most = max(1.0, _DELAYED * statistics.median(self._excess or [0.0]))
+        return sum(excess if excess > 1.1 * others else min(excess, most) for excess in self._excess)
 
     def charge(self) -> float:
         """What that has become more by since it was last charged; less than 0: the candidate is faster than plain."""

@@ -299,7 +299,15 @@ class Questions:
             int(min(_MAX_PAIRS, max(_MIN_PAIRS, part * self._left / self._turns_a_pair(original, candidate))))
             for part in (share, _PROMISING_SHARE)
         )
-        result: Result = yield self._comparing(name, original, candidate, PairTest(alpha), pairs, most)
+        test = PairTest(alpha)
+        result: Result = yield self._comparing(name, original, candidate, test, pairs, most)
+        while result.verdict == "too dear to try on" and result.interval.ratio > 1 and self._waits_for_money():
+            held = self.tuning.choices
+            self._hold(original)
+            while self._waits_for_money():
+                yield None
+            self._hold(held)
+            result = yield self._comparing(name, original, candidate, test, pairs, most)
         self.tuning.results[name] = result
         return result
 

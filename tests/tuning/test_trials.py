@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning.questions import MIN_TURNS, allowance
 from lightning_accel.tuning.settled import Tuning
@@ -244,3 +245,20 @@ def test_a_plan_that_holds_is_watched_to_the_end() -> None:
         trials.took(0.15 if run.now["attention"] == "off" else 0.1)
     assert trials.tuning.choices == {"attention": "on"}
     assert not trials.is_over
+
+
+def test_what_others_delay_in_some_turns_is_not_charged_to_what_is_on_trial() -> None:
+    """A callback that draws pictures every few steps, say: the purse would be empty before anything is shown."""
+    proven = 0
+    for seed in range(20):
+        run = SimulatedRun({"attention": 2.5}, 300, seed=seed)
+        purse = Purse()
+        purse.steps, purse.done = 100_000, 5
+        purse.step_took(0.1)
+        trials = run.trials(purse=purse)
+        for turn in range(300):
+            trials.begin()
+            trials.took(run.step(turn) + (2.0 if turn % 11 == seed % 11 else 0.0))
+            purse.done += 1
+        proven += trials.tuning.is_proven
+    assert proven >= 18  # 11 where every delay is charged

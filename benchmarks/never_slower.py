@@ -4,7 +4,7 @@
 
 Both sides of a model train at the same time, in processes of their own, in turns of one to three seconds; while it is
 not its turn a process sleeps. The first turns are left out: allocators and caches warm up there, and the plugin
-tries its changes until they are settled, or until 60 turns; what that costs is in :mod:`short_runs`. Both have this
+tries its changes until they are settled, or until 40 turns; what that costs is in :mod:`short_runs`. Both have this
 package imported, so that the few MiB of that are not in the ratio. A ratio is the median over the rounds of one round's
 plain by its accelerated turn.
 """
@@ -27,7 +27,7 @@ from _turns import Job, Run
 if TYPE_CHECKING:
     from _small_models import Turn
 
-WARM_UP, MOST = 2, 60
+WARM_UP, MOST = 2, 40
 NAMES = ("cnn", "demo_gpt", "small_gpt", "bert", "mlp", "lstm", "unet")
 COLUMNS = (
     *("", "turns before", "step, ms", "speed", "least to most", "peak, MiB", "peak memory", "held after a step, MiB"),

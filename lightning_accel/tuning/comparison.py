@@ -31,7 +31,8 @@ MEMORY_RISE = 0.02
 LEAST_RISE_BYTES = 16 << 20
 """Less is no more than what two equal steps may differ by."""
 
-_DELAYED = 3  # so many times what most turns take more is what others have delayed, where they delay the original too
+_DELAYED = 3  # so many times what most turns take more is what others have delayed, where they delay the original too:
+_SHOWN_BY = 20  # so many of its turns show that
 _LOOKS = 3  # at the peak, of each side
 
 WORTH_MEMORY = math.log(1.1)
@@ -203,11 +204,14 @@ class Comparison:
     def cost(self) -> float:
         """What the candidate has cost, in turns of a plain run.
 
-        Where others delay some turns, hooks of the user's say, the original has turns that are as long.
+        Where others delay some turns, hooks of the user's say, the original has turns that are as long: in a while.
         """
-        others = max(self._original_s, default=0.0) / statistics.median(self._original_s or [1.0]) - 1
-        most = max(1.0, _DELAYED * statistics.median(self._excess or [0.0]))
-        return sum(excess if excess > 1.1 * others else min(excess, most) for excess in self._excess)
+        if not self._excess:
+            return 0.0
+        longest = max(self._original_s) / statistics.median(self._original_s) - 1
+        is_ours = longest if len(self._original_s) >= _SHOWN_BY else math.inf
+        usual = max(1.0, _DELAYED * statistics.median(self._excess))
+        return sum(excess if excess > is_ours else min(excess, usual) for excess in self._excess)
 
     def charge(self) -> float:
         """What that has become more by since it was last charged; less than 0: the candidate is faster than plain."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Trainer
-
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._header import makes_loaders
 from lightning_accel.callbacks._saying import say
 from lightning_accel.core.host import usable_cores
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
+from lightning_accel.lightning.packages import Trainer
 
 
 def advise(trainer: Trainer, speed: EpochSpeed, *, has_images: bool) -> bool:

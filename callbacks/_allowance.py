@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
-from lightning.pytorch import Trainer
-
 from lightning_accel.callbacks._epoch_ends import turns_left
 from lightning_accel.core.purse import SHARE as OF_THE_RUN
 from lightning_accel.core.purse import Purse
+from lightning_accel.lightning.packages import Trainer
 
 LOGGING = "logging"
 SHARE = 0.002

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
 from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.lightning.packages import Callback, LightningModule, Trainer
 
 
 def beside(

@@ -15,13 +15,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from typing_extensions import override
 
 from lightning_accel.callbacks._epoch import PREFIX
 from lightning_accel.callbacks._outcome import Session
 from lightning_accel.evidence.figures import pixels
 from lightning_accel.evidence.record import FOLDER
+from lightning_accel.lightning.packages import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 _LAYOUT: dict[str, dict[str, tuple[str, ...]]] = {
     "accel: speed": {
@@ -189,7 +189,7 @@ class Files(Board):
         return path
 
 
-_BOARDS: dict[type, Any] = {
+_BOARDS: dict[Any, Any] = {
     TensorBoardLogger: TensorBoard,
     WandbLogger: WeightsAndBiases,
     MLFlowLogger: MLFlow,

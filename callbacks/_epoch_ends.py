@@ -14,9 +14,9 @@ import warnings
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 
 from lightning_accel.callbacks._saying import report_of
+from lightning_accel.lightning.packages import Trainer
 from lightning_accel.resilience.requeue import is_accumulating
 
 _PATIENCE_S = 1.0  # for a last step that did not keep the ranks together: one without a loss, say

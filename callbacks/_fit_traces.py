@@ -9,18 +9,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.utilities import rank_zero_info
-
 from lightning_accel.callbacks._record import folder_of
 from lightning_accel.callbacks._recording import Recording
 from lightning_accel.callbacks._saying import Notes
 from lightning_accel.callbacks._slow_steps import SlowSteps
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.profilers import is_profiling
+from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.record import FOLDER
+from lightning_accel.lightning.packages import PyTorchProfiler, Trainer
 
 _FIRST = 20  # of a schedule that names none: changes have been tried by then, and caches are warm
 _ANOTHER = (

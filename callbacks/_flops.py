@@ -6,12 +6,12 @@ import warnings
 from contextlib import ExitStack
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from torch import nn
 
 from lightning_accel.core.compiled import is_compiled
 from lightning_accel.core.torch_private.compilation import dynamo_is_loaded
 from lightning_accel.evidence.flops import FlopMode
+from lightning_accel.lightning.packages import get_available_flops
 
 
 class FlopMeter:

@@ -14,12 +14,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Trainer
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.core.tree import leaves
 from lightning_accel.evidence.record import Header
+from lightning_accel.lightning.packages import Trainer
 from lightning_accel.memory.meter import device_memory_bytes
 from lightning_accel.settings import Plan
 

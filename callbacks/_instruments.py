@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_accel.callbacks._advising import advise
 from lightning_accel.callbacks._allowance import Allowance
@@ -24,13 +22,14 @@ from lightning_accel.callbacks._samples import SampleCounter
 from lightning_accel.callbacks._teller import Teller
 from lightning_accel.core.clocks import StepClock, clock_for, monotonic, seconds
 from lightning_accel.core.peak_memory import PeakMemory
-from lightning_accel.core.ranks import gather
+from lightning_accel.core.ranks import gather, rank_zero_info
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import has_images
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.record import RECORD_VARIABLE
 from lightning_accel.evidence.speed import FEWEST
 from lightning_accel.evidence.taking_apart import AnatomyMode
+from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.tuning.settled import Tuning
 

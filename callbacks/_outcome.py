@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-
 from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.callbacks._saying import report_of
 from lightning_accel.core.report import Report
@@ -17,6 +15,7 @@ from lightning_accel.evidence.anatomy import MemoryPeak
 from lightning_accel.evidence.figures import MEND, can_draw
 from lightning_accel.evidence.reading import read_earlier, read_record
 from lightning_accel.evidence.speed import Speed
+from lightning_accel.lightning.packages import Trainer
 from lightning_accel.settings import Plan
 from lightning_accel.tuning.pairs import Interval
 from lightning_accel.tuning.settled import Tuning

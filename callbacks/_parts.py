@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
-from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.callbacks._parts_patch import PartsPatch
@@ -19,6 +18,7 @@ from lightning_accel.core.parts import PartTimer
 from lightning_accel.core.torch_private.training import exposed_communication, hold_device, told_of_loading
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.parts import BACKWARD, COMMUNICATION, COMPUTE, DATA, IDLE, OPTIMIZER, ORDER, REST
+from lightning_accel.lightning.packages import Trainer
 
 EVERY = 16
 """Of so many steps one is looked at, drawn by lot: what each fourth step does shows in a fourth of the looks."""

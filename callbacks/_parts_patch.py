@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from lightning_accel.callbacks._collectives_patch import CollectivesPatch, Listener, told_of
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.evidence.parts import BACKWARD, FORWARD, LOGGING, OPTIMIZER, TRANSFER
+from lightning_accel.lightning.packages import Trainer
 
 PARTS = {
     "batch_to_device": TRANSFER,

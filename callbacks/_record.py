@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_accel.callbacks._epoch import EpochSpeed
@@ -38,6 +37,7 @@ from lightning_accel.evidence.record import (
     in_pieces,
 )
 from lightning_accel.evidence.speed import Speed, speed_of
+from lightning_accel.lightning.packages import Trainer
 from lightning_accel.memory.page import StepMemoryError
 
 EVERY_S = 60.0

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_accel.callbacks._parts_patch import PARTS, PartsPatch
@@ -23,6 +22,7 @@ from lightning_accel.core.profilers import closing_ranges, giving_way
 from lightning_accel.core.torch_private.profilers import memory_snapshot, record_memory_history
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.parts import COMMUNICATION, DATA, LOGGING
+from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.resilience.atomic_checkpoint import commit, discard
 

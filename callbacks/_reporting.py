@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-
 from lightning_accel.callbacks._saying import say, say_of_rank
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.reading import read_earlier, read_record
+from lightning_accel.lightning.packages import Trainer, TrainerFn
 from lightning_accel.settings import Plan
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core import rank_zero
 from lightning_utilities.core.rank_zero import rank_prefixed_message
 
+from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import Report
-
-_logger = logging.getLogger("lightning.pytorch")  # shown as Lightning's own lines are
+from lightning_accel.lightning.packages import Trainer
 
 
 def report_of(trainer: Trainer) -> Report | None:
@@ -30,7 +27,7 @@ def say(trainer: Trainer, *lines: str) -> None:
 def say_of_rank(trainer: Trainer, line: str) -> None:
     """Says now what this rank has to say, though it may not be the first."""
     rank = trainer.global_rank if trainer.world_size > 1 else None
-    _logger.info(rank_prefixed_message(f"lightning-accel: {line}", rank))
+    rank_zero.log.info(rank_prefixed_message(f"lightning-accel: {line}", rank))
 
 
 class Notes:

@@ -7,18 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
-
 from lightning_accel.callbacks._boards import Board, boards_of
 from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.callbacks._outcome import Outcome, Picture
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._reporting import report_path
 from lightning_accel.callbacks._saying import say
+from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.figures import can_draw, share_bar
 from lightning_accel.evidence.speed import Speed
+from lightning_accel.lightning.packages import Trainer
 
 _SUMMARY = f"{PREFIX}summary"
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
@@ -22,6 +21,7 @@ from lightning_accel.deploy.forms import FORMS
 from lightning_accel.deploy.inputs import arguments_of, example_in, shapes_in
 from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.shapes import Dynamic
+from lightning_accel.lightning.packages import Callback, LightningModule, Trainer
 
 
 class ExportBest(Callback):

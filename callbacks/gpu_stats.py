@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_accel.callbacks._epoch import PREFIX
@@ -20,6 +19,7 @@ from lightning_accel.callbacks._samples import SampleCounter
 from lightning_accel.callbacks._saying import Notes
 from lightning_accel.core.clocks import monotonic
 from lightning_accel.core.ranks import gather
+from lightning_accel.lightning.packages import Callback, LightningModule, Trainer
 
 _EVERY_S = 1.0
 _MOST_UNTAKEN = 600  # of each value: a record takes them once a minute, and some runs have none

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -17,6 +15,7 @@ from lightning_accel.callbacks._instruments import FitInstruments
 from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.evidence.record import FOLDER
+from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, own, rank_zero_warn
 from lightning_accel.memory.page import StepMemoryError
 from lightning_accel.resilience.lost_ranks import is_broken_collective
 
@@ -120,7 +119,7 @@ class SpeedMemoryLogger(Callback):
         every_s = 0.0 if self._is_callback and _is_monitored(trainer) else self._every_s
         self._fit = FitInstruments(trainer, self._batch_size_fn, every_s, is_asked=self._is_callback)
         if self._is_callback:
-            self._pass_over({name: getattr(Callback, name) for name in _HOOKS_OF_A_STEP})
+            self._pass_over({name: getattr(own(trainer, Callback), name) for name in _HOOKS_OF_A_STEP})
             if trainer.world_size == 1:  # a single rank keeps nobody waiting
                 self._pass_over({"on_before_backward": SpeedMemoryLogger.on_before_backward})
 

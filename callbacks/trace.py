@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_accel.callbacks._fit_traces import FitTraces
 from lightning_accel.core.checks import check_choice
+from lightning_accel.lightning.packages import Callback, LightningModule, Trainer
 
 
 class TraceCallback(Callback):

@@ -7,6 +7,8 @@ a plain PyTorch loop.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_accel.registration import register_strategies
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_accel.core.report import AccelError as AccelError
     from lightning_accel.core.report import AccelWarning as AccelWarning
     from lightning_accel.core.report import Report as Report
+    from lightning_accel.lightning.fabric_plugin import AccelFabricPlugin as AccelFabricPlugin
     from lightning_accel.lightning.plugin import AccelPlugin as AccelPlugin
     from lightning_accel.lightning.xla_plugin import AccelXLAPlugin as AccelXLAPlugin
     from lightning_accel.memory.schedule import MemorySchedule as MemorySchedule
@@ -42,6 +45,7 @@ _HOMES = {
     "AccelCLI": "cli.accel_cli",
     "AccelDDPStrategy": "strategies.ddp",
     "AccelError": "core.report",
+    "AccelFabricPlugin": "lightning.fabric_plugin",
     "AccelFSDPStrategy": "strategies.fsdp",
     "AccelPlugin": "lightning.plugin",
     "AccelStrategy": "strategies.single_device",
@@ -65,6 +69,10 @@ _HOMES = {
 }
 
 __all__ = [*_HOMES]
+
+if find_spec(f"{__name__}.callbacks") is None:  # which lie elsewhere in a clone
+    _CLONE = Path(__file__).parents[1]
+    raise ImportError(f"{_CLONE} is a clone that is not installed: pip install {_CLONE}, or leave it off the path.")
 
 register_strategies()
 

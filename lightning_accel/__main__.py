@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from lightning_accel import __version__
 from lightning_accel.claims import command as claims_command
 from lightning_accel.cli import (
     bench_command,
@@ -22,6 +23,7 @@ from lightning_accel.cli import (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand that ``argv`` (by default the process's own arguments) names; returns the exit status."""
     parser = argparse.ArgumentParser(prog="lightning-accel", description="Tools around lightning-accel.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(dest="subcommand", required=True)
     subcommands.add_parser("doctor", help="what this machine has, what is missing and how to get it")
     plan = plan_command.add_parser(subcommands)

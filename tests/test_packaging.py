@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+import lightning_accel
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -77,7 +79,6 @@ print(json.dumps({
     "files": [lightning_accel.callbacks.__file__, lightning_accel.lightning.plugin.__file__],
     "loader": type(home.__loader__).__name__,
     "is_the_specs": home.__spec__.loader is home.__loader__,
-    "finders": [str(finder) for finder in sys.meta_path if type(finder).__module__.startswith("lightning_accel")],
     "strategies": [name for name in home.StrategyRegistry.available_strategies() if name.startswith("accel")],
     "gpu_is_awake": torch.cuda.is_initialized(),
 }))
@@ -110,7 +111,7 @@ def test_the_wheel_installs_and_imports_from_another_folder(used: dict[str, Any]
 def test_strategies_are_registered_when_lightning_is_imported_later(used: dict[str, Any]) -> None:
     """And Lightning's module is loaded as it would be without us."""
     assert used["strategies"] == ["accel", "accel_ddp", "accel_fsdp"]
-    assert (used["loader"], used["is_the_specs"], used["finders"]) == ("SourceFileLoader", True, [])
+    assert (used["loader"], used["is_the_specs"]) == ("SourceFileLoader", True)
 
 
 @pytest.mark.slow
@@ -198,3 +199,16 @@ def make(*arguments: str, folder: Path = ROOT, check: bool = False) -> subproces
 
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_a_clone_that_is_not_installed_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "lightning_accel").symlink_to(ROOT / "lightning_accel")
+    paths = [str(tmp_path), sysconfig.get_path("purelib")]
+    code = f"import sys; sys.path[:0] = {paths}; import lightning_accel"
+    done = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=False)
+    assert f"ImportError: {tmp_path} is a clone that is not installed: pip install {tmp_path}" in done.stderr
+
+
+def test_the_command_tells_its_version() -> None:
+    said = run(sys.executable, "-m", "lightning_accel", "--version")
+    assert said.strip() == f"lightning-accel {lightning_accel.__version__}"

@@ -7,13 +7,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.accelerators import XLAAccelerator
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
-from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
-from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning_utilities.core.imports import RequirementCache
 from typing_extensions import override
 
@@ -23,6 +16,23 @@ from lightning_accel.core.checks import nearest
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.whole_file import write_whole
+from lightning_accel.lightning.packages import (
+    LightningArgumentParser,
+    LightningCLI,
+    LightningDataModule,
+    LightningModule,
+    Precision,
+    SingleDeviceXLAStrategy,
+    Strategy,
+    StrategyRegistry,
+    Trainer,
+    XLAAccelerator,
+    XLAStrategy,
+    in_order_of,
+    in_use,
+    own,
+    package_of,
+)
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.lightning.private import parser_actions
 from lightning_accel.lightning.xla_plugin import AccelXLAPlugin
@@ -76,14 +86,17 @@ class AccelCLI(LightningCLI):
                 f"{type(self).__name__} reads its configuration with jsonargparse, which is not usable here:"
                 f" pip install 'lightning-accel[cli]'. ({_JSONARGPARSE})"
             )
-        kwargs.setdefault("parser_class", AccelArgumentParser)
+        given = [package for thing in (*args, *kwargs.values()) if (package := package_of(thing)) is not None]
+        package = given[0] if given else in_use()
+        self.__class__ = in_order_of(package, type(self))
+        kwargs.setdefault("parser_class", in_order_of(package, AccelArgumentParser))
         if len(args) <= _TRAINER_CLASS:
-            kwargs.setdefault("trainer_class", TunableTrainer)
+            kwargs.setdefault("trainer_class", in_order_of(package, TunableTrainer))
         super().__init__(*args, **kwargs)
 
     @override
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        known = LightningCLI.subcommands()
+        known = super().subcommands()
         return {**known, "tune": {"model", "datamodule"}} if hasattr(self.trainer_class, "tune") else known
 
     @override
@@ -185,7 +198,7 @@ class AccelCLI(LightningCLI):
     def _check_strategy(self, strategy: Any) -> None:
         if not isinstance(strategy, str) or strategy == "auto":
             return
-        known = StrategyRegistry.available_strategies()
+        known = own(self, StrategyRegistry).available_strategies()
         if strategy.lower() not in known:
             self.parser.error(f"trainer.strategy={strategy!r} is not known{nearest(strategy, known)}")
         for family, instead in _INSTEAD.items():
@@ -204,7 +217,7 @@ def _is_for_xla(strategy: Any, accelerator: Any) -> bool:
     if isinstance(strategy, str) and strategy != "auto":
         return strategy.lower().startswith(_XLA)
     if isinstance(strategy, Strategy):
-        return isinstance(strategy, SingleDeviceXLAStrategy | XLAStrategy)
+        return isinstance(strategy, (SingleDeviceXLAStrategy, XLAStrategy))
     if accelerator in (None, "auto"):
         return Host.detect().kind == "xla"
     return accelerator == "tpu" or isinstance(accelerator, XLAAccelerator)

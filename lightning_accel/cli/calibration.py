@@ -12,7 +12,7 @@ from lightning_accel.cli import checkpoints
 from lightning_accel.cli.users_code import CheckpointError, batches_of, running, said_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning_accel.lightning.packages import LightningDataModule, LightningModule
 
 _SAY = "--data MODULE:FUNCTION, a function that returns a few batches such as the model will be served."
 
@@ -46,7 +46,7 @@ def _own(model: LightningModule, checkpoint: Path, at_most: int) -> list[Any]:
     Raises:
         CheckpointError: They are not known, or cannot be had here.
     """
-    from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning_accel.lightning.packages import is_overridden
 
     given = "INT8 with ranges of its own takes them from data, and"
     try:
@@ -73,15 +73,15 @@ def _own(model: LightningModule, checkpoint: Path, at_most: int) -> list[Any]:
 
 def _noted_module(checkpoint: Path) -> LightningDataModule | None:
     """The data module as LightningCLI has noted it, in config.yaml beside a checkpoint or in it; None: it has not."""
-    from lightning.pytorch import LightningDataModule
+    from lightning_accel.lightning.packages import LightningDataModule, classes
 
     if found := checkpoints.noted(checkpoint, "data"):
         from jsonargparse import ArgumentParser
 
         found.load("data")
         parser = ArgumentParser(exit_on_error=False)
-        parser.add_subclass_arguments(LightningDataModule, "data", fail_untyped=False)
+        parser.add_subclass_arguments(classes(LightningDataModule), "data", fail_untyped=False)
         made: LightningDataModule = parser.instantiate_classes(parser.parse_object({"data": found.section})).data
         return made
     loaded = LightningDataModule.load_from_checkpoint(checkpoint, map_location="cpu")
-    return None if type(loaded) is LightningDataModule else loaded
+    return None if type(loaded) in classes(LightningDataModule) else loaded

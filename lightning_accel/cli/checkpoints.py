@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_accel.cli.users_code import CheckpointError, named, running, said_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning_accel.lightning.packages import LightningModule
 
 
 CONFIG = "config.yaml"
@@ -48,7 +48,7 @@ def _loaded(kind: Any, option: str, path: Path) -> LightningModule:
     Raises:
         CheckpointError: It is no LightningModule, or cannot be made of this file.
     """
-    from lightning.pytorch import LightningModule
+    from lightning_accel.lightning.packages import LightningModule
 
     if not (isinstance(kind, type) and issubclass(kind, LightningModule)):
         raise CheckpointError(f"{option} is no class of LightningModule, but {kind!r}.")
@@ -143,7 +143,7 @@ def _by_noted_class(path: Path) -> LightningModule:
     Raises:
         CheckpointError: It has not: it was told a class of its own (``LightningCLI(Digits)``), or was not used.
     """
-    from lightning.pytorch import LightningModule
+    from lightning_accel.lightning.packages import LightningModule, classes
 
     if found := noted(path, "model"):
         return _loaded(found.load("model"), f"{found.config}, model.class_path: {found.class_path}", path)
@@ -151,7 +151,7 @@ def _by_noted_class(path: Path) -> LightningModule:
     try:  # of the class that is noted in it, else the empty LightningModule, into which no weights go
         with running(str(path)):
             loaded = LightningModule.load_from_checkpoint(path, map_location="cpu")
-        if type(loaded) is not LightningModule:
+        if type(loaded) not in classes(LightningModule):
             return loaded
     except CheckpointError as error:
         _contents(path)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-
+from lightning_accel.lightning.packages import LightningDataModule, LightningModule, Trainer
 from lightning_accel.search.job import LOADER_SETTINGS
 from lightning_accel.search.judging import Objective
 from lightning_accel.search.tune import TuneResult, tune

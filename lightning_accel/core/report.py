@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from typing_extensions import override
 
 from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.purse import Purse
+
+NEWEST_TORCH = (2, 15)
+"""The newest that the tests have run on."""
 
 
 class AccelWarning(UserWarning):
@@ -100,6 +104,13 @@ class TechniqueReport:
         return f"left alone: {reasons[0][0] if reasons else 'nothing to do'}"
 
 
+def _notes_on_versions() -> list[str]:
+    release = str(getattr(sys.modules.get("torch"), "__version__", "0.0"))
+    major, minor = (int(number) for number in release.split(".")[:2])
+    is_newer = (major, minor) > NEWEST_TORCH
+    return [f"torch {major}.{minor} is newer than those tested: changes are checked as ever"] if is_newer else []
+
+
 class Report:
     """Names every site touched, every site refused and the reason.
 
@@ -110,7 +121,7 @@ class Report:
     def __init__(self, device: str = "", purse: Purse | None = None) -> None:
         self.device = device
         self.techniques: dict[str, TechniqueReport] = {}
-        self.notes: list[str] = []
+        self.notes: list[str] = _notes_on_versions() if device else []
         self.purse = purse
 
     @property

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
@@ -19,6 +18,7 @@ from lightning_accel.core.snapshot import Snapshot, can_be_put_back, own_stream,
 from lightning_accel.core.torch_private.modules import buffer_slots
 from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.core.tree import leaves, tensors_in
+from lightning_accel.lightning.packages import LightningModule, Trainer
 from lightning_accel.lightning.private import logged_results
 from lightning_accel.lightning.trained import trainable, trained_before, versions
 

@@ -15,15 +15,21 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ClassVar, Literal, cast
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accel.core.report import Report
+from lightning_accel.lightning.packages import (
+    LightningModule,
+    LightningOptimizer,
+    MixedPrecision,
+    Package,
+    Precision,
+    in_order_of,
+    own,
+    plain,
+)
 from lightning_accel.lightning.private import after_closure
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.mixed_precision import (
@@ -53,6 +59,7 @@ class AutocastingPrecision(Precision):
 
     def __init__(self, precision: ResolvedPrecision, *, is_chosen: bool) -> None:
         self._is_chosen = is_chosen
+        self._package: Package | None = None  # whose Trainer runs it
         self.scaler: CountingGradScaler | None = None
         self.device = "cpu"
         self._unscaled: weakref.ref[Tensor] | None = None  # the latest loss that was scaled
@@ -64,12 +71,22 @@ class AutocastingPrecision(Precision):
         """Becomes a ``MixedPrecision`` exactly when autocast is on."""
         self.say_again()
         self.precision = precision
-        kind: Any = self._plain_class or type(self)
-        self.__class__ = kind if precision == "32-true" else _autocasting(kind)
+        kind: Any = self._kind if precision == "32-true" else _autocasting(self._kind)
+        self.__class__ = kind if self._package is None else in_order_of(self._package, kind)
         if precision != "16-mixed":
             self.scaler = None
         elif self.scaler is None or self.scaler.device != self.device:
             self.scaler = CountingGradScaler(self.device)
+
+    def be_of(self, package: Package) -> None:
+        """Takes what it inherits from this package of Lightning's, whose Trainer runs it."""
+        self._package = package
+        self._set_precision(cast(ResolvedPrecision, self.precision))
+
+    @property
+    def _kind(self) -> Any:
+        """Its class, as it was made with."""
+        return self._plain_class or plain(type(self))
 
     @property
     def is_ours(self) -> bool:
@@ -147,7 +164,7 @@ class AutocastingPrecision(Precision):
 
     @override
     def __reduce__(self) -> Any:
-        return _copied, (self._plain_class or type(self), dict(vars(self)))
+        return _copied, (self._kind, dict(vars(self)))
 
 
 @contextmanager
@@ -177,7 +194,7 @@ class _Autocasting(MixedPrecision):
         if self._unsaid is not None:
             self.say_again()
         if self._runs_in_float32:
-            return Precision.forward_context(self)
+            return own(self, Precision).forward_context(self)
         return nested(without_mha_fast_path(self.device), super().forward_context())
 
     @override
@@ -210,13 +227,13 @@ class _Autocasting(MixedPrecision):
         self,
         optimizer: Optimizer,
         clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+        gradient_clip_algorithm: Any = "norm",
     ) -> None:
         if self.scaler is not None and clip_val > 0:
             unwrapped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
             self.scaler.unscale_(unwrapped)
         # Past Lightning's MixedPrecision, which refuses fused optimizers: ours unscales before they step.
-        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+        own(self, Precision).clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
 
 @functools.cache

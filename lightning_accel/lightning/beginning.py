@@ -17,10 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_accel.core.clocks import seconds
@@ -29,12 +25,14 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.open_purse import NOTICED_S
 from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.purse import SHARE, TRIALS, Purse
+from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.lightning.autocasting import nested
 from lightning_accel.lightning.feeding import takes_loader
 from lightning_accel.lightning.kept import Kept
 from lightning_accel.lightning.live_trials import program_of, turns_left
+from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Strategy, Trainer, TrainerFn
 from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.searches import Searches
 from lightning_accel.settings import Plan

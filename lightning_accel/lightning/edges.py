@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lightning_accel.core.held import MOST, held_tensors
@@ -28,6 +26,7 @@ from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.autocasting import AutocastingPrecision
 from lightning_accel.lightning.out_of_memory import STEPS
+from lightning_accel.lightning.packages import Callback, LightningModule, Strategy, Trainer, is_lightnings, own
 from lightning_accel.lightning.private import ActionPatch, hook_action
 from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.memory_format import MemoryFormat
@@ -246,21 +245,21 @@ class Edges:
         return found
 
 
-# Where the user's own code runs beside steps. Not where it calls a step, as `optimizer_step` does.
-_HOOKS = (
-    *(name for name in dir(LightningModule) if name.startswith("on_")),
-    *("configure_gradient_clipping", "lr_scheduler_step"),
-)
+_MORE_HOOKS = ("configure_gradient_clipping", "lr_scheduler_step")  # of a module, beside those named on_...
 
 
 def users_hooks(trainer: Trainer, module: LightningModule) -> set[str]:
     """The hooks of a module and of callbacks that are not Lightning's own, by the names of their actions."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    owners: list[tuple[Any, type]] = [(module, LightningModule), *((callback, Callback) for callback in callbacks)]
+    its_base: Any = own(module, LightningModule)
+    base: Any = own(trainer, Callback)
+    # Where the user's own code runs beside steps. Not where it calls a step, as `optimizer_step` does.
+    its_hooks = [*(name for name in dir(its_base) if name.startswith("on_")), *_MORE_HOOKS]
+    owners = [(module, its_base, its_hooks), *((callback, base, dir(base)) for callback in callbacks)]
     return {
         hook_action(owner, name)
-        for owner, base in owners
-        if not type(owner).__module__.startswith(("lightning.", "lightning_accel."))
-        for name in (_HOOKS if base is LightningModule else dir(Callback))
+        for owner, base, hooks in owners
+        if not (is_lightnings(type(owner)) or type(owner).__module__.startswith("lightning_accel."))
+        for name in hooks
         if getattr(type(owner), name, None) is not getattr(base, name, None) or name in vars(owner)
     }

@@ -8,11 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel.core.patch import MethodPatch, Patch, applied
@@ -20,6 +15,14 @@ from lightning_accel.core.torch_private.training import map_parts
 from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
 from lightning_accel.data.stand_in import stood_for
 from lightning_accel.engine import Engine
+from lightning_accel.lightning.packages import (
+    Strategy,
+    Trainer,
+    TrainerFn,
+    is_overridden,
+    is_param_in_hook_signature,
+    own,
+)
 from lightning_accel.lightning.private import combined_loader, is_sequential
 
 _DEPTH = 2  # batches prepared ahead
@@ -199,7 +202,7 @@ def takes_loader(trainer: Trainer) -> bool:
 def _why_inline(trainer: Trainer) -> str:
     module, datamodule = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     strategy = type(trainer.strategy)
-    brings_loaders = strategy.process_dataloader is not Strategy.process_dataloader
+    brings_loaders = strategy.process_dataloader is not own(trainer.strategy, Strategy).process_dataloader
     if brings_loaders and not getattr(strategy, "wants_pipeline", False):
         return f"{strategy.__name__} brings loaders of its own"
     for hook in _HOOKS_BEFORE:

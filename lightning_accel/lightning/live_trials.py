@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_accel.callbacks._epoch_ends import turns_left as turns_left
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
@@ -20,9 +18,10 @@ from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.purse import Purse
-from lightning_accel.core.ranks import gather
+from lightning_accel.core.ranks import gather, rank_zero_info
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.engine import Engine
+from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import ActionPatch, FetchPatch, hook_action
 from lightning_accel.lightning.searches import Searches
 from lightning_accel.techniques.arms import OFF, Arm

@@ -13,19 +13,17 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import Strategy
-from lightning_utilities.core.rank_zero import rank_zero_info
-
 from lightning_accel.assembly import NamedRelief, reliefs_for
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.attempt import begins_gradients
+from lightning_accel.lightning.packages import LightningModule, Strategy
 from lightning_accel.lightning.searches import Searches
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.memory.inventory import Inventory, take_inventory, who_asked

@@ -10,11 +10,6 @@ from copy import copy
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
-from lightning.pytorch.strategies.xla import XLAStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -29,6 +24,15 @@ from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
 from lightning_accel.lightning.beginning import Beginning, asks_by_name, begins_plain
 from lightning_accel.lightning.kept import Kept
+from lightning_accel.lightning.packages import (
+    LightningModule,
+    SingleDeviceXLAStrategy,
+    Trainer,
+    TrainerFn,
+    XLAStrategy,
+    in_use,
+    package_of,
+)
 from lightning_accel.lightning.planned import Planned, Reports
 from lightning_accel.lightning.run import Run, may_lack_memory
 from lightning_accel.memory.schedule import MemorySchedule
@@ -39,6 +43,9 @@ from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning.settled import Tuning
 from lightning_accel.tuning.verdicts import Program
 
+# Of a Trainer with precision=, which a library may have given it.
+PRECISION_MEND = ', which decides on the precision itself. Trainer(strategy="accel") brings it and takes precision='
+_FABRICS = "Fabric takes another plugin: Fabric(plugins=[AccelFabricPlugin()])."
 XLA_MEND = ". For XLA devices there is lightning_accel.AccelXLAPlugin: Trainer(plugins=[AccelXLAPlugin()])"
 
 
@@ -91,8 +98,10 @@ class AccelPlugin(Planned, AutocastingPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         began = seconds()
         self.teardown()
-        assert isinstance(module, LightningModule)
+        if not isinstance(module, LightningModule):
+            raise TypeError(f"AccelPlugin is for Trainers, and was given a {type(module).__name__}. {_FABRICS}")
         trainer = module.trainer
+        self.be_of(package_of(trainer) or in_use())
         host = Host.detect(trainer.strategy.root_device)
         precision, reason = resolve_precision(self.plan.precision, host)
         if trainer.world_size > 1:
@@ -315,15 +324,15 @@ class AccelPlugin(Planned, AutocastingPrecision):
         self._interrupt()
         if self.scaler is not None:
             # Where Lightning's own precision="16-mixed" looks for it.
-            checkpoint[MixedPrecision.__qualname__] = self.scaler.state_dict()
+            checkpoint[_LIGHTNINGS] = self.scaler.state_dict()
         if self._run is not None:
             self._run.restore_layouts(checkpoint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint.get(AccelPlugin.__qualname__)
-        if state is None and checkpoint.get(MixedPrecision.__qualname__):
-            state = {"scaler": checkpoint[MixedPrecision.__qualname__]}
+        if state is None and checkpoint.get(_LIGHTNINGS):
+            state = {"scaler": checkpoint[_LIGHTNINGS]}
         if state is not None:
             self.load_state_dict(state)
 
@@ -354,13 +363,16 @@ class AccelPlugin(Planned, AutocastingPrecision):
 
     @override
     def __format__(self, format_spec: str) -> str:
-        # Lightning's XLA strategies refuse a plugin with an f-string that ends in it, before anything of ours is asked:
-        # there alone can be said what to use.
-        asks = sys._getframe(1).f_locals.get("self")
-        mend = "" if not isinstance(asks, SingleDeviceXLAStrategy | XLAStrategy) else XLA_MEND
+        # Lightning refuses a plugin with an f-string that has it in it, before anything of ours is asked: there alone
+        # can be said what to use.
+        names = sys._getframe(1).f_locals
+        mend = XLA_MEND if isinstance(names.get("self"), (SingleDeviceXLAStrategy, XLAStrategy)) else ""
+        if names.get("precision_flag") is not None:
+            mend = PRECISION_MEND
         return format(repr(self), format_spec) + mend
 
 
+_LIGHTNINGS = "MixedPrecision"  # under which its own plugin keeps a scaler in checkpoints
 _WAITS = "waiting for plain steps that tell what it may cost"
 
 

@@ -9,17 +9,24 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, cast
 
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.layer_sync import LayerSync
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.lightning.packages import (
+    Callback,
+    ClusterEnvironment,
+    CombinedLoader,
+    DDPStrategy,
+    LayerSync,
+    LightningModule,
+    ModelParallelStrategy,
+    PassThroughProfiler,
+    Precision,
+    Strategy,
+    Trainer,
+    own,
+)
 
 # -- loops ---------------------------------------------------------------------------------------------------------
 
@@ -147,10 +154,10 @@ class ActionPatch(Patch):
             _TOLD_OF_ACTIONS.pop(self._profiler, None)
 
     def _telling(self, wanted: set[str]) -> Iterator[Patch]:
-        all_told = _TOLD_OF_ACTIONS
+        all_told, passes = _TOLD_OF_ACTIONS, own(self._profiler, PassThroughProfiler)
 
         def told_before(original: Callable[..., Any]) -> Callable[..., Any]:
-            profiles = original is not PassThroughProfiler.start  # which does nothing: that much need not be called
+            profiles = original is not passes.start  # which does nothing: that much need not be called
 
             def start(profiler: Any, action_name: str) -> None:
                 if action_name in wanted:
@@ -163,7 +170,7 @@ class ActionPatch(Patch):
             return start
 
         def told_after(original: Callable[..., Any]) -> Callable[..., Any]:
-            profiles = original is not PassThroughProfiler.stop
+            profiles = original is not passes.stop
 
             def stop(profiler: Any, action_name: str) -> None:
                 if profiles:

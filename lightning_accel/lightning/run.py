@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -29,6 +26,7 @@ from lightning_accel.lightning.kept import Kept
 from lightning_accel.lightning.live_trials import LiveTuning, have
 from lightning_accel.lightning.loaders import Loaders
 from lightning_accel.lightning.out_of_memory import OPTIMIZER, MemoryAnswers
+from lightning_accel.lightning.packages import LightningModule, ModelParallelStrategy, Strategy, Trainer, TrainerFn
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.memory.inventory import has_limit_of_its_own

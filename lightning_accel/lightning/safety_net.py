@@ -14,8 +14,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import Strategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.core.checks import SettingError
@@ -28,6 +26,7 @@ from lightning_accel.lightning.attempt import Attempt, SmallState, Step, begins_
 from lightning_accel.lightning.autocasting import AutocastingPrecision
 from lightning_accel.lightning.edges import DRAWS_GOING_BACKWARD, Edges
 from lightning_accel.lightning.out_of_memory import STEPS, MemoryAnswers
+from lightning_accel.lightning.packages import LightningModule, Strategy
 from lightning_accel.lightning.suspects import suspects
 
 # The end of a loader that the step itself reads, and what we tell the user on purpose.

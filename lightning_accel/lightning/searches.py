@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning_accel.lightning.packages import BatchSizeFinder, LearningRateFinder, Trainer
 
 
 class Searches:
@@ -17,7 +16,7 @@ class Searches:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._searches = [one for one in _callbacks(trainer) if isinstance(one, LearningRateFinder | BatchSizeFinder)]
+        self._searches = [one for one in _callbacks(trainer) if isinstance(one, (LearningRateFinder, BatchSizeFinder))]
 
     def are_running(self) -> bool:
         """Whether one is at work now."""

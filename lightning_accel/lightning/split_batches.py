@@ -13,9 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,6 +23,7 @@ from lightning_accel.core.samples import count_samples, split_samples
 from lightning_accel.core.torch_private.autograd import has_gradient_hooks
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.lightning.attempt import begins_gradients
+from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Strategy, is_overridden
 from lightning_accel.lightning.split_logs import SplitLogs
 
 NAME = "out_of_memory"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Trainer
 from torch import Tensor
 from typing_extensions import Self
 
 from lightning_accel.core.patch import MethodPatch
+from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import logged_results
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accel.core.torch_private.tensors import version_of, versions_of
+from lightning_accel.lightning.packages import LightningModule
 
 MOST_BYTES = 1 << 28
 """Of parameters, of which three copies may be made: a step on trial must not be what exhausts the memory."""

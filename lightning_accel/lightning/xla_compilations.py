@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_accel.core import xla
 from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.lightning.packages import Strategy
 
 NAME = "xla"
 """Its record in the report."""

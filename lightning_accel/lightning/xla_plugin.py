@@ -7,9 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import XLAPrecision
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -20,6 +17,7 @@ from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocasting import nested
 from lightning_accel.lightning.kept import Kept
+from lightning_accel.lightning.packages import LightningModule, Strategy, XLAPrecision, own
 from lightning_accel.lightning.planned import Planned, Reports
 from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.xla_compilations import Compilations
@@ -65,7 +63,7 @@ class AccelXLAPlugin(Planned, XLAPrecision):
             )
         if why := xla.why_missing():
             raise ModuleNotFoundError(f"AccelXLAPlugin: {why}.")
-        XLAPrecision.__init__(self, "32-true")
+        own(self, XLAPrecision).__init__(self, "32-true")
         self._run: Run | None = None
         self._added_logger: AddedLogger | None = None
         self._compilations: Compilations | None = None

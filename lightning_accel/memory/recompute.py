@@ -7,6 +7,7 @@ mode keeps what is expensive to recompute, as in Korthikanti et al. (2022), http
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
@@ -31,6 +32,14 @@ NORMS = (
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _COMPUTE_BOUND = (*CONVOLUTIONS, nn.Linear, nn.Bilinear)
 
+
+# What is kept of a call goes through the hooks for saved tensors around it, as it will by default after torch 2.15: it
+# is packed or offloaded as all is that autograd keeps. Before 2.15 it passes them by, and nothing else can be had.
+_THROUGH_HOOKS: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": True}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
 
 Run = Callable[[nn.Module, Callable[..., Any], Any, Any], Any]
 """Calls ``original`` as ``run(module, original, args, kwargs)``."""
@@ -86,9 +95,11 @@ def _whole(function: Callable[..., Any], args: tuple[Any, ...], mode: Recomputat
     context_fn = _context_fn(mode, frozen)
     if context_fn is None:
         return checkpoint(function, *args, use_reentrant=False)
-    # Selective recomputation counts operators: it must not meet a cast that the first time found in the cache.
-    with nullcontext() if torch.compiler.is_compiling() else no_cast_cache():
+    if torch.compiler.is_compiling():
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+    # Selective recomputation counts operators: it must not meet a cast that the first time found in the cache.
+    with no_cast_cache():
+        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **_THROUGH_HOOKS)
 
 
 def pieces_of(block: nn.Module) -> list[list[nn.Module]]:

@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.whole_file import is_special
+from lightning_accel.lightning.packages import TorchCheckpointIO
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 

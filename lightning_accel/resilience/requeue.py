@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_accel.lightning.packages import Callback, LightningModule, SLURMEnvironment, Trainer, is_lightnings
 from lightning_accel.lightning.private import cluster_environment
 
 
@@ -48,7 +47,7 @@ class DeferredSignals(Callback):
 
     def __init__(self, trainer: Trainer, numbers: list[int], group: dist.ProcessGroup | None) -> None:
         handlers: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
-        self._handlers = {n: h for n, h in handlers.items() if type(h).__module__.startswith("lightning.pytorch")}
+        self._handlers = {n: h for n, h in handlers.items() if is_lightnings(type(h))}
         self._group = group
         self._received: set[int] = set()
         self._handled: set[int] = set()

@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 import cloudpickle
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lightning_accel.lightning.packages import LightningDataModule, LightningModule, Trainer
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.search.setup import Setup
 from lightning_accel.settings import Plan
@@ -60,7 +60,7 @@ class Job:
         Raises:
             TypeError: The data is none that can be trained on.
         """
-        if not (data is None or isinstance(data, LightningDataModule | DataLoader)):
+        if not (data is None or isinstance(data, (LightningDataModule, DataLoader))):
             raise TypeError(
                 f"data is of type {type(data).__name__}. Allowed: a LightningDataModule, a DataLoader, or None, where"
                 " the module has a train_dataloader of its own."

@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_accel.core.allocators import ENVIRONMENT_IN_FILE
 from lightning_accel.core.byte_size import parse_bytes
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
+from lightning_accel.lightning.packages import LightningDataModule, LightningModule, Trainer, own
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.search.answers import answers_for
 from lightning_accel.search.job import LOADER_SETTINGS, Job
@@ -124,7 +124,7 @@ def tune(
     seconds = parse_time(time)
     limit = None if memory_limit is None else int(parse_bytes("memory_limit", memory_limit))
     if trainer is None:
-        trainer = Trainer(plugins=[AccelPlugin()], logger=False, enable_checkpointing=False)
+        trainer = own(model, Trainer)(plugins=[AccelPlugin()], logger=False, enable_checkpointing=False)
     job = Job.of(model, data, trainer)
     device = trainer.strategy.root_device
     host = Host.detect(device)

@@ -19,13 +19,19 @@ from typing import Any
 
 import psutil
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import override
 
 from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.lightning.packages import (
+    Callback,
+    DummyLogger,
+    LightningModule,
+    Trainer,
+    extract_batch_size,
+    own,
+    seed_everything,
+)
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.search.job import Job, read
 from lightning_accel.search.setup import Setup
@@ -158,7 +164,7 @@ def train(job: Job, setup: Setup, connection: Connection, folder: Path) -> None:
         seed_everything(0, verbose=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer = Trainer(
+            trainer = own(job.model, Trainer)(
                 **job.options,
                 accumulate_grad_batches=job.accumulate,
                 # Schedulers ask for the end of a run: it has one where the user's has, and does not come to it.
@@ -176,7 +182,7 @@ def train(job: Job, setup: Setup, connection: Connection, folder: Path) -> None:
                 callbacks=[Paced(connection, job, started)],
             )
             if job.has_logger:
-                trainer.loggers = [DummyLogger()]
+                trainer.loggers = [own(trainer, DummyLogger)()]
             trainer.fit(job.model, job.data)
     except (EOFError, BrokenPipeError):
         return  # whoever asked is gone

@@ -9,15 +9,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, cast, get_args
 
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
 
+from lightning_accel.core.ranks import rank_zero_info
+from lightning_accel.lightning.packages import (
+    Accelerator,
+    CheckpointIO,
+    LightningModule,
+    Precision,
+    Strategy,
+    TorchSyncBatchNorm,
+    Trainer,
+    classes,
+    in_order_of,
+    in_use,
+    own,
+    package_of,
+)
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.lightning.private import layer_sync, replace_layer_sync
 from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO
@@ -51,6 +60,17 @@ class Accelerated(Strategy):
 
     @property
     @override
+    def accelerator(self) -> Accelerator | None:
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        # The first thing that a Trainer does with its strategy.
+        self.__class__ = in_order_of(package_of(accelerator) or in_use(), type(self))
+        cast(Any, own(self, Strategy).accelerator).fset(self, accelerator)
+
+    @property
+    @override
     def precision_plugin(self) -> Precision:
         return super().precision_plugin
 
@@ -58,7 +78,7 @@ class Accelerated(Strategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         plugin = None if precision_plugin is None else _accelerating(precision_plugin, type(self).__name__)
         # mypy sees no setter through super().
-        cast(Any, Strategy.precision_plugin).fset(self, plugin)
+        cast(Any, own(self, Strategy).precision_plugin).fset(self, plugin)
 
     @property
     @override
@@ -89,7 +109,7 @@ class Accelerated(Strategy):
         super().setup_environment()
         # Others may be there that have no part in this run: a Trainer on one device, after one on many.
         self._roster = Roster.gather() if getattr(self, "world_size", 1) > 1 else None
-        if type(layer_sync(self)) is TorchSyncBatchNorm:
+        if type(layer_sync(self)) in classes(TorchSyncBatchNorm):
             replace_layer_sync(self, AnyDeviceSyncBatchNorm())
 
     @override
@@ -134,12 +154,12 @@ def _accelerating(plugin: Precision, strategy: str) -> Precision:
     if isinstance(plugin, AccelPlugin):
         return plugin
     asked = _precision_of_trainer()
-    if asked is None and type(plugin) is Precision:
+    if asked is None and type(plugin) in classes(Precision):
         return AccelPlugin()
     if asked is None:
         rank_zero_info(f"{strategy}: {type(plugin).__name__} was given, so the run goes without an AccelPlugin.")
         return plugin
-    precision: Any = "32-true" if type(plugin) is Precision else getattr(plugin, "precision", asked)
+    precision: Any = "32-true" if type(plugin) in classes(Precision) else getattr(plugin, "precision", asked)
     if precision not in _PRECISIONS:
         raise ValueError(
             f"Trainer(precision={asked!r}) with {strategy}: its AccelPlugin takes {', '.join(map(repr, _PRECISIONS))}."
@@ -154,9 +174,9 @@ def _precision_of_trainer() -> Any:
     By a look into its frame. A strategy is handed the plugin that Lightning made of it, where ``"32-true"`` and nothing
     look alike: one is a wish, the other leaves the choice to us. Neither Trainer nor strategy has the argument itself.
     """
-    of_trainer = inspect.unwrap(Trainer.__init__).__code__
+    of_trainer = [inspect.unwrap(kind.__init__).__code__ for kind in classes(Trainer)]
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not of_trainer:
+    while frame is not None and frame.f_code not in of_trainer:
         frame = frame.f_back  # type: ignore[assignment]
     return None if frame is None else frame.f_locals.get("precision")
 

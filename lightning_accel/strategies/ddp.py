@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +16,7 @@ from typing_extensions import override
 from lightning_accel.core.checks import check_choice, check_names
 from lightning_accel.core.torch_private.autograd import call_after_backward
 from lightning_accel.core.torch_private.training import check_all_reduced
+from lightning_accel.lightning.packages import DDPStrategy, own
 from lightning_accel.lightning.private import ddp_settings
 from lightning_accel.strategies.accelerated import Accelerated
 from lightning_accel.strategies.sharding import is_sharded
@@ -71,7 +71,8 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
                     f"gradient_compression={gradient_compression!r} and ddp_comm_hook: DDP takes one hook. Wrap yours:"
                     " ddp_comm_wrapper=bf16_compress_wrapper, from torch.distributed.algorithms.ddp_comm_hooks."
                 )
-        known = {n for c in (DDPStrategy, DistributedDataParallel) for n in inspect.signature(c.__init__).parameters}
+        wrappers = own(self, DDPStrategy), DistributedDataParallel
+        known = {name for kind in wrappers for name in inspect.signature(kind.__init__).parameters}
         check_names(settings, allowed=sorted(known - {"self", "kwargs", "module"}), owner="AccelDDPStrategy")
         settings.setdefault("gradient_as_bucket_view", True)
         super().__init__(**settings)

@@ -6,11 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS
@@ -18,6 +13,16 @@ from typing_extensions import override
 
 from lightning_accel.core.checks import check_names
 from lightning_accel.core.patch import AttributePatch
+from lightning_accel.lightning.packages import (
+    StochasticWeightAveraging,
+    Strategy,
+    Trainer,
+    WeightAveraging,
+    in_use,
+    is_overridden,
+    own,
+    rank_zero_warn,
+)
 from lightning_accel.lightning.private import layer_sync, set_data_parallel_size
 from lightning_accel.strategies.accelerated import Accelerated
 from lightning_accel.strategies.block_order import BlockOrder
@@ -81,6 +86,7 @@ class AccelFSDPStrategy(ShardedCheckpoints):
     ) -> None:
         allowed = ("process_group_backend", "timeout")
         check_names(settings, allowed=allowed, owner="AccelFSDPStrategy")
+        in_use()
         super().__init__(
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
@@ -120,7 +126,7 @@ class AccelFSDPStrategy(ShardedCheckpoints):
             sync = layer_sync(self)
             if sync is not None and not is_sharded(module):
                 sync.apply(module)
-            Strategy.setup(self, trainer)  # Lightning's own one wants a configure_model
+            own(self, Strategy).setup(self, trainer)  # Lightning's own one wants a configure_model
         self._steps_through_root = isinstance(module, FSDPModule) and module.automatic_optimization
         self._order = BlockOrder(module)
 
@@ -256,7 +262,7 @@ class AccelFSDPStrategy(ShardedCheckpoints):
 def _check_callbacks(trainer: Trainer) -> None:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise ValueError(
                 f"{type(callback).__name__} keeps a copy of the whole module, which it has made before accel_fsdp"
                 " shards it. Use strategy='accel_ddp', or train without it."

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -16,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accel.core.tree import leaves, map_leaves
+from lightning_accel.lightning.packages import LightningOptimizer, ModelParallelStrategy, Strategy, own
 from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO, begin_replacing, commit, discard
 from lightning_accel.strategies.accelerated import Accelerated
 
@@ -64,7 +63,7 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
         if not self._saves_shards:
             # Callbacks may hold sharded tensors too, averages of the weights say.
             checkpoint = gathered(checkpoint, keep=self.is_global_zero)
-            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+            own(self, Strategy).save_checkpoint(self, checkpoint, filepath, storage_options)
             return
         target = Path(self.broadcast(filepath))
         folder = self._on_rank_0(lambda: begin_replacing(target))
@@ -96,7 +95,7 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
         self._loads_whole_checkpoint = not path.is_dir()
         if path.is_dir():
             try:
-                return ModelParallelStrategy.load_checkpoint(self, path, weights_only)
+                return own(self, ModelParallelStrategy).load_checkpoint(self, path, weights_only)
             except CheckpointException as error:
                 reason, _ = next(iter(error.failures.values()))
                 raise RuntimeError(f"The checkpoint {path} is of another model: {reason}") from None

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_accel.lightning.packages import SingleDeviceStrategy, in_use, rank_zero_warn
 from lightning_accel.strategies.accelerated import Accelerated
 
 
@@ -26,6 +25,7 @@ class AccelStrategy(Accelerated, SingleDeviceStrategy):
     strategy_name = "accel"
 
     def __init__(self, device: torch.device | str | int | None = None, **settings: Any) -> None:
+        in_use()
         super().__init__(device="cpu" if device is None else device, **settings)
         self._is_chosen = device is not None
         self._device = super().root_device

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
+
+from lightning_accel.lightning.packages import TorchSyncBatchNorm, rank_zero_warn
 
 _FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)  # of all of torch's batch norms
 

@@ -96,3 +96,9 @@ def test_a_notebook_shows_its_text_and_takes_none_of_it_for_markup(report: Repor
     assert repr(report) == report.to_text()
     assert report._repr_html_().startswith("<pre>lightning-accel on TPU-9 (cpu)")
     assert "a &lt;b&gt; &amp; c" in report._repr_html_()
+
+
+@pytest.mark.parametrize(("release", "said"), [("2.15.0+cu132", 0), ("2.16.0a0+git1", 1), ("3.0", 1)])
+def test_a_torch_newer_than_those_tested_is_said_once(release: str, said: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.__version__", release)
+    assert str(Report(device="CPU").to_text()).count("newer than those tested") == said

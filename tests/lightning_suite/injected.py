@@ -1,7 +1,8 @@
 """A plugin of pytest's that puts AccelPlugin into every Trainer of Lightning's tests that has no precision of its own.
 
-Beside that it leaves out what ``left_out.txt`` names, answers no question for another host's address, and writes what
-became of each test to ``$SUITE_OUT``. ``$SUITE_SETTINGS`` are the plugin's, as JSON; without it the tests run plain.
+The Trainer is that of ``$SUITE_PACKAGE``. Beside that it leaves out what ``left_out.txt`` names, answers no question
+for another host's address, and writes what became of each test to ``$SUITE_OUT``. ``$SUITE_SETTINGS`` are the plugin's,
+as JSON; without it the tests run plain.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import json
 import os
 import socket
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceXLAStrategy, XLAStrategy
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
+PACKAGE = os.environ["SUITE_PACKAGE"]
+_strategies = import_module(f"{PACKAGE}.strategies")
+_AcceleratorConnector: Any = import_module(f"{PACKAGE}.trainer.connectors.accelerator_connector")._AcceleratorConnector
+Precision = import_module(f"{PACKAGE}.plugins.precision").Precision
 LEFT_OUT = Path(__file__).with_name("left_out.txt")
-HAVE_THEIR_OWN = (FSDPStrategy, DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy)
+_THEIR_OWN = ("FSDPStrategy", "DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy")
+HAVE_THEIR_OWN = tuple(getattr(_strategies, name) for name in _THEIR_OWN)
 HERE = {None, "", "localhost", "127.0.0.1", "::1", "0.0.0.0", "::", socket.gethostname()}
 
 outcomes: dict[str, str] = {}

@@ -4,7 +4,8 @@ Without logging, with all that is edited in force from the first step on (else r
 with logging.
 
 python run.py CHECKOUT [PYTEST ARGUMENTS], of a clone of Lightning's repository that has the tag; nothing is written
-there. With logging, the tests that docs/lightning_tests.md names are to fail, for the reason that it gives.
+there. With PACKAGE=pytorch_lightning in the environment they are tests of that package. With logging, the tests that
+docs/lightning_tests.md names are to fail, for the reason that it gives.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 TAG = "2.6.5"
 PASS_PLAIN = 2607
+PACKAGE = os.environ.get("PACKAGE", "lightning.pytorch")
 HERE = Path(__file__).parent
 NAMED = HERE.parents[1] / "docs" / "lightning_tests.md"
 PLUGIN = {"precision": "32-true"}  # with another one they would have other numbers than they ask for
@@ -50,6 +52,12 @@ def unpack(checkout: str, folder: Path) -> None:
     if packed.returncode:
         sys.exit(f"no tests of Lightning {TAG} in {checkout!r} ({packed.stderr.decode().strip()}): {CLONE}")
     subprocess.run(["tar", "x", "-C", folder], input=packed.stdout, check=True)
+    if PACKAGE != "lightning.pytorch":
+        for file in folder.rglob("*.py"):
+            text = file.read_text()
+            for name, other in {"lightning.pytorch": PACKAGE, "lightning.fabric": "lightning_fabric"}.items():
+                text = text.replace(name, other)
+            file.write_text(text)
 
 
 def outcomes_of(folder: Path, settings: dict[str, object], arguments: tuple[str, ...]) -> dict[str, str]:
@@ -58,7 +66,12 @@ def outcomes_of(folder: Path, settings: dict[str, object], arguments: tuple[str,
         out = Path(home) / "outcomes.json"
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
-            **{"SUITE_OUT": str(out), "SUITE_SETTINGS": json.dumps(settings), "PYTHONPATH": str(HERE)},
+            **{
+                "SUITE_PACKAGE": PACKAGE,
+                "SUITE_OUT": str(out),
+                "SUITE_SETTINGS": json.dumps(settings),
+                "PYTHONPATH": str(HERE),
+            },
             **{"HOME": home, "TMPDIR": home, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"},
             **{"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         }

@@ -339,7 +339,7 @@ class Counting(Beginner):
         self.paid_s.append(sum(plugin.purse.spent_s.values()))
 
 
-@pytest.mark.parametrize(("steps", "unpaid_calls"), [(60, 200), (300, 1_400), (1_000, 1_400)])
+@pytest.mark.parametrize(("steps", "unpaid_calls"), [(60, 220), (300, 1_400), (1_000, 1_400)])
 def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
     steps: int, unpaid_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

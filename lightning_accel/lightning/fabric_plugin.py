@@ -1,0 +1,105 @@
+"""`AccelFabricPlugin`: for loops of Lightning Fabric's, a face of :func:`~lightning_accel.accelerate`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accel.assembly import Handle, accelerate
+from lightning_accel.lightning.packages import FabricPrecision
+from lightning_accel.lightning.planned import Planned, Reports
+from lightning_accel.settings import Plan
+from lightning_accel.techniques.mixed_precision import MixedPrecision
+
+
+class AccelFabricPlugin(Planned, FabricPrecision):
+    """Makes a Fabric loop run faster and smaller: ``Fabric(plugins=[AccelFabricPlugin()])``.
+
+    It takes the settings of a :class:`~lightning_accel.Plan`, as ``AccelPlugin`` does, and does with the module that
+    ``fabric.setup`` is given what :func:`~lightning_accel.accelerate` does in a plain loop, from its first forward on.
+    A step begins with a forward in training mode and ends with ``optimizer.step()``. :meth:`teardown` gives the module
+    back as it was.
+
+    Attributes:
+        plan: The settings.
+        precision: As asked for; the report says what ``"auto"`` came to.
+
+    Raises:
+        ValueError: A value is not among those allowed, or two settings contradict each other.
+    """
+
+    precision: Any
+
+    @override
+    def _configure(self, settings: dict[str, Any]) -> None:
+        self.plan = Plan(**settings)
+        self.precision = "32-true" if self.plan.precision == "auto" else self.plan.precision
+        self._reports = Reports()
+        self._module: nn.Module | None = None
+        self._handle: Handle | None = None
+        self._is_in_step = False  # a forward of it has begun
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self.teardown()
+        self._module = module
+        return module
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        if self._handle is None and self._module is not None:  # on its device only now
+            self._handle = accelerate(self._module, self.plan)
+            self._reports.begin(self._handle.report, is_fitting=True)
+        return data if self._handle is None else self._handle.batch(data)
+
+    @override
+    def forward_context(self) -> AbstractContextManager[None]:
+        if self._handle is None:
+            return nullcontext()
+        if not (self._handle.model.training and torch.is_grad_enabled()):
+            return self._handle.step("validate")
+        if self._is_in_step:
+            return self._handle.engine.step("train")
+        self._is_in_step = True
+        return self._handle.step("train")
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        is_cast = self._handle is not None and self._handle.engine.technique(MixedPrecision) is not None
+        return apply_to_collection(data, Tensor, _in_default_dtype) if is_cast else data
+
+    @override
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        scaled = tensor if self._handle is None else self._handle.scaler.scale(tensor)
+        super().backward(scaled, model, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        self._is_in_step = False
+        if self._handle is None or not self._handle.scaler.is_enabled():
+            return super().optimizer_step(optimizer, **kwargs)
+        result = self._handle.scaler.step(optimizer, **kwargs)
+        self._handle.scaler.update()
+        return result
+
+    @override
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        if self._handle is not None and self._handle.scaler.is_enabled():
+            self._handle.scaler.unscale_(optimizer)
+
+    @override
+    def teardown(self) -> None:
+        if self._handle is not None:
+            self._handle.undo()
+        self._handle = self._module = None
+        self._is_in_step = False
+
+
+def _in_default_dtype(value: Tensor) -> Tensor:
+    return value.to(torch.get_default_dtype()) if value.dtype in (torch.float16, torch.bfloat16) else value

@@ -1,0 +1,345 @@
+"""Lightning goes by two names, ``lightning.pytorch`` and ``pytorch_lightning``: one source, released twice.
+
+Their classes are told apart by ``isinstance``, and a Trainer takes those of its own package only. The rest of the
+library takes what it needs of Lightning from this module, and imports neither package: a name from here is that of
+every package that the program has imported.
+
+Clever, for want of a plain form: a class of ours that is derived from such a name has the classes of all these packages
+as its bases. Where the program imports a package later (``from lightning_accel import AccelPlugin`` may stand above
+``from pytorch_lightning import Trainer``), its classes are added to the bases that there are. With both imported, the
+order of the bases is that of the imports; :func:`in_order_of` has an object follow its Trainer's package instead.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import sys
+from abc import ABC, ABCMeta
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar, Union
+
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO as CheckpointIO
+    from lightning.fabric.plugins import ClusterEnvironment as ClusterEnvironment
+    from lightning.fabric.plugins import TorchCheckpointIO as TorchCheckpointIO
+    from lightning.fabric.plugins import precision as _fabric_precision
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment as SLURMEnvironment
+    from lightning.fabric.utilities.throughput import get_available_flops as get_available_flops
+    from lightning.pytorch import Callback as Callback
+    from lightning.pytorch import LightningDataModule as LightningDataModule
+    from lightning.pytorch import LightningModule as LightningModule
+    from lightning.pytorch import Trainer as Trainer
+    from lightning.pytorch import seed_everything as seed_everything
+    from lightning.pytorch.accelerators import Accelerator as Accelerator
+    from lightning.pytorch.accelerators import XLAAccelerator as XLAAccelerator
+    from lightning.pytorch.callbacks import BatchSizeFinder as BatchSizeFinder
+    from lightning.pytorch.callbacks import LearningRateFinder as LearningRateFinder
+    from lightning.pytorch.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
+    from lightning.pytorch.callbacks import WeightAveraging as WeightAveraging
+    from lightning.pytorch.cli import LightningArgumentParser as LightningArgumentParser
+    from lightning.pytorch.cli import LightningCLI as LightningCLI
+    from lightning.pytorch.core.optimizer import LightningOptimizer as LightningOptimizer
+    from lightning.pytorch.loggers import CSVLogger as CSVLogger
+    from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger
+    from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
+    from lightning.pytorch.loggers import WandbLogger as WandbLogger
+    from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
+    from lightning.pytorch.plugins.layer_sync import LayerSync as LayerSync
+    from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm as TorchSyncBatchNorm
+    from lightning.pytorch.plugins.precision import MixedPrecision as MixedPrecision
+    from lightning.pytorch.plugins.precision import Precision as Precision
+    from lightning.pytorch.plugins.precision import XLAPrecision as XLAPrecision
+    from lightning.pytorch.profilers import PassThroughProfiler as PassThroughProfiler
+    from lightning.pytorch.profilers import PyTorchProfiler as PyTorchProfiler
+    from lightning.pytorch.strategies import DDPStrategy as DDPStrategy
+    from lightning.pytorch.strategies import ModelParallelStrategy as ModelParallelStrategy
+    from lightning.pytorch.strategies import ParallelStrategy as ParallelStrategy
+    from lightning.pytorch.strategies import SingleDeviceStrategy as SingleDeviceStrategy
+    from lightning.pytorch.strategies import Strategy as Strategy
+    from lightning.pytorch.strategies import StrategyRegistry as StrategyRegistry
+    from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
+    from lightning.pytorch.strategies.xla import XLAStrategy as XLAStrategy
+    from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
+    from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader as CombinedLoader
+    from lightning.pytorch.utilities.data import extract_batch_size as extract_batch_size
+    from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature as is_param_in_hook_signature
+
+    FabricPrecision = _fabric_precision.Precision
+
+_HOMES = {
+    "fabric.plugins": ("CheckpointIO", "ClusterEnvironment", "TorchCheckpointIO"),
+    "fabric.plugins.environments.slurm": ("SLURMEnvironment",),
+    "fabric.plugins.precision": ("FabricPrecision",),
+    "fabric.utilities.throughput": ("get_available_flops",),
+    "pytorch": ("Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"),
+    "pytorch.accelerators": ("Accelerator", "XLAAccelerator"),
+    "pytorch.callbacks": ("BatchSizeFinder", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging"),
+    "pytorch.cli": ("LightningArgumentParser", "LightningCLI"),
+    "pytorch.core.optimizer": ("LightningOptimizer",),
+    "pytorch.loggers": ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"),
+    "pytorch.loggers.logger": ("DummyLogger",),
+    "pytorch.plugins.layer_sync": ("LayerSync", "TorchSyncBatchNorm"),
+    "pytorch.plugins.precision": ("MixedPrecision", "Precision", "XLAPrecision"),
+    "pytorch.profilers": ("PassThroughProfiler", "PyTorchProfiler"),
+    "pytorch.strategies": (
+        *("DDPStrategy", "ModelParallelStrategy", "ParallelStrategy", "SingleDeviceStrategy", "Strategy"),
+        "StrategyRegistry",
+    ),
+    "pytorch.strategies.single_xla": ("SingleDeviceXLAStrategy",),
+    "pytorch.strategies.xla": ("XLAStrategy",),
+    "pytorch.trainer.states": ("TrainerFn",),
+    "pytorch.utilities": ("rank_zero_warn",),
+    "pytorch.utilities.combined_loader": ("CombinedLoader",),
+    "pytorch.utilities.data": ("extract_batch_size",),
+    "pytorch.utilities.model_helpers": ("is_overridden",),
+    "pytorch.utilities.signature_utils": ("is_param_in_hook_signature",),
+}
+_OTHERWISE = {"FabricPrecision": "Precision"}  # what Lightning calls names that it has twice
+_ABSTRACT = ("fabric.plugins", "pytorch.plugins.layer_sync", "pytorch.strategies")  # whose classes are ABCs
+_Name = TypeVar("_Name")
+
+
+@dataclass(frozen=True)
+class Package:
+    """One of Lightning's packages.
+
+    Attributes:
+        pytorch: Its own name.
+        fabric: That of what it is built upon.
+    """
+
+    pytorch: str
+    fabric: str
+
+    def is_imported(self, part: str) -> bool:
+        """Whether the program has imported this part of it, ``"pytorch"`` or ``"fabric"``, to the end."""
+        return hasattr(sys.modules.get(getattr(self, part)), _AT_THE_END[part])
+
+    def has(self, kind: type) -> bool:
+        """Whether a class is one of Lightning's own, by this name."""
+        return kind.__module__.startswith((f"{self.pytorch}.", f"{self.fabric}."))
+
+    def get(self, home: str, name: str) -> Any:
+        """What it calls ``name`` in ``home``, ``"pytorch.strategies"`` say."""
+        part, dot, rest = home.partition(".")
+        return getattr(import_module(f"{getattr(self, part)}{dot}{rest}"), name)
+
+
+PACKAGES = Package("lightning.pytorch", "lightning.fabric"), Package("pytorch_lightning", "lightning_fabric")
+_AT_THE_END = {"pytorch": "Trainer", "fabric": "Fabric"}  # what is there when the part is
+_in_their_order: dict[str, list[Package]] = {"pytorch": [], "fabric": []}
+
+
+def imported(part: str = "pytorch") -> Sequence[Package]:
+    """The packages of which the program has imported this part, in their order."""
+    order = _in_their_order[part]
+    new = [one for one in PACKAGES if one not in order and one.is_imported(part)]
+    if new:
+        order.extend(new)
+        for name in _SHARED:
+            if name.part == part:
+                name.base.__bases__ = tuple(map(name.of, order))
+    return order
+
+
+def in_use() -> Package:
+    """The package for what belongs to no Trainer. Where none is imported yet, this imports one that is installed."""
+    if not imported():
+        try:
+            import_module(PACKAGES[0].pytorch)
+        except ModuleNotFoundError as error:
+            if error.name not in ("lightning", "lightning.pytorch"):
+                raise
+            import_module(PACKAGES[1].pytorch)
+    return imported()[0]
+
+
+def package_of(thing: object) -> Package | None:
+    """The package that a class, or the class of an object, is from or derived from; None: from neither."""
+    kind = thing if isinstance(thing, type) else type(thing)
+    return next((one for base in kind.__mro__ for one in PACKAGES if one.has(base)), None)
+
+
+def is_lightnings(kind: type) -> bool:
+    """Whether a class is Lightning's own, of either package, and not derived from one."""
+    return any(one.has(kind) for one in PACKAGES)
+
+
+def own(thing: object, name: _Name) -> _Name:
+    """What the package of ``thing`` has by a name from this module: ``own(trainer, Strategy)``."""
+    shared: Any = name
+    return shared.of(package_of(thing) or in_use())  # type: ignore[no-any-return]
+
+
+def classes(name: _Name) -> tuple[_Name, ...]:
+    """What the packages have by a name from this module, for where they must be classes."""
+    in_use()
+    shared: Any = name
+    return tuple(map(shared.of, imported()))
+
+
+class _Shared:
+    """What all packages imported have by one name: a class, a function or an object."""
+
+    def __init__(self, home: str, name: str) -> None:
+        self.part = home.partition(".")[0]
+        self._home = home
+        self._name = name
+
+    def of(self, package: Package) -> Any:
+        return package.get(self._home, self._name)
+
+    @functools.cached_property
+    def base(self) -> Any:
+        """A class that is derived from it in each package."""
+        kinds = tuple(map(self.of, imported(self.part))) or (_ABC if self._home in _ABSTRACT else _Object,)
+        made = _InEitherPackage(self._name, kinds, {"__module__": __name__})
+        _SHARED.append(self)
+        return made
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type]:
+        return (self.base,)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return any(isinstance(instance, self.of(one)) for one in imported(self.part))
+
+    def __subclasscheck__(self, kind: type) -> bool:
+        return any(issubclass(kind, self.of(one)) for one in imported(self.part))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        package = next((found for thing in args if (found := package_of(thing))), None)
+        return self.of(package or in_use())(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # that of whoever looks what this is
+            raise AttributeError(name)
+        return getattr(self.of(in_use()), name)
+
+    def __or__(self, other: Any) -> Any:
+        return Union[self, other]  # noqa: UP007
+
+    def __ror__(self, other: Any) -> Any:
+        return Union[other, self]  # noqa: UP007
+
+
+_SHARED: list[_Shared] = []  # those from which a class of ours is derived
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _Shared:
+        home = next((home for home, names in _HOMES.items() if name in names), None)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        shared = globals()[name] = _Shared(home, _OTHERWISE.get(name, name))
+        return shared
+
+
+# -- classes of ours -----------------------------------------------------------------------------------------------
+
+
+class _Object:
+    """The base while no package is imported: of the layout of theirs, for which it can be exchanged."""
+
+
+class _ABC(ABC):  # noqa: B024
+    """The same for abstract classes."""
+
+
+class _InEitherPackage(ABCMeta):
+    """The class of our classes that are derived from Lightning's."""
+
+    @override
+    def mro(cls) -> list[type]:
+        order = super().mro()
+        first: Package | None = next((vars(kind)["_first"] for kind in order if "_first" in vars(kind)), None)
+        if first is None:
+            return order
+        theirs = [kind for kind in order if is_lightnings(kind)]
+        sorted_ = iter(sorted(theirs, key=lambda kind: not first.has(kind)))
+        return [next(sorted_) if kind in theirs else kind for kind in order]
+
+
+def in_order_of(package: Package, kind: Any) -> Any:
+    """``kind``, where methods of Lightning's that it inherits are those of ``package``.
+
+    A method of the other package would not know this one's modules for what they are, and leave out what it does for
+    them, clipping of gradients say.
+    """
+    return plain(kind) if package_of(plain(kind)) == package else _reordered(package, plain(kind))
+
+
+def plain(kind: Any) -> Any:
+    """The class that :func:`in_order_of` was given."""
+    return vars(kind).get("_plain", kind)
+
+
+@functools.cache
+def _reordered(package: Package, kind: Any) -> Any:
+    likeness = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind)(kind.__name__, (kind,), {**likeness, "_first": package, "_plain": kind})
+
+
+def _pickled(kind: _InEitherPackage) -> Any:
+    if "_plain" in vars(kind):
+        return in_order_of, (vars(kind)["_first"], vars(kind)["_plain"])
+    return kind.__qualname__  # by its name, as classes are
+
+
+copyreg.pickle(_InEitherPackage, _pickled)
+
+
+# -- imports to come -----------------------------------------------------------------------------------------------
+
+
+def at_import(told: Callable[[Package], None]) -> None:
+    """Calls ``told`` with every package: now where the program has imported it, else when it has."""
+    for package in imported():
+        told(package)
+    missing = {getattr(one, part): (one, part) for one in PACKAGES for part in _AT_THE_END if not one.is_imported(part)}
+    if missing and not any(isinstance(finder, _AtImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AtImport(missing, told))
+
+
+class _AtImport(MetaPathFinder):
+    """Finds a package as the other finders do, to hear of it when it is there."""
+
+    def __init__(self, missing: dict[str, tuple[Package, str]], told: Callable[[Package], None]) -> None:
+        self._missing = missing
+        self._told = told
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._missing:
+            return None
+        package, part = self._missing[fullname]
+        others = (one for one in sys.meta_path if one is not self and hasattr(one, "find_spec"))
+        spec = next((found for one in others if (found := one.find_spec(fullname, path, target))), None)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                del loader.exec_module  # it is as it was
+                execute(module)
+                self._missing.pop(fullname, None)
+                if not self._missing and self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                imported(part)
+                if part == "pytorch":
+                    self._told(package)
+
+            loader.exec_module = exec_module
+        return spec

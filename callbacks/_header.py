@@ -91,7 +91,7 @@ def _installed() -> dict[str, str]:
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    return found
+    return {**found, "torch": str(torch.__version__)}  # with what it was built for
 
 
 def _source_folders() -> list[str]:

@@ -211,7 +211,7 @@ def test_an_ending_that_the_form_does_not_have_is_an_error_before_anything_is_ex
 
 
 def test_a_model_in_torchscript_is_an_error_that_asks_for_the_module() -> None:
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         scripted = torch.jit.script(nn.Linear(8, 4))
     with pytest.raises(TypeError, match=r"ScriptModule, .*give the nn\.Module that it was made of"):
         export(scripted, torch.randn(2, 8), "torchscript")

@@ -98,7 +98,8 @@ def complaints(outcomes: dict[str, str], expected: set[str], *, is_whole: bool) 
     """
     failed = {name for name, outcome in outcomes.items() if outcome == "failed"}
     passed = {name for name, outcome in outcomes.items() if outcome == "passed"}
-    wrong = [f"  fails: {name}" for name in sorted(failed - expected)]
+    wrong = [] if outcomes else ["  no test was run"]
+    wrong += [f"  fails: {name}" for name in sorted(failed - expected)]
     wrong += [f"  passes, and is named in {NAMED.name}: {name}" for name in sorted(passed & expected)]
     if is_whole and len(passed | failed) != PASS_PLAIN:
         wrong.append(f"  {len(passed | failed):,} tests were run, not the {PASS_PLAIN:,} that pass plain")

@@ -130,7 +130,7 @@ def test_a_block_that_a_second_run_would_change_is_refused_and_the_run_is_the_pl
 def test_a_torchscript_block_is_refused_and_nothing_left_is_a_warning() -> None:
     model = nn.Sequential(nn.Linear(8, 8), *(Normed(nn.LayerNorm(8)) for _ in range(2)))
     for index in (1, 2):
-        with pytest.warns(DeprecationWarning, match="jit"):
+        with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
             model[index] = torch.jit.script(model[index])
     with pytest.warns(AccelWarning, match="asked for and found no site: a TorchScript module"):
         checkpointed(model, blocks=["1", "2"]).undo()

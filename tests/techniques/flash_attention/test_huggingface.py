@@ -213,6 +213,7 @@ def test_generation_with_a_cache_says_the_same(family: str, switched: bool) -> N
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # of GPT-2's, by older callers
 def test_a_rehearsal_adds_to_a_cache_what_the_call_itself_adds() -> None:
     model, _ = make("gpt2")
     site = sites_of(model)[0]

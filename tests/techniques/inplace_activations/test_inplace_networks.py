@@ -31,9 +31,9 @@ def test_a_mlp_with_dropout_behind_gelu_and_behind_relu() -> None:
 
 
 def test_transformer_layers_of_pytorch_get_views_and_stay_as_they_are() -> None:
-    """Their linear layers work on 3-D input: what stands behind them gets a view."""
+    """Their linear layers work on 3-D input: what stands behind them gets a view, of the last one until torch 2.15."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
 
     made = assert_same_training(layer, torch.randn(2, 5, 16), steps=1)
 
-    assert made.in_place == {}
+    assert set(made.in_place) <= {"dropout2"}

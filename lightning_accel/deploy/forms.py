@@ -138,7 +138,7 @@ class TorchScript(Form):
     @override
     def load(self, path: Path, device: torch.device) -> Call:
         with warnings.catch_warnings():
-            for kind in (DeprecationWarning, FutureWarning):  # the latter since torch 2.15; the form was asked for by name
+            for kind in (DeprecationWarning, FutureWarning):  # torch 2.15; this form was asked for by name
                 warnings.simplefilter("ignore", kind)
             jit: Any = torch.jit
             loaded: Call = jit.load(path, map_location=device)

@@ -23,8 +23,9 @@ class AccelFabricPlugin(Planned, FabricPrecision):
 
     It takes the settings of a :class:`~lightning_accel.Plan`, as ``AccelPlugin`` does, and does with the module that
     ``fabric.setup`` is given what :func:`~lightning_accel.accelerate` does in a plain loop, from its first forward on.
-    A step begins with a forward in training mode and ends with ``optimizer.step()``. :meth:`teardown` gives the module
-    back as it was.
+    Several modules that are set up before are one to it, in a list: their blocks are ``"0.encoder"``, ``"1.head"``. A
+    step begins with a forward in training mode and ends with the step of an optimizer, of several the one that steps
+    first. :meth:`teardown` gives the modules back as they were.
 
     Attributes:
         plan: The settings.
@@ -41,20 +42,23 @@ class AccelFabricPlugin(Planned, FabricPrecision):
         self.plan = Plan(**settings)
         self.precision = "32-true" if self.plan.precision == "auto" else self.plan.precision
         self._reports = Reports()
-        self._module: nn.Module | None = None
+        self._modules: list[nn.Module] = []
         self._handle: Handle | None = None
+        self._ends_step: Any = None  # the optimizer that does
         self._is_in_step = False  # a forward of it has begun
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        self.teardown()
-        self._module = module
+        if self._handle is not None:  # of another run
+            self.teardown()
+        self._modules.append(module)
         return module
 
     @override
     def convert_input(self, data: Any) -> Any:
-        if self._handle is None and self._module is not None:  # on its device only now
-            self._handle = accelerate(self._module, self.plan)
+        if self._handle is None and self._modules:  # on their device only now
+            whole = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
+            self._handle = accelerate(whole, self.plan)
             self._reports.begin(self._handle.report, is_fitting=True)
         return data if self._handle is None else self._handle.batch(data)
 
@@ -62,7 +66,7 @@ class AccelFabricPlugin(Planned, FabricPrecision):
     def forward_context(self) -> AbstractContextManager[None]:
         if self._handle is None:
             return nullcontext()
-        if not (self._handle.model.training and torch.is_grad_enabled()):
+        if not (any(module.training for module in self._modules) and torch.is_grad_enabled()):
             return self._handle.step("validate")
         if self._is_in_step:
             return self._handle.engine.step("train")
@@ -81,7 +85,8 @@ class AccelFabricPlugin(Planned, FabricPrecision):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        self._is_in_step = False
+        self._ends_step = optimizer if self._ends_step is None else self._ends_step
+        self._is_in_step &= optimizer is not self._ends_step
         if self._handle is None or not self._handle.scaler.is_enabled():
             return super().optimizer_step(optimizer, **kwargs)
         result = self._handle.scaler.step(optimizer, **kwargs)
@@ -97,8 +102,8 @@ class AccelFabricPlugin(Planned, FabricPrecision):
     def teardown(self) -> None:
         if self._handle is not None:
             self._handle.undo()
-        self._handle = self._module = None
-        self._is_in_step = False
+        self._modules, self._handle = [], None
+        self._ends_step, self._is_in_step = None, False
 
 
 def _in_default_dtype(value: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import AccelFabricPlugin, AccelPlugin
+from lightning_accel.tuning.loop import LoopTurns
 from support.lightning_models import cnn, footprint
 
 pytestmark = pytest.mark.numbers
@@ -48,6 +49,23 @@ def test_a_loop_trains_to_the_same_numbers(accumulate: int) -> None:
     assert plugin.report.applied("gradient_checkpointing") == ["0", "3"]
     assert all(map(torch.equal, losses, expected))
     assert all(map(torch.equal, fast.parameters(), plain.parameters()))
+
+
+def test_several_modules_are_one_and_a_step_has_one_of_each_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of one network alone, beside one of the other, would be another kind of step: no two could be compared."""
+    begun = []
+    monkeypatch.setattr(LoopTurns, "step_begins", lambda turns: begun.append(True))
+    plugin = AccelFabricPlugin(precision="32-true", gradient_checkpointing={"mode": "full", "blocks": ["0.0", "1.0"]})
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    nets = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
+    pairs = [fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.01)) for net in nets]
+    for _ in range(5):
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            fabric.backward(model(torch.randn(4, 8)).square().mean())
+            optimizer.step()
+    assert plugin.report.applied("gradient_checkpointing") == ["0.0", "1.0"]
+    assert len(begun) == 1 + 5  # the first ends as soon as it is known which optimizer ends it
 
 
 def test_teardown_gives_the_module_back() -> None:

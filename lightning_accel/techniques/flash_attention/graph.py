@@ -27,6 +27,8 @@ _SPELLINGS = {
     "sub": "isub subtract __sub__",
     "view": "reshape",
     "transpose": "swapaxes swapdims",
+    "T": "numpy_T",  # x.T as Dynamo notes it since torch 2.15, like x.mT under its name; before, as a getattr
+    "mH": "matrix_H",
     "to": "float half bfloat16 double type_as type",
     "same": "clone contiguous",
     "softmax": "special_softmax",
@@ -34,7 +36,7 @@ _SPELLINGS = {
     "logsumexp": "special_logsumexp",
 }
 _NAMES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
-_VIEWS = "getitem getattr unsqueeze squeeze view expand expand_as transpose permute detach narrow select to"
+_VIEWS = "getitem getattr unsqueeze squeeze view expand expand_as transpose permute T mT mH detach narrow select to"
 VIEWS = frozenset(_VIEWS.split())
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name) for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)

@@ -34,7 +34,7 @@ _PURE_NAMES = (
     "getitem getattr size eq ne lt gt le ge __eq__ __ne__ __lt__ __gt__ __le__ __ge__ logical_not logical_and"
     " logical_or invert __invert__ bitwise_not and_ or_ __and__ __or__ not_ neg add sub rsub __rsub__ mul div floordiv"
     " mod abs tril triu ones zeros full arange tensor ones_like zeros_like full_like unsqueeze squeeze view expand"
-    " expand_as repeat transpose permute to bool int long byte same masked_fill where flip detach narrow select"
+    " expand_as repeat transpose permute T mT mH to bool int long byte same masked_fill where flip detach narrow select"
 )
 _PURE = frozenset(_PURE_NAMES.split())
 _ASK_FOR_SHAPE = frozenset(("size", "ones_like", "zeros_like", "full_like"))

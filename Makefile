@@ -7,13 +7,17 @@ XLA := .venv-xla
 XLA_STAMP := $(XLA)/.installed
 SUITE := .venv-lightning
 DOWNSTREAM := .venv-downstream
+LIBRARIES := .venv-libraries
+LIBRARIES_STAMP := $(LIBRARIES)/.installed
+LAUNCHERS := .venv-launchers
+LAUNCHERS_STAMP := $(LAUNCHERS)/.installed
 SUITE_STAMP := $(SUITE)/.installed
 SOURCES := lightning_accel callbacks tests examples benchmarks
 WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-strangers test-cpus test-browser test-xla test-lightning lint types docs format stub bench column results downstream gpu clean
+.PHONY: help demo test test-slow test-strangers test-cpus test-browser test-xla test-lightning test-launchers test-libraries test-newest test-versions lint types docs format stub bench column results downstream gpu clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -49,6 +53,21 @@ test-xla: $(XLA_STAMP)  ## AccelXLAPlugin on XLA's CPU device (makes .venv-xla: 
 # Not in $(VENV): Lightning's tests want packages of their own. Those tests are not on PyPI: LIGHTNING is a clone of its repository.
 test-lightning: $(SUITE_STAMP)  ## Lightning's own 2,607 tests with AccelPlugin in every Trainer, in three ways (LIGHTNING=a clone of it; 20 minutes on 2 slow cores)
 	$(SUITE)/bin/python tests/lightning_suite/run.py "$(LIGHTNING)"
+
+# Not in $(VENV): Ray brings packages of its own. SLURM is the system's: without its sbatch that test is skipped, and says so.
+test-launchers: $(LAUNCHERS_STAMP)  ## Two processes started by torchrun, Ray Train, submitit, and SLURM where it is (makes .venv-launchers)
+	$(LAUNCHERS)/bin/python -m pytest -m slow tests/test_launchers.py
+
+# Not in $(VENV), and without constraints.txt: what they ask for is theirs to say.
+test-libraries: $(LIBRARIES_STAMP)  ## neuralforecast, darts and lightly, given the plugin through their own arguments (makes .venv-libraries: 6 GB)
+	$(LIBRARIES)/bin/python -m pytest -m slow tests/test_libraries.py
+
+test-newest: $(STAMP)  ## The suite with what pip chooses today, without constraints.txt (torch built for CUDA, 4 GB; 10 minutes on 2 slow cores)
+	$(BIN)/python tests/versions.py $(WORKERS) --only newest
+
+# Each is removed when it has been tested. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes torch without CUDA.
+test-versions: $(STAMP)  ## The suite on torch 2.11 to the newest, Python 3.10 to 3.14, Lightning 2.6.0 and the newest (an hour; writes docs/versions.md)
+	$(BIN)/python tests/versions.py $(WORKERS) --write
 
 lint: $(STAMP)  ## ruff: rules and formatting
 	$(BIN)/ruff check $(SOURCES)
@@ -108,7 +127,7 @@ gpu:  ## GPU tests, then GPU benchmarks, with the machine's own PYTHON=python3 a
 	exit $$status
 
 clean:  ## Remove everything that make and the tests have made, .venv too
-	rm -rf $(VENV) $(XLA) $(SUITE) $(DOWNSTREAM) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
+	rm -rf $(VENV) $(XLA) $(SUITE) $(DOWNSTREAM) $(LAUNCHERS) $(LIBRARIES) .venv-versions build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
 	find lightning_accel callbacks tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -138,4 +157,15 @@ $(SUITE_STAMP): pyproject.toml constraints.txt tests/lightning_suite/requirement
 	$(PYTHON) -m venv --clear $(SUITE)
 	$(SUITE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--requirement tests/lightning_suite/requirements.txt --editable .
+	@touch $@
+
+$(LAUNCHERS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(LAUNCHERS)
+	$(LAUNCHERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[examples,launchers]' pytest
+	@touch $@
+
+$(LIBRARIES_STAMP): pyproject.toml
+	$(PYTHON) -m venv --clear $(LIBRARIES)
+	$(LIBRARIES)/bin/python -m pip install --quiet --disable-pip-version-check --editable . neuralforecast darts lightly pytest
 	@touch $@

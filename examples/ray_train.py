@@ -4,7 +4,8 @@
     python examples/ray_train.py --workers 2                       # on this machine
     python examples/ray_train.py --workers 8 --accelerator gpu     # on the cluster that RAY_ADDRESS names
 
-What Ray asks of a Lightning script is its strategy, its environment and `prepare_trainer`; AccelPlugin is one more plugin.
+What Ray asks of a Lightning script is its strategy, its environment and `prepare_trainer`. AccelPlugin is one plugin
+more.
 """
 
 from __future__ import annotations

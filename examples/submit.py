@@ -48,14 +48,18 @@ def train(accelerator: str, devices: int, nodes: int, epochs: int, width: int, s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a residual network on handwritten digits, as a submitted job.")
-    parser.add_argument("--cluster", default=None, choices=["slurm", "local"], help="default: slurm, where there is one")
+    parser.add_argument(
+        "--cluster", default=None, choices=["slurm", "local"], help="default: slurm, where there is one"
+    )
     parser.add_argument("--accelerator", default="auto", help="as in Lightning's Trainer: cpu, gpu, auto, …")
     parser.add_argument("--devices", type=int, default=2, help="processes on each node")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--width", type=int, default=32, help="channels of the network's first stage")
     parser.add_argument("--size", type=int, default=64, help="to which images are scaled up")
-    parser.add_argument("--folder", type=Path, default=Path("submitted"), help="where submitit keeps jobs and their logs")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("submitted"), help="where submitit keeps jobs and their logs"
+    )
     args = parser.parse_args()
     executor = submitit.AutoExecutor(folder=args.folder, cluster=args.cluster)
     gpus = 0 if args.accelerator == "cpu" else args.devices

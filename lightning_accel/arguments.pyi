@@ -35,14 +35,14 @@ class Arguments:
         cudnn_benchmark: Literal["auto", "on", "off"] | bool = "auto",
         optimizer_8bit: Literal["off", "on"] | bool = "off",
         optimizer: Literal["auto", "off", "foreach", "fused"] | bool = "auto",
-        padding: Literal["off", "auto"] | int | PaddingPlan | dict[str, Any] | bool = "off",
+        padding: Literal["auto", "off"] | int | PaddingPlan | dict[str, Any] | bool = "off",
         loader: Literal["auto", "off"] | bool = "off",
         sparse_activations: Literal["auto", "off"] | bool = "off",
         activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool = "auto",
         gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool = "off",
         memory_budget: int | float | str | MemoryBudgetPlan | dict[str, Any] | bool = "off",
         graphs: Literal["auto", "on", "off"] | bool = "off",
-        threads: Literal["off", "auto"] | int | bool = "off",
+        threads: Literal["auto", "off"] | int | bool = "off",
         compile: Literal[
             "off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
         ]
@@ -165,14 +165,14 @@ class Values:
     cudnn_benchmark: Literal["auto", "on", "off"] | bool
     optimizer_8bit: Literal["off", "on"] | bool
     optimizer: Literal["auto", "off", "foreach", "fused"] | bool
-    padding: Literal["off", "auto"] | int | PaddingPlan | dict[str, Any] | bool
+    padding: Literal["auto", "off"] | int | PaddingPlan | dict[str, Any] | bool
     loader: Literal["auto", "off"] | bool
     sparse_activations: Literal["auto", "off"] | bool
     activation_offloading: Literal["auto", "off", "host", "disk"] | OffloadingPlan | dict[str, Any] | bool
     gradient_checkpointing: Literal["off", "full", "selective"] | CheckpointingPlan | dict[str, Any] | bool
     memory_budget: int | float | str | MemoryBudgetPlan | dict[str, Any] | bool
     graphs: Literal["auto", "on", "off"] | bool
-    threads: Literal["off", "auto"] | int | bool
+    threads: Literal["auto", "off"] | int | bool
     compile: (
         Literal["off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | bool
     )

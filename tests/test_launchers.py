@@ -1,4 +1,4 @@
-"""Other people's launchers start two processes on this machine, and both come to the same weights: make test-launchers."""
+"""Launchers of others start two processes on this machine, which come to the same weights: make test-launchers."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python versions.py WORKERS [--only newest,torch-2.12] [--keep] [--write] [PYTEST ARGUMENTS]
 
-Each of ``RELEASES`` is an environment of its own, in ``.venv-versions``: the package with its ``dev`` extra as pip resolves
-it today, without ``constraints.txt``, and beside it what the row asks for. An interpreter is looked for as
+Each of ``RELEASES`` is an environment of its own, in ``.venv-versions``: the package with its ``dev`` extra as pip
+resolves it today, without ``constraints.txt``, and beside it what the row asks for. An interpreter is looked for as
 ``python3.12`` on the path and under pyenv; a row without one is left out, with a word. An environment is removed when
 its tests have ended (one is 2 to 7 GB), unless it is to be kept. What was found is a table; --write puts it into
 docs/versions.md, where rows that were not run keep what they had.
@@ -110,7 +110,7 @@ def found(version: str) -> str | None:
         return sys.executable
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     kept = sorted(str(path) for path in pyenv.glob(f"{version}.*/bin/python"))
-    return shutil.which(f"python{version}") or (kept[-1] if kept else None)
+    return kept[-1] if kept else shutil.which(f"python{version}")  # pyenv has a shim of it on the path, too
 
 
 def outcome(

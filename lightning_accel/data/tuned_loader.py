@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import multiprocessing
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,7 +25,7 @@ from lightning_accel.data.loader_epoch import Data, LoaderEpoch, OwnEpoch
 from lightning_accel.data.loader_state import UnreadableError
 from lightning_accel.data.stand_in import StandIn
 from lightning_accel.data.worker_course import LEAST_WAIT, Cost, Workers, course
-from lightning_accel.data.worker_epoch import LoadingProcesses
+from lightning_accel.data.worker_epoch import LoadingProcesses, start_method
 
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
@@ -89,13 +88,9 @@ def why_left(loader: Any) -> str:
         return f"its {type(sampler).__name__} may follow the training, and workers would ask it ahead"
     if loader.num_workers and loader.persistent_workers:
         return "its workers are persistent, and have states of their own"
-    if not loader.num_workers and (method := _start_method()) != "fork":
+    if not loader.num_workers and (method := start_method()) != "fork":
         return f"workers are started by {method!r} here, which runs the program anew: set num_workers yourself"
     return ""
-
-
-def _start_method() -> str:
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 class _Tuning:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import traceback
 import warnings
 import weakref
@@ -95,6 +96,7 @@ def rebuilt(
     if workers.count:
         more |= {"prefetch_factor": workers.prefetch, "persistent_workers": workers.is_kept}
         more |= {"worker_init_fn": loader.worker_init_fn, "timeout": _PATIENCE_S}
+        more |= {"multiprocessing_context": start_method()}
         if loader.num_workers:
             more |= {"timeout": loader.timeout, "in_order": loader.in_order}
             more |= {"multiprocessing_context": loader.multiprocessing_context}
@@ -107,6 +109,18 @@ def rebuilt(
             generator=generator,
             **more,
         )
+
+
+def start_method() -> str:
+    """How workers are started that the user's loader did not have.
+
+    Where the program has not chosen another way than Python's own, they are forked, as before Python 3.14: its
+    ``forkserver`` imports the program anew and pickles the data. Batches of a worker that a lock holds up are loaded
+    here.
+    """
+    default = multiprocessing.get_all_start_methods()[0]
+    method = multiprocessing.get_start_method(allow_none=True) or default
+    return "fork" if method == default == "forkserver" else method
 
 
 def _iterated(loader: DataLoader[Any]) -> Iterator[Any]:

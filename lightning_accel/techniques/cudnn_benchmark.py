@@ -22,7 +22,7 @@ from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
 from lightning_accel.techniques.registry import register
 
-CudnnBenchmarkSetting = Literal["off", "auto", "on"]
+CudnnBenchmarkSetting = Literal["auto", "on", "off"]
 
 REPEATED_ON_TRIAL = 3
 """So many batches of one shape have come before it is timed in a run that finds out what that gains."""

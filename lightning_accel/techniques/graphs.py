@@ -33,7 +33,7 @@ class GraphsPlan:
             stay; ``"auto"`` keeps that where live trials find whole steps to be faster, and the memory worth it.
     """
 
-    mode: Literal["off", "on", "auto"] = "on"
+    mode: Literal["auto", "on", "off"] = "on"
 
 
 class GraphPatch(MethodPatch):

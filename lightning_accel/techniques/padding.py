@@ -55,7 +55,7 @@ class PaddingPlan:
         ValueError: It is none of these.
     """
 
-    multiple: Literal["off", "auto"] | int = "off"
+    multiple: Literal["auto", "off"] | int = "off"
     group_by_length: bool = False
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from lightning_accel.techniques.registry import register
 
 _LEAVE_ZEROS = (nn.ReLU, nn.ReLU6, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
-SparseSetting = Literal["off", "auto"]
+SparseSetting = Literal["auto", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ class ThreadsPlan:
         ValueError: It is neither.
     """
 
-    count: Literal["off", "auto"] | int = "off"
+    count: Literal["auto", "off"] | int = "off"
 
     def __post_init__(self) -> None:
         if isinstance(self.count, str) and self.count in ("off", "auto"):

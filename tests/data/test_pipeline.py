@@ -41,7 +41,9 @@ LONG_S = 30.0  # never reached, unless a test fails
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("dataset", [Numbers(7), Stream(7)], ids=["map", "iterable"])
 def test_all_batches_come_in_order_and_preprocessed(dataset: Any, num_workers: int) -> None:
-    loader = DataLoader(dataset, batch_size=3, num_workers=num_workers)
+    loader = DataLoader(
+        dataset, batch_size=3, num_workers=num_workers, multiprocessing_context="fork" if num_workers else None
+    )
     expected = values(batch * 2 for batch in loader)
     pipeline = on_cpu(loader, Transform(double))
     assert values(pipeline) == expected
@@ -156,7 +158,7 @@ def test_with_workers_a_late_batch_does_not_hold_up_an_earlier_one() -> None:
                 let_go.wait(LONG_S)
             return super().__getitem__(index)
 
-    batches = iter(on_cpu(DataLoader(Stuck(3), num_workers=1)))
+    batches = iter(on_cpu(DataLoader(Stuck(3), num_workers=1, multiprocessing_context="fork")))
     start = time.monotonic()
     assert next(batches).item() == 0
     assert time.monotonic() - start < LONG_S / 2

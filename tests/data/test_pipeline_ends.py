@@ -197,7 +197,7 @@ def test_closing_does_not_wait_for_a_worker_that_is_stuck(monkeypatch: pytest.Mo
                 let_go.wait(LONG_S)
             return super().__getitem__(index)
 
-    batches = iter(on_cpu(DataLoader(Stuck(9), num_workers=1)))
+    batches = iter(on_cpu(DataLoader(Stuck(9), num_workers=1, multiprocessing_context="fork")))
     next(batches)
     monkeypatch.setattr(pipeline_iteration, "PATIENCE_S", 0.05)
     batches.close()

@@ -165,7 +165,9 @@ def test_own_workers_are_given_more_to_have_ready_and_draw_the_same(always_tries
             return super().__getitem__(index) + torch.rand(())
 
     always_tries(Workers(2, prefetch=4))
-    lines = assert_the_same(lambda: DataLoader(Augmented(), 4, shuffle=True, num_workers=2))
+    lines = assert_the_same(
+        lambda: DataLoader(Augmented(), 4, shuffle=True, num_workers=2, multiprocessing_context="fork")
+    )
     assert lines.is_changed
 
 
@@ -370,9 +372,8 @@ def test_what_cannot_be_rebuilt_is_known_beforehand(make: Callable[[], Any], why
 
 
 def test_workers_that_would_run_the_program_anew_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Windows and macOS, and on Linux from Python 3.14 on."""
+    """As on Windows and macOS, and where the program has chosen so."""
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: "spawn")
-    monkeypatch.setattr(tuned_loader.multiprocessing, "get_start_method", lambda allow_none=False: "spawn")
     assert "'spawn' here, which runs the program anew" in why_left(DataLoader(Slow()))
 
 

@@ -393,7 +393,10 @@ def test_graphs_that_are_captured_are_counted(tmp_path: Path) -> None:
 
 def test_loading_samples_is_told_apart_from_waiting_for_their_batch(tmp_path: Path) -> None:
     def recorded_steps(workers: int) -> Steps:
-        return recorded(tmp_path / str(workers), data=loader(32, num_workers=workers)).steps[0]
+        return recorded(
+            tmp_path / str(workers),
+            data=loader(32, num_workers=workers, multiprocessing_context="fork" if workers else None),
+        ).steps[0]
 
     some = recorded_steps(0)
     assert 0 < some.samples_ms < some.parts_ms[DATA]

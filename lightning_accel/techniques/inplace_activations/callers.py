@@ -23,7 +23,7 @@ class Call:
     callee: str  # the attribute that is called, "relu" of self.relu(x); empty: something else
     argument: str | None  # the local variable that is the argument; None: a temporary result
     is_spent: bool  # that variable is bound anew, deleted or returned from before anything else is run
-    is_parameter: bool  # that variable is a parameter of the function
+    is_parameter: bool  # that variable is a parameter of the function, and may hold what was passed
     reader: str | None  # the attribute of self that is called next, with the result, of which nothing else stays
 
 
@@ -41,7 +41,8 @@ def read_call(code: CodeType, offset: int) -> Call | None:
         callee=_name(code, found, callee),
         argument=argument,
         is_spent=argument is not None and _is_spent(found, at, argument),
-        is_parameter=argument is not None and argument in (*parameters.args, parameters.varargs, parameters.varkw),
+        is_parameter=argument in (*parameters.args, parameters.varargs, parameters.varkw)
+        and not _is_bound_anew(found, at, argument),
         reader=_reader(code, found, at, callee),
     )
 
@@ -76,6 +77,16 @@ def _is_spent(found: Sequence[dis.Instruction], at: int, variable: str) -> bool:
             return True
         if instruction.opname not in ("STORE_FAST", "DELETE_FAST", "LOAD_CONST"):
             return False
+    return False
+
+
+def _is_bound_anew(found: Sequence[dis.Instruction], at: int, variable: str | None) -> bool:
+    """Whether ``variable`` was stored for certain before the call at ``at``: in the lines that lead straight to it."""
+    for instruction in found[at - 1 :: -1]:
+        if instruction.is_jump_target:
+            return False
+        if variable is not None and _stored(instruction) == variable:
+            return True
     return False
 
 

@@ -86,7 +86,9 @@ def heap_in_use() -> str:
     process = ctypes.CDLL(None)
     found = _DlInfo()
     try:
-        found_any = process.dladdr(ctypes.cast(process.malloc, ctypes.c_void_p), ctypes.byref(found))
+        # Not malloc itself: of a program that takes its address (Debian's Python 3.14), that is a stub in the program.
+        of_the_heap = ctypes.cast(process.malloc_usable_size, ctypes.c_void_p)
+        found_any = process.dladdr(of_the_heap, ctypes.byref(found))
     except AttributeError:
         return ""
     name = Path(os.fsdecode(found.dli_fname)).name if found_any and found.dli_fname else ""

@@ -38,6 +38,9 @@ _PURPOSE = {
     "tensorrt": "export to TensorRT",
     "transformers": "Hugging Face models, whose attention is then found",
     "examples": "what the examples and the demo need",
+    "report": "figures for a paper",
+    "launchers": "runs under Ray Train, or handed in by submitit",
+    "boards": "what looking at other loggers in a browser needs",
     "docs": "what building the documentation needs",
     "dev": "what working on lightning-accel needs",
 }

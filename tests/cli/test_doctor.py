@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -133,6 +135,7 @@ def test_answers_without_lightning() -> None:
 def test_help_answers_before_torch_has_loaded() -> None:
     code = """
 import sys
+from pathlib import Path
 from lightning_accel.__main__ import main
 try:
     main(["--help"])
@@ -148,3 +151,14 @@ def test_an_unknown_subcommand_is_an_error(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["docter"])
     assert "doctor" in capsys.readouterr().err
+
+
+def test_every_extra_says_what_it_is_for() -> None:
+    assert all(extra.purpose for extra in doctor.examine().extras)
+
+
+def test_every_extra_that_the_sources_tell_users_to_install_is_there() -> None:
+    root = Path(__file__).parents[2]
+    sources = [path.read_text(encoding="utf-8") for path in (root / "lightning_accel").rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"lightning-accel\[(\w+)\]", text)}
+    assert {"cli", "deploy"} <= named <= {*extras_of(doctor.examine()), "name"}

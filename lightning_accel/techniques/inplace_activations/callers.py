@@ -23,7 +23,7 @@ class Call:
     callee: str  # the attribute that is called, "relu" of self.relu(x); empty: something else
     argument: str | None  # the local variable that is the argument; None: a temporary result
     is_spent: bool  # that variable is bound anew, deleted or returned from before anything else is run
-    is_parameter: bool  # that variable is a parameter of the function, and may hold what was passed
+    is_own: bool  # what that variable holds is for certain the result of a call or an operation in this function
     reader: str | None  # the attribute of self that is called next, with the result, of which nothing else stays
 
 
@@ -36,13 +36,11 @@ def read_call(code: CodeType, offset: int) -> Call | None:
     argument = _loaded(last)
     if argument is not None and variables(last) != (argument,):
         return None  # two variables by one instruction
-    parameters = inspect.getargs(code)
     return Call(
         callee=_name(code, found, callee),
         argument=argument,
         is_spent=argument is not None and _is_spent(found, at, argument),
-        is_parameter=argument in (*parameters.args, parameters.varargs, parameters.varkw)
-        and not _is_bound_anew(found, at, argument),
+        is_own=argument is not None and _is_own(code, found, at, argument),
         reader=_reader(code, found, at, callee),
     )
 
@@ -80,14 +78,20 @@ def _is_spent(found: Sequence[dis.Instruction], at: int, variable: str) -> bool:
     return False
 
 
-def _is_bound_anew(found: Sequence[dis.Instruction], at: int, variable: str | None) -> bool:
-    """Whether ``variable`` was stored for certain before the call at ``at``: in the lines that lead straight to it."""
-    for instruction in found[at - 1 :: -1]:
-        if instruction.is_jump_target:
-            return False
-        if variable is not None and _stored(instruction) == variable:
-            return True
-    return False
+def _is_own(code: CodeType, found: Sequence[dis.Instruction], at: int, variable: str) -> bool:
+    """Whether ``variable`` holds a result: by the lines straight before ``at``, or by all there are."""
+    stores = [n for n, i in enumerate(found) if i.opname.startswith("STORE_FAST") and variable in variables(i)]
+    straight = next(n for n in range(at, -1, -1) if found[n].is_jump_target or n == 0)
+    if latest := [n for n in stores if straight < n < at]:
+        return _is_result(found, latest[-1], variable)
+    parameters = inspect.getargs(code)
+    is_parameter = variable in (*parameters.args, parameters.varargs, parameters.varkw)
+    return not is_parameter and all(_is_result(found, n, variable) for n in stores)
+
+
+def _is_result(found: Sequence[dis.Instruction], at: int, variable: str) -> bool:
+    """Whether what is stored at ``at`` was returned by the instruction before."""
+    return _stored(found[at]) == variable and found[at - 1].opname.startswith(("CALL", "BINARY_OP"))
 
 
 def _effect(instruction: dis.Instruction) -> int:

@@ -155,8 +155,9 @@ class Site:
         if call.argument is not None:
             if not call.is_spent:
                 return "its input is held by a variable of its caller, which may still read it"
-            # Where arguments are passed without being counted, only those that __call__ passes are for sure.
-            if counts.borrows and call.is_parameter and getattr(caller.f_back, "f_code", None) is not _CALL_IMPL:
+            # Where arguments are passed without being counted, and what is bound to them (y = x) is not counted either,
+            # only those are for sure that __call__ passes.
+            if counts.borrows and not call.is_own and getattr(caller.f_back, "f_code", None) is not _CALL_IMPL:
                 return _CALLER
         if numbers != (counts.temporary if call.argument is None else counts.spent):
             return "something else holds its input, a part of it or (nn.Linear, of 3-D input) what it is a view of"

@@ -31,6 +31,68 @@ def fresh() -> Tensor:
     return torch.linspace(-1, 1, 32, requires_grad=True) * 1
 
 
+# In a function that the forward calls. Python 3.14 does not count what it passes to one.
+
+
+def renamed(model: nn.Module, x: Tensor) -> Tensor:
+    out = x
+    out = model.act(out)
+    return out
+
+
+def renamed_and_back(model: nn.Module, x: Tensor) -> Tensor:
+    y = x
+    x = y
+    x = model.act(x)
+    return x
+
+
+def renamed_by_a_pair(model: nn.Module, x: Tensor) -> Tensor:
+    x, _ = x, 1
+    x = model.act(x)
+    return x
+
+
+def renamed_in_a_branch(model: nn.Module, x: Tensor) -> Tensor:
+    out = x if len(x) > 1 else x + 1
+    out = model.act(out)
+    return out
+
+
+def a_result_of_its_own(model: nn.Module, x: Tensor) -> Tensor:
+    x = x * 2
+    x = model.act(x)
+    return x
+
+
+def a_result_of_its_own_in_a_branch(model: nn.Module, x: Tensor) -> Tensor:
+    out = x * 2
+    if len(x) > 1:
+        out = out + 1
+    out = model.act(out)
+    return out
+
+
+class Helped(nn.Module):
+    def __init__(self, help: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.act, self.help = nn.Linear(8, 8), nn.ReLU(), help
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return self.help(self, h) + h
+
+
+@pytest.mark.parametrize("help", [renamed, renamed_and_back, renamed_by_a_pair, renamed_in_a_branch])
+def test_what_a_function_was_passed_is_not_overwritten_by_another_name(help: Any) -> None:
+    assert not assert_same_training(Helped(help), torch.randn(4, 8)).in_place
+
+
+@pytest.mark.parametrize("help", [a_result_of_its_own, a_result_of_its_own_in_a_branch])
+def test_a_result_of_a_functions_own_is_overwritten(help: Any) -> None:
+    assert set(assert_same_training(Helped(help), torch.randn(4, 8)).in_place) == {"act"}
+
+
 # How it is called
 
 

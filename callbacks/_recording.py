@@ -53,7 +53,8 @@ class Recording:
         self._memory: dict[str, Any] | None = None
         kinds = [ProfilerActivity.CPU, *filter(None, [_ACTIVITIES.get(device.type)])]
         # No shapes: with them the profiler holds tensors, and nothing could work in place.
-        self._profile = profile(activities=kinds)
+        # One cycle is recorded; what is said of events of several, until torch 2.12 warns where it is not.
+        self._profile = profile(activities=kinds, acc_events=True)
         ranges = Ranges(has_nvtx=device.type == "cuda")
         parts = PartsPatch(trainer)
         patches = PatchSet(

@@ -67,7 +67,8 @@ RELEASES = (
     Release("newest-3.14", "3.14"),
     Release("torch-2.14", "3.12", ("torch==2.14.*", "lightning==2.6.0")),
     Release("torch-2.13", "3.13", ("torch==2.13.*",)),
-    Release("torch-2.12", "3.12", ("torch==2.12.*", "transformers==4.57.*")),
+    Release("torch-2.12", "3.12", ("torch==2.12.*",)),
+    Release("transformers-4.57", RUNNING, ("torch==2.13.*", "transformers==4.57.*")),
     Release("oldest", "3.10", lower_bounds()),
 )
 

@@ -23,6 +23,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.torch_private.compilation import compile_to_package, load_package
+from lightning_accel.core.torch_private.modules import registrations_unwatched_after
 from lightning_accel.deploy.fused_attention import fuse_attention
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.int8 import MissingPackageError
@@ -56,7 +57,8 @@ class Captured:
     @cached_property
     def _captured(self) -> tuple[ExportedProgram, int]:
         shapes = as_torch_wants(self.model, self.arguments, self.dimensions)
-        program = torch.export.export(self.model, *self.arguments, dynamic_shapes=shapes)
+        with registrations_unwatched_after():
+            program = torch.export.export(self.model, *self.arguments, dynamic_shapes=shapes)
         return program, fuse_attention(program) if self.fuses_attention else 0
 
 

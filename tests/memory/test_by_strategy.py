@@ -78,7 +78,10 @@ def test_the_peak_of_a_step_is_as_the_formula_says(measured: Callable[[str], lis
     # From torch 2.15 on FSDP gives back what it has copied sooner, so that two moments need less than users are told.
     are_less = ("first block", "root reduced") if torch.__version__ >= (2, 15) else ()
     comes_and_goes = max(moment.total_bytes for moment in formula.moments if moment.name not in are_less)
-    assert fullest - formula.held_bytes == pytest.approx(comes_and_goes, rel=0.03)
+    # Until 2.12 in bfloat16 it had one block more.
+    assert fullest - formula.held_bytes == pytest.approx(
+        comes_and_goes, rel=0.03 if torch.__version__ >= (2, 13) else 0.06
+    )
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +71,21 @@ def hooks_on_all_modules() -> list[Any]:
     return [hook for hooks in _HOOKS_ON_ALL for hook in hooks.values()]
 
 
+@contextmanager
+def registrations_unwatched_after() -> Iterator[None]:
+    """Leaves the hooks on every registration of a parameter, buffer or module as it finds them.
+
+    An export that fails leaves its own behind, until torch 2.12, and they see all that is registered from then on.
+    """
+    before = [(hooks, dict(hooks)) for hooks in _HOOKS_ON_REGISTRATIONS]
+    try:
+        yield
+    finally:
+        for hooks, had in before:
+            hooks.clear()
+            hooks.update(had)
+
+
 def _hooks_kept_by(handle: RemovableHandle) -> dict[int, Any]:
     handle.remove()
     hooks: dict[int, Any] | None = handle.hooks_dict_ref()
@@ -80,6 +96,11 @@ def _hooks_kept_by(handle: RemovableHandle) -> dict[int, Any]:
 _HOOKS_ON_ALL = tuple(
     _hooks_kept_by(register(lambda *args: None))
     for register in (all_modules.register_module_forward_hook, all_modules.register_module_forward_pre_hook)
+)
+_HOOKS_ON_REGISTRATIONS = (
+    _hooks_kept_by(all_modules.register_module_buffer_registration_hook(lambda *_: None)),
+    _hooks_kept_by(all_modules.register_module_parameter_registration_hook(lambda *_: None)),
+    _hooks_kept_by(all_modules.register_module_module_registration_hook(lambda *_: None)),
 )
 
 

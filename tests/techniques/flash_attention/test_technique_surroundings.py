@@ -34,7 +34,7 @@ def test_a_checkpointed_block_runs_fused_when_it_is_recomputed_too() -> None:
     handle, x = start(model, gradient_checkpointing="full"), batch()
     for _ in range(2):
         step(model, handle, x)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         step(model, handle, x)
     count = sum(e.count for e in profile.key_averages() if e.key == "aten::_scaled_dot_product_flash_attention_for_cpu")
     assert count == 6
@@ -70,7 +70,7 @@ def test_blocks_that_the_plan_compiles_are_fused_in_their_graphs(monkeypatch: py
     for _ in range(3):
         torch.testing.assert_close(step(model, handle, x), step(plain, None, x), rtol=1e-4, atol=1e-5)
     assert "layers.0.attention" in handle.report.applied("compile"), str(handle.report)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         step(model, handle, x)
     names = {event.key for event in profile.key_averages()}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names

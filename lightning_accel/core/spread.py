@@ -30,6 +30,9 @@ from lightning_accel.core.tree import map_tensors, tensors_in
 FACTOR = 4.0
 """How many spreads a candidate may be off: a handful of samples shows the order of a spread, not its end."""
 
+APART = 1 + 1 / FACTOR
+"""How much farther than from the yardstick it may be from the original's own result: by as much as both are off."""
+
 _BIAS_FLOOR = 1e-3
 """A systematic error below this is not told from the bias of rounding itself."""
 
@@ -65,11 +68,13 @@ class Spread:
 
     Attributes:
         allowed: The largest deviation that is let pass.
-        num_orders: In how many orders the original was seen.
+        num_orders: In how many orders the original was seen, here and where it was alike.
+        is_whole: Whether these were all that there are.
     """
 
-    allowed: Deviation
-    num_orders: int
+    allowed: Deviation = Deviation()
+    num_orders: int = 0
+    is_whole: bool = False
 
     def objection(self, found: Deviation, times: float = 1.0) -> str:
         """How ``found`` is too far off, in words; empty where it is not.
@@ -98,6 +103,7 @@ class Measuring:
         coarsest: The dtype of the coarsest numbers on the way.
         oracle: Computes the original in float64; None where that cannot be had.
         others: The original in other orders, each computed when it is asked for.
+        alike: The spread of the same computation on other numbers: of another layer of a model, say.
     """
 
     def __init__(
@@ -106,13 +112,15 @@ class Measuring:
         coarsest: torch.dtype,
         oracle: Callable[[], Sequence[Tensor] | None] = lambda: None,
         others: Iterable[Sequence[Tensor]] = (),
+        alike: Spread = Spread(),
     ) -> None:
         eps = torch.finfo(coarsest).eps
         # In half precision the last rounding is most of the error; above it a library may take a few on the way.
         self._rounding = eps / 2 if eps > _HALF_PRECISION else 2 * eps
         self._expected, self._oracle, self._others = expected, oracle, iter(others)
+        self._alike = alike
         self._yardstick: Sequence[Tensor] | None = None
-        self._seen, self._num_orders = Deviation(noise=self._rounding), 0
+        self._seen, self._num_orders, self._is_whole = Deviation(noise=self._rounding), 0, alike.is_whole
 
     @property
     def spread(self) -> Spread:
@@ -120,7 +128,8 @@ class Measuring:
         # Errors that are independent average out over a result, over the smallest one least.
         averaged = self._seen.noise / math.sqrt(max(1, min((t.numel() for t in self._expected), default=1)))
         allowed_bias = max(FACTOR * max(self._seen.bias, averaged), _BIAS_FLOOR)
-        return Spread(Deviation(FACTOR * self._seen.noise, allowed_bias), self._num_orders)
+        own = Deviation(FACTOR * self._seen.noise, allowed_bias)
+        return Spread(own | self._alike.allowed, self._num_orders + self._alike.num_orders, self._is_whole)
 
     def judged(self, actual: Sequence[Tensor]) -> tuple[Deviation, str]:
         """How far a candidate's result is off, and the objection to that."""
@@ -130,7 +139,7 @@ class Measuring:
         # root of the rounding at the most (hence a quarter above), and so do errors along them, of the whole error.
         near = math.sqrt(self._rounding)
         most = Deviation((1 + near) * found.noise, (1 + near) ** 2 * (found.bias + near * found.noise))
-        if not self.spread.objection(most, 1 - 1 / FACTOR):
+        if not (self.spread.objection(most, 1 - 1 / FACTOR) and self._alike.objection(most, APART)):
             return found, ""
         found = deviation(actual, self._ask_oracle())
         return found, self.objection(found)
@@ -144,9 +153,10 @@ class Measuring:
     def _takes_another(self) -> bool:
         if self._yardstick is None:
             self._ask_oracle()
-        elif (run := next(self._others, None)) is not None:
+        elif not self._is_whole and (run := next(self._others, None)) is not None:
             self._take(run, self._yardstick)
         else:
+            self._is_whole = True
             return False
         return True
 

@@ -24,7 +24,7 @@ from lightning_accel.core.measured import Measured
 from lightning_accel.core.passes import Call, Passes
 from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.snapshot import random_streams, same_state
-from lightning_accel.core.spread import FACTOR, Measuring, Spread, deviation, is_batched, other_orders
+from lightning_accel.core.spread import APART, FACTOR, Measuring, Spread, deviation, is_batched, other_orders
 from lightning_accel.core.tree import map_tensors, tensors_in
 
 ORACLE_SAMPLES = 4
@@ -117,6 +117,7 @@ class Trial:
         keeps_kernels: Whether the library builds a kernel for every shape, dtype and number of threads, and keeps it:
             then the original is asked on the whole batch only, and its own result is the yardstick.
         purse: What has to be able to pay for another call, as long as the one before, or the trial ends; None: no end.
+        alike: The spread of the same computation on other numbers of the same shapes, so far as it was measured.
     """
 
     module: nn.Module
@@ -131,6 +132,7 @@ class Trial:
     keeps_strides: bool = True
     keeps_kernels: bool = False
     purse: Purse | None = None
+    alike: Spread = field(default_factory=Spread)
 
     def __post_init__(self) -> None:
         tensors = [*self.module.parameters(), *tensors_in((self.args, self.kwargs))]
@@ -235,6 +237,7 @@ class Trial:
                 self._coarsest(actual),
                 lambda: self._oracle(original, args, kwargs),
                 self._in_other_orders(original, args, kwargs),
+                self.alike,
             )
             found = self._judge(measuring, expected, actual)
         found = replace(found, failure=found.failure or otherwise)
@@ -353,11 +356,10 @@ class Trial:
         """What is wrong with the whole batch, where a few samples of it were right."""
         if [t.shape for t in actual] != [t.shape for t in expected]:
             return "returns tensors of other shapes than the original for the whole batch"
-        # Two results lie as far apart as both are off; a sum over more samples is off by more, as a random walk is.
-        apart = 1 + 1 / FACTOR
+        # A sum over more samples is off by more, as a random walk is.
         walked = (self._batch_size / (self.samples or self._batch_size)) ** 0.5
         pairs = list(zip(actual, expected, strict=True))
-        for of_samples, times in ((True, apart), (False, apart * walked)):
+        for of_samples, times in ((True, APART), (False, APART * walked)):
             chosen = [pair for pair in pairs if is_batched(pair[1], self._batch_size) is of_samples]
             objection = measuring.objection(deviation(*zip(*chosen, strict=True)), times) if chosen else ""
             if objection:

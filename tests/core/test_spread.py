@@ -245,6 +245,32 @@ def test_a_verdict_by_few_orders_is_that_by_all(
         assert bool(by_few.judged(candidate)[1]) is bool(words)
 
 
+def test_what_is_alike_is_judged_by_a_spread_that_was_measured_once() -> None:
+    """As the rest of a batch is, whose first samples were measured: by the distance from the original's own result."""
+    measured = Spread(Deviation(noise=1e-5, bias=1e-3), num_orders=1)
+    expected = [torch.ones(100)]
+    asked: list[str] = []
+
+    def judged(off: float) -> str:
+        candidate = [expected[0] + off * torch.tensor([1.0, -1.0] * 50)]
+        oracle, others = (lambda: asked.append("oracle")), (asked.append("an order") for _ in range(3))
+        return Measuring(expected, torch.float32, oracle, others, measured).judged(candidate)[1]
+
+    assert judged(1.2e-5) == ""
+    assert asked == []
+    assert judged(1e-4)
+    assert "oracle" in asked
+
+
+def test_a_spread_that_was_measured_in_all_orders_is_whole_for_what_is_alike() -> None:
+    expected = [torch.ones(100)]
+    whole = of_all_orders(Measuring(expected, torch.float32))
+    orders = iter([[torch.ones(100)]])
+    assert whole.is_whole
+    assert Measuring(expected, torch.float32, lambda: expected, orders, whole).judged([1.1 * expected[0]])[1]
+    assert next(orders, None) is not None
+
+
 # -- the spread itself ---------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.measured import Measured
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.purse import Purse
+from lightning_accel.core.spread import Spread
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import TOO_DEAR, one_line
 from lightning_accel.techniques.flash_attention.rehearsal import ORIGINAL, Judgement, Rehearsal, WatchedBackend
@@ -36,7 +38,8 @@ class Judge:
     untimed: tuple[str, ...] = ()  # names of sites at which it never does
     is_trial_step: bool = False  # in which sites are tried for the first time
     purse: Purse | None = None  # what pays for trials
-    timed: dict[tuple[Any, ...], Judgement] = field(default_factory=dict)  # of sites that are alike, the first
+    timed: dict[tuple[Any, ...], Judgement] = field(default_factory=dict)  # of the first of sites that are alike
+    spreads: defaultdict[tuple[Any, ...], dict[int, Spread]] = field(default_factory=lambda: defaultdict(dict))
 
     def goes_by_clock(self, site: AttentionSite) -> bool:
         """Whether a backend has to be faster than the original at this site."""
@@ -164,7 +167,7 @@ class Dispatch(Patch):
     def _rehearsed(
         self, shapes: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Judgement, Any]:
-        """Computes a call and tries backends on it. Of sites that are alike the first is timed."""
+        """Computes a call and tries backends on it. Sites that are alike share times and spreads."""
         site, judge = self.attention, self._judge
         by_clock = judge.goes_by_clock(site)
         alike = (type(site.module), shapes, *(tuple(parameter.shape) for parameter in site.module.parameters()))
@@ -172,7 +175,9 @@ class Dispatch(Patch):
         backends = list(judge.backends.values())
         if timed is not None:
             backends = [judge.backends.get(timed.choice, backends[0])]
-        rehearsal = Rehearsal(backends, by_clock=by_clock and timed is None, purse=judge.purse)
+        rehearsal = Rehearsal(
+            backends, by_clock=by_clock and timed is None, purse=judge.purse, spreads=judge.spreads[alike]
+        )
         outputs, failure = self._attempt(site.rehearsed, rehearsal, original, args, kwargs)
         if failure:
             return Judgement(ORIGINAL, f"failed in its trial: {failure}", is_wrong=True), outputs

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_accel.core.dropout import is_dropout_off
 from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.purse import Purse
+from lightning_accel.core.spread import Spread
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
@@ -60,12 +61,27 @@ class Rehearsal:
     """One call of a site, at whose attentions backends are tried beside the original, which computes the call.
 
     By the clock the fastest is taken, the original among them; otherwise the first, by preference, that agrees.
+
+    Args:
+        backends: What is tried.
+        by_clock: Whether the clock decides.
+        purse: What pays.
+        spreads: What its attentions, by their place in the call, may be off by, as far as sites that are alike have
+            measured it; what this call measures is added.
     """
 
-    def __init__(self, backends: Sequence[WatchedBackend], *, by_clock: bool, purse: Purse | None = None) -> None:
+    def __init__(
+        self,
+        backends: Sequence[WatchedBackend],
+        *,
+        by_clock: bool,
+        purse: Purse | None = None,
+        spreads: dict[int, Spread] | None = None,
+    ) -> None:
         self._backends = backends
         self._by_clock = by_clock
         self._purse = purse
+        self._spreads = {} if spreads is None else spreads
         self._failures: dict[str, str] = {}
         self._ms: dict[str, tuple[float, float]] = {}  # of the original, and of the backend
         self._measured: dict[str, list[Measured]] = defaultdict(list)
@@ -93,6 +109,7 @@ class Rehearsal:
             keeps_strides=keeps_strides,
             wide=original if module is None else None,
             purse=self._purse,
+            alike=self._spreads.get(self._num_attentions, Spread()),
         )
         for backend in self._backends:
             if backend.name not in self._failures:
@@ -102,6 +119,8 @@ class Rehearsal:
 
     def _try(self, trial: Trial, original: Contender, candidate: Contender, backend: WatchedBackend) -> str:
         found = trial.numbers(original, candidate)
+        if found.spread is not None and found.spread.num_orders:
+            trial.alike = self._spreads[self._num_attentions] = found.spread
         self._measured[backend.name].append(found.measured())
         if found.failure:
             return found.failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import AccelWarning, FlashMultiheadAttention
+from lightning_accel.core.trial import Trial
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
-from lightning_accel.techniques.flash_attention.call import sdpa
+from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 from support.attention_lookalikes import LEFT_ALONE
 from support.attention_module import Attention
 from support.attention_zoo import FOUND
@@ -143,6 +145,38 @@ def test_sites_of_one_kind_share_a_timing(monkeypatch: pytest.MonkeyPatch) -> No
     step(model, handle, batch())
     assert len(timed) == 1
     assert len(handle.report.applied("flash_attention")) == 4
+    handle.undo()
+
+
+def test_sites_of_one_kind_share_the_measurement_of_what_they_may_be_off_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that is seven roundings off is in doubt at every site, and asks for float64 at the first."""
+    monkeypatch.setattr(type(BACKENDS["sdpa"]), "__call__", lambda self, call: (1 + 8e-7) * sdpa(call))
+    in_float64, oracles = Trial._oracle, []
+
+    def oracle(self: Trial, *args: Any) -> list[Tensor] | None:
+        oracles.append(self)
+        return in_float64(self, *args)
+
+    monkeypatch.setattr(Trial, "_oracle", oracle)
+    model = Stack(FOUND["at_sign"], depth=4)
+    handle = start(model)
+    step(model, handle, batch())
+    assert len(handle.report.applied("flash_attention")) == 4
+    assert len(oracles) == 1
+    handle.undo()
+
+
+def test_a_site_that_is_off_where_others_are_right_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def sometimes(self: Any, call: AttentionCall) -> Tensor:
+        return (1.01 if next(calls) == 2 else 1.0) * sdpa(call)  # at the third site, as each calls it once
+
+    monkeypatch.setattr(type(BACKENDS["sdpa"]), "__call__", sometimes)
+    model = Stack(FOUND["at_sign"], depth=4)
+    handle = start(model)
+    step(model, handle, batch())
+    assert list(handle.report.refused("flash_attention")) == ["layers.2"]
     handle.undo()
 
 

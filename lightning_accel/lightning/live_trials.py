@@ -13,6 +13,7 @@ import torch
 from lightning_accel.callbacks._epoch_ends import turns_left as turns_left
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.clocks import StepClock, clock_for
+from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
 from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.patch import Patch
@@ -388,6 +389,7 @@ class LiveTuning:
             rank_zero_info(f"lightning-accel: from step {self._trainer.global_step:,} on {line}")
             for logger in self._loggers():
                 logger.settled()
+            release_free_memory()  # what other ways on trial have left in the heap, and a heap that keeps it would hold
         if tuning.whole is None:
             return
         interval = tuning.whole.interval

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_accel import AccelPlugin
+from lightning_accel.lightning import live_trials
 from lightning_accel.tuning import remembered
 from support.live_runs import OTHERS_OFF, Speed, Timed, batches, fit, simulated
 
@@ -52,6 +53,17 @@ def test_what_is_slower_goes() -> None:
         plugin = fit(model)
     assert model.seen[-1] == "off"
     assert status(plugin) == "nothing that was tried on whole steps was faster for sure"
+
+
+def test_what_ways_on_trial_have_left_in_the_heap_goes_back_where_they_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    released_at: list[int] = []
+    with simulated(1.5) as time:
+        model = Timed(time)
+        monkeypatch.setattr(live_trials, "release_free_memory", lambda: released_at.append(len(model.seen)))
+        plugin = fit(model)
+    (step,) = released_at
+    assert plugin.report.of("tuning").data["is_settled"]
+    assert {"on", "off"} == set(model.seen[:step])
 
 
 def test_the_report_says_of_what_has_gone_that_it_is_off() -> None:

@@ -50,7 +50,7 @@ class FlashAttention(Technique):
     """
 
     applied_before_trial = True
-    trial_steps: ClassVar[float] = 2.0
+    trial_steps: ClassVar[float] = 1.5
     not_on: ClassVar[Mapping[str, str]] = {
         "xla": "XLA compiles attention itself, and torch's fused kernels are not for it. For long sequences call the"
         " kernel that torch_xla brings: torch_xla.experimental.custom_kernel.flash_attention"

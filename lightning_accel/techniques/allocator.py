@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import psutil
 import torch
 from torch import nn
 from typing_extensions import Self, override
@@ -24,6 +25,9 @@ from lightning_accel.techniques.registry import register
 KEEP = "keep"
 LEAST_FAULTS = 128
 """A step that asks the system for fewer pages has nothing to gain."""
+
+SLACK = 1.1
+"""How many times what a step takes may be held: steps of other sizes or of another number format leave gaps."""
 
 _FIRST_STEPS = 2  # which other techniques are tried on, and in which gradients and optimizers' state come to be
 _COUNTED_STEPS = 3
@@ -48,10 +52,13 @@ class HeapPatch(Patch):
     def __init__(self) -> None:
         super().__init__("", "freed memory is kept for the next step")
         self._heap = heap.Heap()
+        self._steps = 0  # begun since nothing free was held
+        self._most_bytes = 0.0
 
     @override
     def _apply(self) -> None:
         self._heap.keep_free_memory()
+        self._steps = 0
 
     @override
     def _undo(self) -> None:
@@ -62,16 +69,26 @@ class HeapPatch(Patch):
         if choice == OFF:
             self._heap.as_it_was()
         elif self.is_applied:
-            self._heap.keep_free_memory()
+            self._apply()
         else:
             self.apply()
+
+    def limit(self) -> None:
+        """Called before every step: what is free goes back where more is held than a step takes, and a tenth."""
+        held_bytes = psutil.Process().memory_info().rss
+        if self._steps == 1:
+            self._most_bytes = max(self._most_bytes, SLACK * held_bytes)
+        elif self._steps > 1 and held_bytes > self._most_bytes:
+            heap.release_free_memory()
+            self._steps = 0
+        self._steps += 1
 
 
 @register("allocator", settings=AllocatorPlan, default="auto", on="auto", after="compile", exactness="exact")
 class AllocatorTechnique(Technique):
     """Counts the page faults of the first plain steps; live trials have the heap keep its memory where there are many.
 
-    Gaps in the heap may take some more memory, which a run that tries nothing is not asked to pay.
+    Gaps in the heap may take some more memory, a tenth at most, which a run that tries nothing is not asked to pay.
     """
 
     trial_step: ClassVar[None] = None
@@ -83,7 +100,7 @@ class AllocatorTechnique(Technique):
         self._patch: HeapPatch | None = None
         self._counts: list[int] = []  # of pages asked for so far, at the beginning of each step
         self._faults = 0
-        self._is_decided = False
+        self._is_decided = self._is_kept = False
         self._is_cuda = False
 
     @classmethod
@@ -121,7 +138,10 @@ class AllocatorTechnique(Technique):
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
-        if not self._is_decided and stage == "train":
+        if stage == "train" and self._is_kept:
+            assert self._patch is not None
+            self._patch.limit()
+        elif stage == "train" and not self._is_decided:
             self._counts.append(heap.page_faults())
             if len(self._counts) > _FIRST_STEPS + _COUNTED_STEPS:
                 self._decide()
@@ -171,6 +191,7 @@ class AllocatorTechnique(Technique):
         if choice != OFF and not self._patch.is_applied:
             self.notes.revise("", Verdict(keep=True, reason=f"{self._patch.change}: {self._in_words()}"))
         self._patch.choose(choice)
+        self._is_kept = choice != OFF
 
     def _say_what_segments_cost(self) -> None:
         self.watches_on = False

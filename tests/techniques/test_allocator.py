@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from lightning_accel.assembly import Handle, surroundings_for
 from lightning_accel.core.allocators import EXPANDABLE_SEGMENTS, segment_settings
 from lightning_accel.core.heap import GLIBC, heap_in_use
 from lightning_accel.core.host import Host
-from lightning_accel.techniques.allocator import AllocatorTechnique
+from lightning_accel.techniques.allocator import AllocatorTechnique, HeapPatch
 from support.simulated_hosts import SIMULATED_HOSTS
 
 pytestmark = pytest.mark.skipif(heap_in_use() != GLIBC, reason="the heap of this process is not glibc's")
@@ -233,3 +234,22 @@ handle.undo()
     assert told["plain"][0] == "False"
     assert "`lightning-accel run`" in told["plain"][1]
     assert told["expandable"] == ["True", "as PYTORCH_ALLOC_CONF=expandable_segments:True has it"]
+
+
+def test_what_is_kept_goes_back_where_it_is_much_more_than_a_step_takes() -> None:
+    """Steps that are larger for a while, or that leave gaps, are not paid for until the run ends."""
+
+    def step(mebibytes: int) -> int:
+        patch.limit()
+        torch.ones(mebibytes, 1 << 18)
+        return int(psutil.Process().memory_info().rss >> 20)
+
+    patch = HeapPatch()
+    patch.apply()
+    try:
+        small = [step(64) for _ in range(4)][-1]
+        assert step(512) > small + 300  # what is free after it is kept …
+        assert step(64) < small + 100  # … and no step has taken as much that began with nothing free
+        assert step(64) < small + 100
+    finally:
+        patch.undo()

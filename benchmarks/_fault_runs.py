@@ -45,6 +45,7 @@ def train(job: Job, pipe: Connection) -> None:
     callbacks = [SpeedMemoryLogger(), TakesTurns(pipe)]
     fit(job.name, job.folder, steps, is_mended=job.mode == "mended", epochs=job.options["rounds"], callbacks=callbacks)
     pipe.send(None)  # not before the run has left its record and its report: its neighbour's last turn would be slowed
+    pipe.recv()
     pipe.send(None)  # the outcome, of which the record holds all
 
 

@@ -65,6 +65,7 @@ def train(job: Job, pipe: Connection) -> None:
         **job.options,
     )
     gate.tell()
+    pipe.recv()
     accuracy = trainer.callback_metrics.get("val/accuracy")
     report = None if job.mode == "plain" else trainer.precision_plugin.report
     pipe.send(

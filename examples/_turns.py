@@ -88,7 +88,8 @@ class Run:
         return measured
 
     def outcome(self) -> Outcome:
-        """After its last turn."""
+        """Lets it end, after its last turn: its end is work too, which is not to fall into another's turn."""
+        self._pipe.send(None)
         outcome: Outcome = self._receive()
         self._process.join()
         return outcome

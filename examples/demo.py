@@ -34,6 +34,7 @@ SIZES = {"digits": {"size": 40, "batch_size": 32}, "bytes_gpt": {"seq_len": 512,
 BATCHES = {"digits": 32, "bytes_gpt": 20}  # runs that can pay for trials
 MODES = ("plain", "accelerated")
 ROUNDS = 10
+FEWEST = 4  # steps of a turn: the first is not timed, and the speed of fewer than three is not measured
 
 Rounds = dict[str, list[tuple["EpochSpeed", "EpochSpeed"]]]
 
@@ -68,10 +69,10 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--log-dir", type=Path, default=Path("demo_logs"), help="where the TensorBoard logs go")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="write what was measured there, named by machine")
     args = parser.parse_args()
-    for option in ("rounds", "batches"):
+    for option, least in (("rounds", 1), ("batches", FEWEST)):
         value = getattr(args, option)
-        if value is not None and value < 1:
-            parser.error(f"--{option} {value}: there has to be one at least")
+        if value is not None and value < least:
+            parser.error(f"--{option} {value}: there have to be {least} at least, to be measured")
     return args
 
 

@@ -77,7 +77,7 @@ def test_the_side_that_goes_first_changes_from_round_to_round_and_the_first_roun
 def a_job(folder: Path, **sizes: int) -> Any:
     import _turns
 
-    options = {"epochs": 2, "check_val_every_n_epoch": 2, "limit_train_batches": 3, **sizes}
+    options = {"epochs": 2, "check_val_every_n_epoch": 2, "limit_train_batches": 4, **sizes}
     return _turns.Job(name="digits", mode="plain", accelerator="cpu", log_dir=folder / "logs", options=options)
 
 
@@ -91,8 +91,9 @@ def test_a_run_trains_an_epoch_a_turn_and_tells_what_it_measured(tmp_path: Path)
         run.wait_for_gate()
         turns = [run.take_turn(), run.take_turn()]
         outcome = run.outcome()
-    assert [(turn.epoch, turn.steps) for turn in turns] == [(0, 3), (1, 3)]
-    assert all(turn.samples_per_sec and turn.peak_memory_mib > 100 for turn in turns)
+    assert [(turn.epoch, turn.steps) for turn in turns] == [(0, 4), (1, 4)]
+    assert turns[1].samples_per_sec
+    assert all(turn.peak_memory_mib > 100 for turn in turns)
     assert outcome.final_loss != outcome.first_loss
 
 
@@ -183,19 +184,19 @@ def test_the_table_does_without_rich(
     assert len({len(line) for line in lines}) == 1
 
 
-@pytest.mark.parametrize("option", ["--rounds", "--batches"])
+@pytest.mark.parametrize(("option", "least"), [("--rounds", 1), ("--batches", 4)])
 def test_the_demo_needs_something_to_measure(
-    option: str, demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    option: str, least: int, demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["demo.py", f"{option}=0"])
+    monkeypatch.setattr(sys, "argv", ["demo.py", f"{option}={least - 1}"])
     with pytest.raises(SystemExit):
         demo.main()
-    assert f"{option} 0: there has to be one at least" in capsys.readouterr().err
+    assert f"{option} {least - 1}: there have to be {least} at least" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_demo_ends_with_its_table_and_a_file_named_by_the_machine(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--rounds=2", "--batches=1", "--accelerator=cpu"]
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--rounds=2", "--batches=4", "--accelerator=cpu"]
     done = subprocess.run([*command, "--json=found"], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for part in ("round 2 of 2", "samples/s", "step p50", "peak memory", "tensorboard", "precision:"):

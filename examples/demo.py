@@ -31,7 +31,7 @@ MODELS = {
 }
 # For two slow cores: a turn is a few seconds there, and the table stands after three to six minutes.
 SIZES = {"digits": {"size": 40, "batch_size": 32}, "bytes_gpt": {"seq_len": 512, "batch_size": 4}}
-BATCHES = {"digits": 32, "bytes_gpt": 20}  # runs that can pay for trials
+BATCHES = {"digits": 32, "bytes_gpt": 15}  # runs that can pay for trials
 MODES = ("plain", "accelerated")
 ROUNDS = 10
 FEWEST = 4  # steps of a turn: the first is not timed, and the speed of fewer than three is not measured

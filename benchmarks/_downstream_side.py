@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import multiprocessing
 import os
@@ -27,24 +25,17 @@ from typing import Any
 
 from _downstream_models import MODELS, OWN_PRECISION, PLAIN, SETTINGS
 
-MODULES = {"torch_geometric": "torch_geometric.nn", "scvi-tools": "scvi", "pytorch-forecasting": "pytorch_forecasting"}
+MODULES = {
+    "darts": "darts.models",
+    "torch_geometric": "torch_geometric.nn",
+    "scvi-tools": "scvi",
+    "pytorch-forecasting": "pytorch_forecasting",
+}
 
 
-class AsLightning(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """What imports ``pytorch_lightning`` is given ``lightning.pytorch``, which is the same code by another name.
-
-    neuralforecast and darts do, and the Trainer that they would have refuses plugins made for the other. Plain trains
-    like this, too.
-    """
-
-    names = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self) if name.partition(".")[0] in self.names else None
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        root, dot, rest = module.__name__.partition(".")
-        sys.modules[module.__name__] = importlib.import_module(self.names[root] + dot + rest)  # what importlib returns
+def lightnings() -> list[types.ModuleType]:
+    """Lightning, by the names under which the library has imported it."""
+    return [sys.modules[name] for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
 
 
 class Watch:
@@ -55,20 +46,23 @@ class Watch:
     """
 
     def __init__(self, accelerated: bool) -> None:
-        from lightning.pytorch import Trainer
+        self.steps, self._accelerated = 0, accelerated
+        for lightning in lightnings():
+            self._stand_in(lightning.Trainer)
 
+    def _stand_in(self, kind: Any) -> None:
         from lightning_accel import AccelPlugin
 
-        self.steps, fit = 0, Trainer.fit
+        fit = kind.fit
 
         @functools.wraps(fit)
-        def watched(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        def watched(trainer: Any, *args: Any, **kwargs: Any) -> None:
             fit(trainer, *args, **kwargs)
             self.steps += trainer.global_step
-            if isinstance(trainer.precision_plugin, AccelPlugin) != accelerated:
+            if isinstance(trainer.precision_plugin, AccelPlugin) != self._accelerated:
                 raise RuntimeError(f"the Trainer's precision is {trainer.precision_plugin}")
 
-        Trainer.fit = watched  # type: ignore[method-assign]
+        kind.fit = watched
 
 
 def added(library: str, side: str) -> dict[str, Any]:
@@ -82,17 +76,17 @@ def added(library: str, side: str) -> dict[str, Any]:
 
 def fits(title: str, side: str, number: int, folder: Path, pipe: Connection) -> None:
     """The fork's side: so many fits, one after the other, each of a new model."""
-    from lightning.pytorch import seed_everything
-
     os.environ["LIGHTNING_ACCEL_CACHE"] = str(folder / "cache")
     os.chdir(tempfile.mkdtemp(dir=folder))  # loggers write there, and count what they find
     watch, found = Watch(side != PLAIN), []
     for _ in range(number):
-        seed_everything(0, verbose=False)
+        lightnings()[0].seed_everything(0, verbose=False)
         fit = MODELS[title](added(title.split()[0], side))
         watch.steps, cpu, wall = 0, time.process_time(), time.perf_counter()
         fit()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        if not watch.steps:
+            raise RuntimeError("the fit had another Trainer than those that are watched")
         found.append({"steps": watch.steps, "wall_s": wall, "cpu_s": cpu})
     pipe.send(found)
 
@@ -129,10 +123,10 @@ def one_round(title: str, sides: Sequence[str]) -> dict[str, dict[str, dict[str,
 def main() -> None:
     title, rounds, settings = sys.argv[1:]
     library = title.split()[0]
-    sys.meta_path.insert(0, AsLightning())
-    importlib.import_module("lightning.pytorch")
-    importlib.import_module("lightning_accel")
     importlib.import_module(MODULES.get(library, library))
+    if not lightnings():
+        importlib.import_module("lightning.pytorch")
+    importlib.import_module("lightning_accel")
     sides, found, coin = [PLAIN, *settings.split(",")], [], random.Random(title)
     for _ in range(int(rounds)):
         coin.shuffle(sides)

@@ -148,7 +148,7 @@ def imported(part: str = "pytorch") -> Sequence[Package]:
         order.extend(new)
         for name in _SHARED:
             if name.part == part:
-                name.base.__bases__ = tuple(map(name.of, order))
+                name.base.__bases__ = name.in_each(order)
     return order
 
 
@@ -199,10 +199,14 @@ class _Shared:
     def of(self, package: Package) -> Any:
         return package.get(self._home, self._name)
 
+    def in_each(self, packages: Sequence[Package]) -> tuple[Any, ...]:
+        """Each once: a program may have made one package's name an alias of the other's."""
+        return tuple(dict.fromkeys(map(self.of, packages)))
+
     @functools.cached_property
     def base(self) -> Any:
         """A class that is derived from it in each package."""
-        kinds = tuple(map(self.of, imported(self.part))) or (_ABC if self._home in _ABSTRACT else _Object,)
+        kinds = self.in_each(imported(self.part)) or (_ABC if self._home in _ABSTRACT else _Object,)
         made = _InEitherPackage(self._name, kinds, {"__module__": __name__})
         _SHARED.append(self)
         return made

@@ -54,3 +54,20 @@ def test_both_packages_work_in_one_process(tmp_path: Path, order: tuple[str, str
         held = found[package]
         assert 'Trainer(strategy="accel")' in held.pop("refused")
         assert held == {**HELD, "resumed": [STEPS] * 4}
+
+
+def test_a_name_that_the_program_has_made_an_alias_of_the_other_is_one_package(tmp_path: Path) -> None:
+    """As users do who want code of one package in a program of the other."""
+    program = """
+import sys
+import lightning.pytorch
+sys.modules["pytorch_lightning"] = lightning.pytorch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_accel import AccelPlugin
+plugin = AccelPlugin(precision="32-true")
+lightning.pytorch.Trainer(plugins=[plugin], max_steps=2, logger=False, enable_checkpointing=False).fit(BoringModel())
+print(plugin.report.summary())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "lightning-accel on" in done.stdout

@@ -26,7 +26,7 @@ from typing import Any
 from _downstream_models import MODELS, OWN_PRECISION, PLAIN, SETTINGS
 
 MODULES = {
-    "darts": "darts.models",
+    "darts": "darts.models.forecasting.nlinear",
     "torch_geometric": "torch_geometric.nn",
     "scvi-tools": "scvi",
     "pytorch-forecasting": "pytorch_forecasting",

@@ -25,6 +25,7 @@ from lightning_accel.techniques.flash_attention.huggingface_interface import (
     has_implementation,
     implementation,
     implementation_attribute,
+    may_switch,
     weights_are_collected,
 )
 from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
@@ -101,7 +102,7 @@ class HuggingFaceSite(AttentionSite):
         if name not in ("eager", OWN_MASKS, EAGER_MASKS):
             return f"its config now says attn_implementation={name!r}"
         asked = args[self._weights_at] if len(args) > self._weights_at else kwargs.get("output_attentions")
-        if asked or getattr(self.module.config, "output_attentions", False) or weights_are_collected():
+        if asked or getattr(self.module.config, "output_attentions", False) or weights_are_collected(self.module):
             return "its attention weights are asked for"
         return None
 
@@ -133,7 +134,7 @@ def model_switches(model: nn.Module, kept_sites: set[str]) -> list[Patch]:
     Left out are configs that belong to no model (nobody builds masks by them), that ask for attention weights, or a
     module of which would take a missing mask for a causal one.
     """
-    found = list(_interface_modules(model))
+    found = list(_interface_modules(model)) if may_switch() else []
     configs = {id(config): config for _, _, config in found}
     as_it_is = {id(config) for site, module, config in found if site not in kept_sites or module in all_without_mask}
     owners: dict[int, str] = {}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_accel.core.isolation import silent_twin
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
-from lightning_accel.techniques.flash_attention.huggingface_interface import eager_function
+from lightning_accel.techniques.flash_attention.huggingface_interface import eager_function, is_causal_by_itself
 from lightning_accel.techniques.flash_attention.masks import MaskMemory
 from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 
@@ -70,17 +70,18 @@ def accel_attention(
     # As transformers reads it for torch's attention; a single query comes after all its keys.
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_causal = bool(is_causal) and mask is None and query.shape[2] > 1
+    eager = eager_function(type(module))
+    assert eager is not None
+    has_own_causality = is_causal_by_itself(eager)
     if has_eager_masks:
-        if is_causal:
+        if is_causal and not has_own_causality:
             all_without_mask.add(module)
-        is_causal = False
+        is_causal = is_causal and has_own_causality
         mask = mask.to(query.dtype) if mask is not None and mask.dtype == torch.bool else mask  # which is added up
     bias = options.pop("position_bias", None)
     tensors = (query, key, value, mask, bias)
 
     def eagerly(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any) -> Any:
-        eager = eager_function(type(module))
-        assert eager is not None
         given = options if bias is None else {**options, "position_bias": bias}
         mask = _as_eager_mask(mask, query, key, is_causal)
         return eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **given)
@@ -92,7 +93,10 @@ def accel_attention(
             return eagerly(module, query, key, value, mask, bias)
         call = AttentionCall(query=query, key=key, value=value, is_causal=is_causal, dropout_p=dropout_p, scale=scaling)
         out = attend(_prepared(call, mask, bias, rows), backend).transpose(1, 2)
-        if rows is not None:
+        if rows is not None and has_own_causality:  # by the place of a query among all
+            by_hand, _ = eagerly(module, query, key, value, mask, bias)
+            out = out.index_copy(1, rows, by_hand[:, rows].to(out.dtype))
+        elif rows is not None:
             if bias is not None and bias.shape[2] > 1:
                 bias = bias[:, :, rows]
             by_hand, _ = eagerly(module, query[:, :, rows], key, value, mask[:, :, rows], bias)

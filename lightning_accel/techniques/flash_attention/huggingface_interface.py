@@ -92,12 +92,23 @@ def implementation_attribute(config: Any) -> str:
     return internal if internal in vars(config) else "_attn_implementation"
 
 
-def weights_are_collected() -> bool:
-    """Whether transformers 5 has been asked for attention weights that its hooks collect from the outputs."""
+def weights_are_collected(module: nn.Module) -> bool:
+    """Whether transformers has been asked for attention weights that it collects from the outputs of modules.
+
+    5 does so by hooks, 4.57 by a forward of its own, on the module for one call of the model.
+    """
     capturing = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is None:
+        forward = vars(module).get("forward")
+        return getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.generic"
     collector = getattr(capturing, "_active_collector", None)
     collected = collector.get() if collector is not None else None
     return any("attentions" in key for key in collected or ())
+
+
+def may_switch() -> bool:
+    """Whether a config may say our name between calls: 4.57 warns of it where attention weights are asked for."""
+    return "transformers.utils.output_capturing" in sys.modules
 
 
 _eager_functions: dict[type[nn.Module], EagerAttention | None] = {}  # Dynamo reads a dict, and no functools.cache
@@ -112,6 +123,11 @@ def eager_function(kind: type[nn.Module]) -> EagerAttention | None:
     if kind not in _eager_functions:
         _eager_functions[kind] = _find_eager_function(kind)
     return _eager_functions[kind]
+
+
+def is_causal_by_itself(eager: EagerAttention) -> bool:
+    """Whether an eager function hides later keys by a buffer of its module's, whatever the mask: GPT-2's of 4.57."""
+    return "bias" in inspect.unwrap(eager).__code__.co_names
 
 
 def _find_eager_function(kind: type[nn.Module]) -> EagerAttention | None:

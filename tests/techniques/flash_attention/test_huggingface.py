@@ -15,9 +15,11 @@ from lightning_accel.techniques.flash_attention.backends import Sdpa
 from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal, WatchedBackend
 from support.huggingface_models import BATCH, LENGTH
 from support.techniques.flash_attention.huggingface_runs import (
+    BY_HAND,
     FAMILIES,
     MODES,
     assert_same,
+    families,
     fused,
     make,
     registries_are_as_before,
@@ -67,7 +69,7 @@ def test_a_few_steps_of_training_end_at_the_same_weights(family: str, switched: 
 
 
 @MODES
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5"])
+@families("gpt2", "llama", "bert", "t5")
 def test_queries_that_see_no_key_are_as_in_eager_attention(family: str, switched: bool) -> None:
     model, batch = make(family)
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
@@ -156,7 +158,8 @@ def test_checkpointed_layers_are_computed_again_the_same_way(switched: bool, ree
     model, batch = make("gpt2")
     batch["use_cache"] = False
     expected = results(model, batch)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
 
     with fused(model, switched=switched) as recording:
         actual = results(model, batch)
@@ -167,7 +170,7 @@ def test_checkpointed_layers_are_computed_again_the_same_way(switched: bool, ree
 
 
 @MODES
-@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+@families("gpt2", "llama", "t5")
 def test_under_autocast_it_is_as_near_to_float32_as_eager_attention(family: str, switched: bool) -> None:
     model, batch = make(family)
     batch["attention_mask"][1, :5] = 0  # unseeing queries: the lowest float32 must not become -inf, and NaN
@@ -196,7 +199,7 @@ def test_dropout_is_for_training_only() -> None:
 
 
 @MODES
-@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "whisper"])
+@families("gpt2", "llama", "t5", "whisper")
 def test_generation_with_a_cache_says_the_same(family: str, switched: bool) -> None:
     model, batch = make(family)
     model.eval()
@@ -229,10 +232,14 @@ def test_a_rehearsal_adds_to_a_cache_what_the_call_itself_adds() -> None:
         assert cache.get_seq_length() == 6
 
 
+# In transformers 4.57 torch itself makes a Function within what Dynamo captures.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(("family", "switched"), [("bert", False), ("llama", True)], ids=["by call", "switched"])
 def test_it_compiles_to_one_graph_with_the_same_outputs_for_queries_that_see_no_key(
     family: str, switched: bool
 ) -> None:
+    if family in BY_HAND:
+        pytest.skip(f"this transformers computes the attention of {family} by hand")
     model, batch = make(family)
     batch["attention_mask"] = batch["attention_mask"].flip(1)
     if family == "bert":

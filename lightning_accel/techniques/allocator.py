@@ -52,6 +52,7 @@ class HeapPatch(Patch):
     def __init__(self) -> None:
         super().__init__("", "freed memory is kept for the next step")
         self._heap = heap.Heap()
+        self._process = psutil.Process()
         self._steps = 0  # begun since nothing free was held
         self._most_bytes = 0.0
 
@@ -75,7 +76,7 @@ class HeapPatch(Patch):
 
     def limit(self) -> None:
         """Called before every step: what is free goes back where more is held than a step takes, and a tenth."""
-        held_bytes = psutil.Process().memory_info().rss
+        held_bytes = self._process.memory_info().rss
         if self._steps == 1:
             self._most_bytes = max(self._most_bytes, SLACK * held_bytes)
         elif self._steps > 1 and held_bytes > self._most_bytes:

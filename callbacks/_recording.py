@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,8 @@ class Recording:
             about: dict[str, Any] = {"steps": self.steps, "why": self._why, "rank": self._rank}
             about["report"] = None if self._report is None else self._report.to_dict()
             self._profile.add_metadata_json("lightning_accel", json.dumps(about, default=str))
-        self._around.close()
+        with suppress(RuntimeError) if is_lost else nullcontext():  # torch 2.11, in which it is at work no more
+            self._around.close()
 
     def write(self, folder: Path, stamp: str) -> list[Path]:
         """Writes what was recorded, once it has stopped, into a folder that is made; a file is whole or not there.

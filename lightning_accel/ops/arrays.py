@@ -81,6 +81,8 @@ def tensor_as_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     After ``tensor.numpy()`` it could not be: that makes its storage, which is the user's, one of a fixed size for good.
     """
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    if not tensor.numel():  # it may have no memory, and NumPy 1 takes no address of 0
+        return np.empty(tuple(tensor.shape), dtype)
     strides = tuple(step * tensor.itemsize for step in tensor.stride())
     place = {"version": 3, "shape": tuple(tensor.shape), "typestr": dtype.str, "strides": strides}
     return np.asarray(_Memory(tensor, place | {"data": (tensor.data_ptr(), False)}))

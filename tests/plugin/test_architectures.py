@@ -15,6 +15,7 @@ from lightning_accel import AccelPlugin
 from support.architectures import ARCHITECTURES, Architecture
 from support.hostile_parts import Row, Watched, see
 from support.hostile_runs import differences, train
+from support.techniques.flash_attention.huggingface_runs import IS_4
 from support.timm_like import CLASSES, NETWORKS, SIDE
 
 STEPS = 2
@@ -63,7 +64,8 @@ def _transformers_imported() -> None:
     "name", [pytest.param(name, marks=[pytest.mark.slow] * a.is_slow) for name, a in ARCHITECTURES.items()]
 )
 def test_a_model_of_transformers_trains_as_it_does_plain(name: str) -> None:
-    assert_trains_as_plain(functools.partial(Pretrains, ARCHITECTURES[name]))
+    # Transformers 4 leaves forwards on modules whose outputs it has recorded: those of ours are removed at the end.
+    assert_trains_as_plain(functools.partial(Pretrains, ARCHITECTURES[name]), but="the run left other modules" * IS_4)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -71,9 +73,10 @@ def test_a_model_in_the_manner_of_timm_trains_as_it_does_plain(name: str) -> Non
     assert_trains_as_plain(lambda: Classifies(NETWORKS[name]()))
 
 
-def assert_trains_as_plain(make: Any) -> None:
+def assert_trains_as_plain(make: Any, *, but: str = "") -> None:
     row = Row(make)
     expected = train(row)
     assert len(expected.losses) == STEPS
     assert all(map(math.isfinite, expected.losses))
-    assert differences(train(row, plugins=[AccelPlugin(precision="32-true")]), expected) == []
+    found = differences(train(row, plugins=[AccelPlugin(precision="32-true")]), expected)
+    assert [one for one in found if not (but and one.startswith(but))] == []

@@ -272,6 +272,7 @@ class ReadsCompiled(Callback):
         self.norm(pl_module.conv.weight)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="Dynamo of torch 2.11 sees two layouts of one weight")
 def test_compiled_code_in_a_hook_is_traced_as_in_a_plain_run() -> None:
     plugin = AccelPlugin(**FLOAT32)
     run(Net, plugin, callbacks=[ReadsCompiled()])

@@ -32,6 +32,7 @@ ORACLE_MAX_BYTES = 2 << 30
 ORACLE_MAX_SAVED_BYTES = 1 << 29  # of activations: more would take longer in float64 than it tells
 MIN_PAIRS, MAX_PAIRS = 1, 3  # that are timed; live trials on whole steps are what judges in the end
 CLEARLY = 0.15  # by so much one side has to be the faster for less than the most pairs
+_WIDE = 6.0  # times as long as a candidate's call the original takes in float64, about
 NOT_SLOWER = 1.02  # a time this close to the original's is a tie: the clocks of shared machines tell no more
 
 TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
@@ -196,8 +197,8 @@ class Trial:
             self.purse.pay(TRIALS, spent_s)
         return spent_s
 
-    def _ask_purse(self) -> None:
-        if self.purse is not None and not self.purse.can_pay(self._pay()):
+    def _ask_purse(self, times: float = 1.0) -> None:
+        if self.purse is not None and not self.purse.can_pay(times * self._pay()):
             raise _TooDearError
 
     def _times(self, original: Contender, candidate: Contender) -> Comparison:
@@ -315,7 +316,7 @@ class Trial:
         tensors = (*self.module.parameters(), *self.module.buffers(), *tensors_in((args, kwargs)))
         if any(t.is_complex() for t in tensors):  # whose imaginary part .to(torch.float64) would drop
             return None
-        self._ask_purse()
+        self._ask_purse(_WIDE)
         try:
             with self._without_dropout(), own_rng(self._device), original.state():
                 if self.with_gradients:

@@ -244,7 +244,7 @@ from lightning_accel.techniques.allocator import HeapPatch
 
 patch = HeapPatch()
 patch.apply()
-for mebibytes in (64, 64, 64, 64, 512, 64, 64):
+for mebibytes in (8, 8, 8, 8, 512, 8, 8):
     patch.limit()
     torch.ones(mebibytes, 1 << 18)
     print(psutil.Process().memory_info().rss >> 20)

@@ -89,7 +89,7 @@ class HeapPatch(Patch):
 class AllocatorTechnique(Technique):
     """Counts the page faults of the first plain steps; live trials have the heap keep its memory where there are many.
 
-    Gaps in the heap may take some more memory, which a run that tries nothing is not asked to pay: before a step a tenth
+    Gaps in the heap may take more memory, which a run that tries nothing is not asked to pay: before a step a tenth
     at most, within one that is of another number format or size more.
     """
 

@@ -16,6 +16,7 @@ Arguments = dict[str, Any]  # of a Trainer
 Fit = Callable[[], object]
 
 PLAIN = "plain"
+FITS = ("fresh", "second", "new process")  # of a side, in their order: two of one process, and the third
 SETTINGS: dict[str, Arguments] = {"defaults": {}, "32-true": {"precision": "32-true"}}  # of the plugin
 QUIET: Arguments = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 UNSAVED: Arguments = {**QUIET, "devices": 1, "enable_checkpointing": False}

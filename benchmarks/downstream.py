@@ -1,20 +1,19 @@
 """What the plugin does to fits of libraries that are built on Lightning: 30 models of six of them, plain and with it.
 
-    python benchmarks/downstream.py [--rounds 5] [--models nhits,scvi] [--settings 32-true] [--package PATH]
+    python benchmarks/downstream.py [--rounds 3] [--models nhits,scvi] [--settings 32-true] [--package PATH]
         [--json docs/results]
 
 Their fits are short: 5 to 400 steps of 1 to 50 ms. neuralforecast, darts, pytorch-forecasting, chemprop, scvi-tools and
 torch_geometric are installed from PyPI into an environment of their own, ``.venv-downstream`` (3 GB), beside the
 checkout that is measured; data are drawn, and nothing else is downloaded.
 
-A round of a model is plain's and each setting's turn, in an order that chance decides. A turn is a process of its own
-with an empty cache folder, and two fits in it, each of a new model: a *fresh* one, and a *second* one of the same
-program. The plugin's turn has a third fit in a *new process*, which finds what the first one's has left in the cache.
-The first two are beside the same of plain, the third beside plain's first, too. Each figure is the median over the
-rounds of plain's by the other's, in seconds of the clock, and in processor seconds of all threads, which are to be
-trusted where the machine has other work; there set OMP_NUM_THREADS=1 too, since threads that wait for each other while
-others have their cores make steps ten times as slow. A fit is the library's own call, with its Trainer and its data's
-preparation.
+A round of a model has three fits of each side, plain and each setting of the plugin, each of a new model: a *fresh* one
+in a process of its own with an empty cache folder, a *second* one of the same program there, and one in a *new
+process*, which finds what the first one's has left in the cache. The sides' processes take turns of 50 ms, in an order
+that chance decides: machines are slow for seconds, and two processes are seldom equally fast for as long as a fit
+takes. Each figure is the median over the rounds of plain's by the other's, in seconds of the clock while it has the
+turn, and in processor seconds of all threads. A fit is the library's own call, with its Trainer and its data's
+preparation, on one thread: threads that wait for each other would be awake in another's turn.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-from _downstream_models import MODELS, OWN_PRECISION, PLAIN, SETTINGS
+from _downstream_models import FITS, MODELS, OWN_PRECISION, PLAIN, SETTINGS
 from _measure import publish
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +40,6 @@ LIBRARIES = (
     *("neuralforecast==3.3.0", "darts==0.48.1", "pytorch-forecasting==1.8.0", "chemprop==2.3.1", "scvi-tools==1.4.2"),
     *("torch-geometric==2.8.1", "setuptools"),  # the last to build the package with
 )
-FITS = {"fresh": "fresh", "second": "second", "new process": "fresh"}  # with the plugin: plain, that it is beside
 CLOCKS = {"speed": "wall_s", "CPU": "cpu_s"}
 COLUMNS = ("", "plugin", "steps", "plain step, ms", *(f"{clock}, {fit}" for clock in CLOCKS for fit in FITS))
 
@@ -73,7 +71,13 @@ def rounds_of(title: str, rounds: int, settings: Sequence[str], limit_s: float) 
         tempfile.TemporaryFile("w+", encoding="utf-8") as printed,
         # A session of its own, so that its forks end with it.
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=printed, cwd=folder, text=True, start_new_session=True
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=printed,
+            text=True,
+            start_new_session=True,
         ) as process,
     ):
         try:
@@ -100,7 +104,7 @@ def row(title: str, side: str, rounds: Sequence[Round]) -> list[str]:
     """Of one model with one of the plugin's settings."""
 
     def ratio(fit: str, clock: str) -> str:
-        of_rounds = [found[PLAIN][FITS[fit]][clock] / found[side][fit][clock] for found in rounds]
+        of_rounds = [found[PLAIN][fit][clock] / found[side][fit][clock] for found in rounds]
         return f"{statistics.median(of_rounds):.2f}x"
 
     plain = [found[PLAIN]["second"] for found in rounds]
@@ -112,7 +116,7 @@ def row(title: str, side: str, rounds: Sequence[Round]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--models", type=lambda text: text.lower().split(","), default=[""], help="parts of their titles"
     )

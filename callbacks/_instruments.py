@@ -174,11 +174,8 @@ class FitInstruments:
 
     def epoch_ended(self) -> bool:
         """Told of every epoch; whether it is time to measure the interval."""
-        trainer = self._trainer
-        self._epochs.append(trainer.current_epoch)
-        is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
-        is_last |= trainer.global_step == trainer.max_steps
-        if is_last or monotonic() - self._told_at >= self._every_s:
+        self._epochs.append(self._trainer.current_epoch)
+        if monotonic() - self._told_at >= self._every_s:
             return True
         self.pause()
         return False

@@ -189,7 +189,7 @@ class SpeedMemoryLogger(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
-            if self._fit.has_epochs:  # the run ended sooner than was expected
+            if self._fit.has_epochs:
                 self._tell(self._fit, trainer)
             self._ending = self._fit.record
             self._fit.ended(None)

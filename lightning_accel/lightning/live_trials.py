@@ -16,7 +16,7 @@ from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
 from lightning_accel.core.out_of_memory import is_out_of_memory
-from lightning_accel.core.patch import Patch
+from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather, rank_zero_info
@@ -88,10 +88,20 @@ class Turns:
 
     def patches(self) -> Iterator[Patch]:
         """The edits by which it is told of every fetch, and of every step's end."""
-        trainer, hook = self._trainer, "on_train_batch_end"
+        trainer = self._trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+
+        def completed(original: Callable[..., Any]) -> Callable[..., Any]:
+            def increment_completed(caller: Any) -> None:
+                if caller is progress:  # and no copy of it
+                    self._step_ends()
+                original(caller)
+
+            return increment_completed
+
         yield FetchPatch(trainer, self._fetch_begins, self._fetch_ends)
-        yield ActionPatch(trainer, [hook_action(trainer.lightning_module, hook)], lambda: None, self._step_ends)
-        if checkpoints := [hook_action(callback, hook) for callback in trainer.checkpoint_callbacks]:
+        yield MethodPatch("batch_progress", "tells of a step's end", progress, "increment_completed", completed)
+        if checkpoints := [hook_action(one, "on_train_batch_end") for one in trainer.checkpoint_callbacks]:
             yield ActionPatch(trainer, checkpoints, self._checkpoint_begins, self._checkpoint_ends)
 
     def batch(self, batch: Any) -> None:

@@ -293,7 +293,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
             if self._beginning is not None:
                 self._beginning.raised(error)
             raise
-        if self._beginning is not None:
+        if self._beginning is not None and not self._beginning.is_over:
             self._beginning.stepped()
         return result
 

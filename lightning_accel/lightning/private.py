@@ -122,9 +122,8 @@ class ActionPatch(Patch):
     """Has ``began`` and ``ended`` called around every one of these actions of Lightning's.
 
     Lightning has no hook there, and tells its profiler, by the names of actions.
-    Without the names: nothing is told. The wait for a batch then counts as part of the gaps between the steps, no trial
-    is made of whole steps, and hooks see weights in channels_last. All who ask are told by one edit: a profiler is
-    called some forty times in a step.
+    Without the names: nothing is told. Saving a checkpoint then counts as part of the step, and hooks see weights in
+    channels_last. All who ask are told by one edit: a profiler is called some sixty times in a step.
     """
 
     def __init__(
@@ -186,13 +185,73 @@ class ActionPatch(Patch):
             yield MethodPatch(name, "told of actions", self._profiler, name, wrap)
 
 
-class FetchPatch(ActionPatch):
-    """The same around every fetch from the train dataloader."""
+class FetchPatch(Patch):
+    """Has ``began`` and ``ended`` called around every fetch from the train dataloader.
+
+    By the methods that the loop calls there, not by a profiler's actions: they are sixty a step, too many for a step of
+    milliseconds.
+    Without the names: nothing is told, and the wait for a batch counts as part of the gaps between the steps.
+    """
 
     def __init__(self, trainer: Trainer, began: Callable[[], Any], ended: Callable[[], Any]) -> None:
-        fetch = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
-        super().__init__(trainer, [fetch], began, ended)
+        super().__init__("fetches", "told of fetches")
+        self._loop = trainer.fit_loop
+        self._told = began, ended
 
+    @override
+    def _apply(self) -> None:
+        loop = self._loop.epoch_loop
+        told = _TOLD_OF_FETCHES.get(loop)
+        if told is None:
+            told = _TOLD_OF_FETCHES[loop] = PatchSet(self._telling(loop)), []
+            told[0].apply()
+            self._rebind()
+        told[1].append(self._told)
+
+    @override
+    def _undo(self) -> None:
+        patches, told = _TOLD_OF_FETCHES.get(self._loop.epoch_loop, (PatchSet(), []))
+        if self._told in told:
+            told.remove(self._told)
+        if not told:
+            patches.undo()
+            self._rebind()
+            _TOLD_OF_FETCHES.pop(self._loop.epoch_loop, None)
+
+    def _rebind(self) -> None:
+        """Gives the methods as they are now to the epoch under way, which holds them as they were when it began."""
+        loop, fetcher = self._loop.epoch_loop, getattr(self._loop, "_data_fetcher", None)
+        for held, name in (("_start_profiler", _BEFORE_FETCH), ("_stop_profiler", _AFTER_FETCH)):
+            if getattr(getattr(fetcher, held, None), "__self__", None) is loop:
+                setattr(fetcher, held, getattr(loop, name))
+
+    def _telling(self, loop: Any) -> Iterator[Patch]:
+        all_told = _TOLD_OF_FETCHES
+
+        def told_before(original: Callable[..., Any]) -> Callable[..., Any]:
+            def before(caller: Any) -> None:
+                for began, _ in list(all_told[caller][1] if caller in all_told else ()):  # of a copy of it, nobody
+                    began()
+                original(caller)
+
+            return before
+
+        def told_after(original: Callable[..., Any]) -> Callable[..., Any]:
+            def after(caller: Any) -> None:
+                original(caller)
+                for _, ended in list(all_told[caller][1] if caller in all_told else ()):
+                    ended()
+
+            return after
+
+        for name, wrap in {_BEFORE_FETCH: told_before, _AFTER_FETCH: told_after}.items():
+            if hasattr(loop, name):
+                yield MethodPatch(name, "told of fetches", loop, name, wrap)
+
+
+_BEFORE_FETCH, _AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"
+# The edit, and who is told: those who come later may go earlier.
+_TOLD_OF_FETCHES: weakref.WeakKeyDictionary[Any, tuple[PatchSet, list[Any]]] = weakref.WeakKeyDictionary()
 
 _Told = tuple[PatchSet, list[Any], set[str]]  # the edit, who is told, and of which actions
 _NOBODY: _Told = PatchSet(), [], set()

@@ -85,7 +85,8 @@ def test_nothing_grows_in_sixty_steps(to: str, make: Make) -> None:
 
     before = steps(5)
     resident, moved_bytes = process.memory_info().rss, offloader.stats.bytes_out
-    assert steps(60) == before
+    # Other tests' threads and files may end meanwhile.
+    assert all(now <= then for now, then in zip(steps(60), before, strict=True))
     assert before[0] == 0
     assert before[2] < 20  # what is known dies with its storage: no more than the batch and what is just on its way
     # Less than if half of what left the device had stayed in the process.

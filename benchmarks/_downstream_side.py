@@ -143,12 +143,17 @@ def side_by_side(title: str, folders: Mapping[str, Path], number: int, coin: ran
         pipes[side].recv()
         processes.append(process)
     found: dict[str, Fits] = {}
-    while waiting := [side for side in folders if side not in found]:
-        coin.shuffle(waiting)
-        for side in waiting:
-            pipes[side].send(None)
-            if (answer := pipes[side].recv()) is not None:
-                found[side] = answer
+    try:
+        while waiting := [side for side in folders if side not in found]:
+            coin.shuffle(waiting)
+            for side in waiting:
+                pipes[side].send(None)
+                if (answer := pipes[side].recv()) is not None:
+                    found[side] = answer
+    except BaseException:
+        for process in processes:
+            process.kill()  # within a fit, Lightning would only note that it is to end
+        raise
     for process in processes:
         process.join()
     return found

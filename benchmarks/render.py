@@ -89,11 +89,11 @@ REMARKS = {
     " *Imports* and *to the first step* come before it. Each run is a process of its own. `auto` is told of 20,000"
     " steps, has compilation alone on trial, and is ended early.",
     "downstream": "Asked for: at least 0.98x in each. Short fits of other people's models, on drawn data. *Speed* is"
-    " plain's time by that with the plugin, of the clock, *CPU* the same of all threads' processor time; medians over"
-    " rounds, in which the sides' processes take turns of 50 ms, on one thread. What comes before a fit's first step is"
-    " not taken in turns: fits of 5 steps tell little. *Fresh* has an empty cache folder, *second* is the next fit in the"
-    " same process, and *new process* finds what an earlier process has left there. A fit is the library's own call, with"
-    " its Trainer and what it prepares."
+    " plain's time by that with the plugin, of the clock, *CPU* the same of all threads' processor time; medians"
+    " over rounds, in which the sides' processes take turns of 50 ms, on one thread. What comes before a fit's first"
+    " step is not taken in turns: fits of 5 steps tell little. *Fresh* has an empty cache folder, *second* is the"
+    " next fit in the same process, and *new process* finds what an earlier process has left there. A fit is the"
+    " library's own call, with its Trainer and what it prepares."
     ' darts tells the Trainer its precision, 32-true, and has the plugin by `strategy="accel"`.',
     "plugin_overhead": "Asked for: at most 15 µs a step with everything off and 50 µs with the defaults, which log."
     " Steps are in processor time, calls forward passes of tiny tensors.",

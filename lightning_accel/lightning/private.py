@@ -201,12 +201,13 @@ class FetchPatch(Patch):
     @override
     def _apply(self) -> None:
         loop = self._loop.epoch_loop
-        told = _TOLD_OF_FETCHES.get(loop)
-        if told is None:
-            told = _TOLD_OF_FETCHES[loop] = PatchSet(self._telling(loop)), []
-            told[0].apply()
+        patches, told = _TOLD_OF_FETCHES.setdefault(loop, (PatchSet(), []))
+        if not told:
+            for patch in self._telling(loop, told):
+                patches.add(patch)
+            patches.apply()
             self._rebind()
-        told[1].append(self._told)
+        told.append(self._told)
 
     @override
     def _undo(self) -> None:
@@ -225,12 +226,11 @@ class FetchPatch(Patch):
             if getattr(getattr(fetcher, held, None), "__self__", None) is loop:
                 setattr(fetcher, held, getattr(loop, name))
 
-    def _telling(self, loop: Any) -> Iterator[Patch]:
-        all_told = _TOLD_OF_FETCHES
-
+    @staticmethod
+    def _telling(loop: Any, told: list[Any]) -> Iterator[Patch]:
         def told_before(original: Callable[..., Any]) -> Callable[..., Any]:
             def before(caller: Any) -> None:
-                for began, _ in list(all_told[caller][1] if caller in all_told else ()):  # of a copy of it, nobody
+                for began, _ in list(told) if caller is loop else ():  # of a copy of it, nobody
                     began()
                 original(caller)
 
@@ -239,7 +239,7 @@ class FetchPatch(Patch):
         def told_after(original: Callable[..., Any]) -> Callable[..., Any]:
             def after(caller: Any) -> None:
                 original(caller)
-                for _, ended in list(all_told[caller][1] if caller in all_told else ()):
+                for _, ended in list(told) if caller is loop else ():
                     ended()
 
             return after

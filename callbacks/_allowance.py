@@ -38,8 +38,8 @@ class Allowance:
 
     def took(self, steps: int, latest_ms: Iterable[float]) -> None:
         """Told how many steps are over, and what the latest of them took."""
-        if self._is_own:  # else the plugin keeps its books
-            self._purse.done = steps
+        self._purse.done = max(self._purse.done, steps)
+        if self._is_own:  # else the plugin tells what they take
             for ms in latest_ms:
                 self._purse.step_took(ms / 1e3)
 
@@ -49,9 +49,9 @@ class Allowance:
         most = SHARE / OF_THE_RUN * purse.total_s
         return self.is_asked or (purse.spent_s[LOGGING] + seconds <= most and purse.can_pay(seconds))
 
-    def can_pay_each_step(self, seconds: float) -> bool:
-        """Whether something may be done in every step that makes it longer by as much."""
-        return self.is_asked or seconds <= SHARE / 2 * self.step_s
+    def part_of_steps(self, seconds: float) -> float:
+        """Of how many steps one may take longer by as much: 1.0, all of them."""
+        return 1.0 if self.is_asked or not self.step_s else min(1.0, SHARE * self.step_s / seconds)
 
     def paying(self) -> AbstractContextManager[None]:
         """Pays for what is done inside."""

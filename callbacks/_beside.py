@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.patch import MethodPatch, Patch
-from lightning_accel.lightning.packages import Callback, LightningModule, Trainer
+from lightning_accel.lightning.packages import LightningModule, Trainer
 
 
 def beside(
-    trainer: Trainer, module: LightningModule, callback: Callback, is_aside: Callable[[], bool]
+    trainer: Trainer, module: LightningModule, callback: SpeedMemoryLogger, is_aside: Callable[[], bool]
 ) -> Iterator[Patch]:
     """The edits that have a callback's hooks called in a fit, nearer to the step than the user's callbacks are.
 
@@ -35,6 +36,12 @@ def beside(
         def run(caller: Any, *args: Any) -> Any:
             if caller is not optimization or is_aside():
                 return original(caller, *args)
+            if (rest := callback.rest).left:
+                outputs = original(caller, *args)
+                rest.left -= 1
+                if not rest.left:
+                    callback.rested(outputs)
+                return outputs
             batch = next(iter(args[-1].values()), None)  # the first of what `training_step` is called with
             begins = callback.on_train_batch_start
             if begins is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,21 +39,35 @@ from lightning_accel.tuning.settled import Tuning
 _RECORD_S = 0.02  # a header and its lines
 _TEXTS_S = 0.1
 _MEMORY_S = 4e-4
-_FETCHES_EACH_STEP_S = 3e-6
-_PARTS_EACH_STEP_S = 5e-6
+_TIMED_STEP_S = 1e-4  # of a step of milliseconds, after which no cache holds anything of ours
+_IN_A_ROW = 8  # steps that are timed between two rests
 _FIGURES_S = 0.5  # most of which is matplotlib's import
 _OPERATION_S = 2e-4  # of those that a parameter has in a step, each watched
 _TAKING_APART_S = 0.03
+
+
+@dataclass
+class Rest:
+    """Steps of a fit that nobody looks at.
+
+    Attributes:
+        left: How many are yet to come; 0: the next one is looked at.
+    """
+
+    left: int = 0
 
 
 class FitInstruments:
     """Everything that measures during one fit.
 
     A step is timed from the first one on. All else is made where the user has asked for it, or once the run can pay.
+    Of steps that are so short that to time each of them costs too much, some in a row are timed, and then none for a
+    while: for as long as chance decides, so that it is not always the same part of an epoch.
 
     Args:
         trainer: In its fit.
         batch_size_fn: As of :class:`SpeedMemoryLogger`; likewise ``every_s``.
+        rest: Has the steps that it is not to be told of.
         is_asked: Whether the user has asked for all of it.
     """
 
@@ -59,12 +76,20 @@ class FitInstruments:
     _FIRST_LOOK = 8  # steps, at which it is seen what the run can pay; then ever rarer ones, up to once a second
 
     def __init__(
-        self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None, every_s: float, *, is_asked: bool
+        self,
+        trainer: Trainer,
+        batch_size_fn: Callable[[Any], int] | None,
+        every_s: float,
+        rest: Rest,
+        *,
+        is_asked: bool,
     ) -> None:
         began = seconds()
         self._trainer = trainer
         self._device = trainer.strategy.root_device
-        self.steps = 0  # how many there were
+        self.steps = 0  # how many there were, without those of the rest under way
+        self._rest, self._resting, self._to_rest = rest, 0, 0  # how many there were to come of it; and beyond it
+        self._draw = random.Random(0)
         self._has_advised = False
         self._skipped_before = self._skipped_steps()
         self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
@@ -83,6 +108,7 @@ class FitInstruments:
         self._told_at = monotonic()
         self._epochs: list[int] = []  # that were not told of
         self._look_at, self._is_looking = self._FIRST_LOOK, True
+        self._rest_at: float = math.inf if trainer.world_size > 1 or self._allowance.is_asked else _IN_A_ROW
         # The number of steps after which one is to be watched, operation by operation; None: none is.
         self.watch_from: int | None = None
         self._was_taken_apart = False
@@ -105,6 +131,8 @@ class FitInstruments:
         self._told_of_fetches = len(self.clock.timed.step_ms)
         self._fetch_hooks = FetchPatch(self._trainer, told.fetch_began, told.fetch_ended)
         self._fetch_hooks.apply()
+        if not self._fetch_hooks.is_applied:
+            self._fetch_hooks = None
 
     # -- what the run can pay ------------------------------------------------------------------------------------
 
@@ -133,10 +161,9 @@ class FitInstruments:
             with allowance.paying():
                 self._memory = PeakMemory(self._device)
                 self._memory.restart()
-        if self._fetch_hooks is None and allowance.can_pay_each_step(_FETCHES_EACH_STEP_S):
+        if self._fetch_hooks is None:
             self._hear_of_fetches(self.clock)
-        is_worth_parts = record is not None and record.is_kept and self._parts is None
-        if is_worth_parts and allowance.can_pay_each_step(_PARTS_EACH_STEP_S):
+        if record is not None and record.is_kept and self._parts is None:
             self._look_at_parts()
         is_to_watch = self.flops.is_due or (self._parts is not None and not self._was_taken_apart)
         if is_to_watch and allowance.can_pay(self._watching_s()):
@@ -151,6 +178,53 @@ class FitInstruments:
         self._parameters = self._parameters or sum(1 for _ in self._trainer.lightning_module.parameters())
         told_s = 0.0 if self._parts is None else _TAKING_APART_S
         return 2 * self._allowance.step_s + _OPERATION_S * self._parameters + told_s
+
+    # -- rests ---------------------------------------------------------------------------------------------------
+
+    def _begin_rest(self) -> None:
+        """Looks at none of the next steps, where to look at all of them would take too much."""
+        self._feed()
+        self._allowance.pay(_IN_A_ROW * _TIMED_STEP_S)
+        self._rest_at = self.steps + _IN_A_ROW
+        if not self._has_settled():  # turns of live trials are all to be equally timed
+            return
+        rest = _IN_A_ROW * (1 / self._allowance.part_of_steps(_TIMED_STEP_S) - 1) * self._draw.uniform(0.5, 1.5)
+        self._to_rest = min(round(rest), self.steps)  # a short run is not to rest until it ends
+        self._rest_at += self._to_rest
+        if self._to_rest:
+            self.clock.pause()
+            if self._fetch_hooks is not None:
+                self._fetch_hooks.undo()
+            if self._parts is not None:
+                self._parts.rest()
+            self._go_on_resting()
+
+    def _go_on_resting(self) -> None:
+        """Until there is a loss to be kept, at most."""
+        assert self.record is not None, "a single rank has one"
+        self._rest.left = self._resting = min(self._to_rest, self.record.until_kept)
+        self._to_rest -= self._resting
+
+    def rested(self, outputs: Any) -> None:
+        """Told at the end of the last step of a rest."""
+        assert self.record is not None
+        self.record.passed(self._resting, outputs)
+        self.steps, self._resting = self.steps + self._resting, 0
+        if self._to_rest:
+            self._go_on_resting()
+            return
+        if self._parts is not None:
+            self._parts.wake()
+        if self._fetch_hooks is not None:
+            self._fetch_hooks.apply()
+        self.clock.step_ended(0)  # with which the next cycle begins
+
+    def _count_rested(self) -> None:
+        """Takes up the steps of the rest under way that are over."""
+        rested = self._resting - self._rest.left
+        if rested and self.record is not None:
+            self.record.passed(rested, None)
+            self.steps, self._resting = self.steps + rested, self._rest.left
 
     # -- intervals -----------------------------------------------------------------------------------------------
 
@@ -241,8 +315,10 @@ class FitInstruments:
             parts.step_ended()
         if self.record is not None:
             self.record.step_ended(self.clock.timed, outputs, is_timed=not is_counted)
-        if self._is_looking and self.steps == self._look_at:
+        if self._is_looking and self.steps >= self._look_at:
             self._look()
+        if self.steps >= self._rest_at:
+            self._begin_rest()
 
     def _watched(self) -> None:
         """Told at the end of a step that was watched."""
@@ -261,6 +337,7 @@ class FitInstruments:
 
         Where they do not, it is that of this rank alone.
         """
+        self._count_rested()
         with self._allowance.paying():
             rank = self._measured()
             is_together = self.ends is None or self.ends.are_together()
@@ -289,11 +366,12 @@ class FitInstruments:
         knows_samples = not self._has_unknown_samples
         told = slice(self._told_of_fetches, None)
         wait_ms, cycle_ms = sum(timed.each_wait_ms[told]), sum(timed.cycle_ms[told])
-        is_told = self._fetch_hooks is not None and self._fetch_hooks.is_applied
-        knows_wait = is_told and len(timed.step_ms[told]) >= FEWEST
+        knows_wait = self._fetch_hooks is not None and len(timed.step_ms[told]) >= FEWEST
+        seen, all_steps = steps + len(apart.step_ms), self.steps - self._restarted_at
+        samples = (timed.samples + apart.samples) * all_steps / max(1, seen)
         return RankEpoch(
-            steps=steps + len(apart.step_ms),
-            samples=timed.samples + apart.samples if knows_samples else None,
+            steps=all_steps,
+            samples=round(samples) if knows_samples else None,
             train_seconds=seconds,
             samples_per_sec=_per(timed.samples, seconds) if knows_samples and is_measured else None,
             steps_per_sec=_per(steps, seconds) if is_measured else None,
@@ -318,6 +396,7 @@ class FitInstruments:
 
     def settled(self) -> None:
         """Told where live trials have settled."""
+        self._count_rested()
         if self.record is None:
             return
         with self._allowance.paying():
@@ -327,6 +406,7 @@ class FitInstruments:
 
     def ended(self, exception: BaseException | None) -> None:
         """Tells record, loggers and console that no step is to follow, and what has ended them."""
+        self._count_rested()
         record, teller = self.record, self.teller
         if record is None:
             return

@@ -139,6 +139,16 @@ class StepParts:
         self._is_watched = False
         self._drop()
 
+    def rest(self) -> None:
+        """Told that it will not be told of the next steps: nothing is to stand around them."""
+        self.pause()
+        self._told.undo()
+
+    def wake(self) -> None:
+        """Told that it will be told of the next step."""
+        if not self.failure:
+            self._told.apply()
+
     @property
     def is_holding(self) -> bool:
         return self.timer is self._held

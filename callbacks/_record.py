@@ -116,6 +116,24 @@ class FitRecord:
             self._captured_before = captured
             self._capturing += [self._told] * is_timed
         self._told += is_timed
+        self._keep(outputs)
+        if monotonic() >= self._due:
+            self._take(tally)
+            self._write()
+
+    @property
+    def until_kept(self) -> int:
+        """How many steps there are until one of which something may be kept."""
+        return EVERY - self._steps % EVERY
+
+    def passed(self, steps: int, outputs: Any) -> None:
+        """Told of steps that were not timed, and what the last of them has returned."""
+        self._steps += steps
+        if self._folder is not None:
+            self._captured_before = graphs_captured()
+            self._keep(outputs)
+
+    def _keep(self, outputs: Any) -> None:
         if self._steps % EVERY == 0:
             self._hold()
         if self._steps % self._stride == 0:
@@ -128,9 +146,6 @@ class FitRecord:
                 if len(self._losses) > MOST_PIECES:
                     self._stride *= 2
                     self._losses = [one for one in self._losses if one[0] % self._stride == 0]
-        if monotonic() >= self._due:
-            self._take(tally)
-            self._write()
 
     def took_apart(self, anatomy: Callable[[], Anatomy]) -> None:
         """Told of a step that was watched, operation by operation."""

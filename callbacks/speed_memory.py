@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
-from lightning_accel.callbacks._instruments import FitInstruments
+from lightning_accel.callbacks._instruments import FitInstruments, Rest
 from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.evidence.record import FOLDER
@@ -40,7 +40,9 @@ class SpeedMemoryLogger(Callback):
 
     **What it costs.** One in a Trainer's ``callbacks`` does all that is said here. AccelPlugin's own, of which nobody
     has asked anything, may take a fifth of a percent of what the run is expected to take: until then it keeps the time
-    of steps, and nothing else. ``report=`` and ``$LIGHTNING_ACCEL_RECORD`` ask for all of it, too.
+    of steps, and nothing else; where that takes too much of short ones, of some in a row, and then of none for a while.
+    Times and rates are those of the steps that were timed. ``report=`` and ``$LIGHTNING_ACCEL_RECORD`` ask for all of
+    it, too.
 
     **Where they show.** One in a Trainer's ``callbacks`` logs as the module does: ``ModelCheckpoint`` and others can
     monitor it. Where there is none, AccelPlugin has one measure that is no callback of the Trainer and tells the
@@ -90,6 +92,7 @@ class SpeedMemoryLogger(Callback):
 
     Attributes:
         history: One measurement for each epoch that this logger has seen, or for several short ones, over all ranks.
+        rest: How many steps are to come that it is not told of, but for the end of the last one, by :meth:`rested`.
     """
 
     def __init__(self, batch_size_fn: Callable[[Any], int] | None = None, every_s: float = 1.0) -> None:
@@ -98,6 +101,7 @@ class SpeedMemoryLogger(Callback):
         self.history: list[EpochSpeed] = []
         self._batch_size_fn = batch_size_fn
         self._fit: FitInstruments | None = None
+        self.rest = Rest()
         self._ending: FitRecord | None = None  # of a fit whose steps are over
         self._passed_over = PatchSet()
         self._is_callback = True  # one of the Trainer's
@@ -117,7 +121,8 @@ class SpeedMemoryLogger(Callback):
                 rank_zero_warn("This Trainer has more than one SpeedMemoryLogger: only the first one measures.")
             return
         every_s = 0.0 if self._is_callback and _is_monitored(trainer) else self._every_s
-        self._fit = FitInstruments(trainer, self._batch_size_fn, every_s, is_asked=self._is_callback)
+        self.rest = Rest()
+        self._fit = FitInstruments(trainer, self._batch_size_fn, every_s, self.rest, is_asked=self._is_callback)
         if self._is_callback:
             self._pass_over({name: getattr(own(trainer, Callback), name) for name in _HOOKS_OF_A_STEP})
             if trainer.world_size == 1:  # a single rank keeps nobody waiting
@@ -150,6 +155,11 @@ class SpeedMemoryLogger(Callback):
     ) -> None:
         if self._fit is not None:
             self._fit.step_ended(batch, outputs)
+
+    def rested(self, outputs: Any) -> None:
+        """Told at the end of the last step of a rest."""
+        if self._fit is not None:
+            self._fit.rested(outputs)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -252,6 +262,7 @@ class SpeedMemoryLogger(Callback):
     def _close(self) -> None:
         self._passed_over.undo()
         self._passed_over = PatchSet()
+        self.rest.left = 0
         fit, self._fit = self._fit, None
         if fit is not None:
             fit.close()

@@ -160,6 +160,11 @@ class Beginning:
         """Whether a batch that comes to the device now is one to train on."""
         return self._trainer.training
 
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the module calls its optimizers itself: what a plain step runs in is then heard by :meth:`around`."""
+        return not self._module.automatic_optimization
+
     def begin_with(self, run: Run) -> None:
         """Takes over a run that is there already, to answer a lack of memory."""
         self._run = run
@@ -175,7 +180,7 @@ class Beginning:
 
     def around(self, step: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """What a plain step runs in. With manual optimization it computes beyond the calls of optimizers, too."""
-        if self._module.automatic_optimization:
+        if not self.is_by_hand:
             return step
         return self if isinstance(step, contextlib.nullcontext) else nested(self, step)
 
@@ -257,7 +262,7 @@ class Beginning:
             if met is not None and not self._kept.put_on and self._is_known_to_be_short(met):
                 self._purse.step_took(met.step_s)
                 self._end(self._is_short or f"the run is too short: {turns:.0f} steps")
-            elif met is not None or turns > PLAIN_STEPS:
+            elif (met is not None and met.held[0]) or self._may_be_known(turns):
                 self._held = described(self._module)
         if self.is_over:
             return
@@ -269,6 +274,10 @@ class Beginning:
                 self._cycles = PLAIN_STEPS
         else:
             self._ends_with_nothing(turns)
+
+    def _may_be_known(self, turns: float) -> bool:
+        """Whether it is of use to describe the program: to find out what is kept of it, or to keep it."""
+        return turns > PLAIN_STEPS and (not self._is_short or verdicts.are_kept())
 
     def _is_known_to_be_short(self, met: Met) -> bool:
         """Whether the run will never pay for a look, though its steps take twice as long as batches let expect."""
@@ -355,14 +364,14 @@ class Beginning:
 
     @functools.cached_property
     def _opening_s(self) -> float:
-        """About what it takes to put the plan to work, trials of parts left out: by the number of modules.
+        """About what it takes to put the plan to work, and the longer first steps after: by the number of modules.
 
-        What is compiled is compiled once more, for another number format.
+        Trials of parts are left out. What is compiled is compiled once more, for another number format.
         """
         modules = list(self._module.modules())
         is_first = not any(met.opening_s for met in _met.values())  # what is imported, and measured once in a process
         compiling_s = (compiling_ms() - self._compiling_ms) / 1e3 if any(map(is_compiled, modules)) else 0.0
-        return 0.02 * is_first + 0.012 + 0.0002 * len(modules) + compiling_s
+        return 0.022 * is_first + 0.022 + 0.0002 * len(modules) + compiling_s
 
     def _open(self) -> bool:
         """Looks at the program and its sites; whether there may be something to win."""

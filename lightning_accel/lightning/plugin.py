@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -17,6 +18,7 @@ from typing_extensions import override
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, speed_memory_loggers
 from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
+from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import check_devices
 from lightning_accel.core.report import Report
@@ -26,11 +28,13 @@ from lightning_accel.lightning.beginning import Beginning, asks_by_name, begins_
 from lightning_accel.lightning.kept import Kept
 from lightning_accel.lightning.packages import (
     LightningModule,
+    Precision,
     SingleDeviceXLAStrategy,
     Trainer,
     TrainerFn,
     XLAStrategy,
     in_use,
+    own,
     package_of,
 )
 from lightning_accel.lightning.planned import Planned, Reports
@@ -76,6 +80,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
         self._run: Run | None = None
         self._beginning: Beginning | None = None
         self._added_logger: AddedLogger | None = None
+        self._aside = PatchSet()
         self._kept = Kept()
         self._reports = Reports()
         self._memory_schedule: MemorySchedule | None = None
@@ -178,6 +183,19 @@ class AccelPlugin(Planned, AutocastingPrecision):
         for name, record in self._reports.running.techniques.items():
             record.status = f"not tried: {reason}" if record.status.startswith("waiting") else record.status
             record.is_on &= name == "precision"
+        self._stand_aside()
+
+    def _stand_aside(self) -> None:
+        """Leaves what a plain step calls to Lightning's own methods: of short steps, ours are a part that counts."""
+        beginning = self._beginning
+        is_by_hand = beginning is not None and beginning.is_by_hand
+        if self._aside or self._run is not None or self.precision != "32-true" or is_by_hand:
+            return
+        for name in _OF_A_PLAIN_STEP:
+            if getattr(type(self), name) is vars(AccelPlugin)[name]:  # and no subclass's
+                lightnings = types.MethodType(getattr(own(self, Precision), name), self)
+                self._aside.add(AttributePatch(name, "Lightning's own", self, name, lightnings))
+        self._aside.apply()
 
     def _retire(self, run: Run) -> None:
         """Has the rest of the run be the user's own: nothing was faster."""
@@ -187,6 +205,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
             self._set_precision("32-true")
         if self._beginning is not None and not self._beginning.goes_on():
             self._beginning.close()
+            self._stand_aside()
 
     def _end_beginning(self) -> None:
         if self._beginning is None:
@@ -352,13 +371,16 @@ class AccelPlugin(Planned, AutocastingPrecision):
             self._run.close()
             self._memory_schedule = self.memory_schedule
             self._run = None
+        self._aside.undo()
+        self._aside = PatchSet()
 
     @override
     def __reduce__(self) -> Any:
         # Copies and other processes get the settings, the scaler and what is kept; a run in progress stays here.
         make, (kind, state) = super().__reduce__()
-        running = ("_run", "_beginning", "_added_logger", "_unscaled")
-        state |= {**dict.fromkeys(running), "purse": None, "_kept": copy(self._kept), "_runs_in_float32": False}
+        running = ("_run", "_beginning", "_added_logger", "_unscaled", "purse")
+        state = {name: value for name, value in state.items() if name not in _OF_A_PLAIN_STEP}
+        state |= {**dict.fromkeys(running), "_kept": copy(self._kept), "_runs_in_float32": False, "_aside": PatchSet()}
         return make, (kind, state)
 
     @override
@@ -373,6 +395,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
 
 
 _LIGHTNINGS = "MixedPrecision"  # under which its own plugin keeps a scaler in checkpoints
+_OF_A_PLAIN_STEP = ("convert_input", "train_step_context", "backward")
 _WAITS = "waiting for plain steps that tell what it may cost"
 
 

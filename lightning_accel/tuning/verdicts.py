@@ -112,7 +112,16 @@ class Program:
     @property
     def path(self) -> Path:
         """Where its verdicts are kept."""
-        return folder() / "verdicts" / f"{digest(self)}.json"
+        return _folder() / f"{digest(self)}.json"
+
+
+def _folder() -> Path:
+    return folder() / "verdicts"
+
+
+def are_kept() -> bool:
+    """Whether there are any, of whatever program."""
+    return _folder().is_dir() and next(_folder().iterdir(), None) is not None
 
 
 def recall(program: Program) -> Known | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
+import pickle
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,6 +132,45 @@ def test_once_nothing_is_faster_no_method_of_the_strategy_is_ours() -> None:
         fit(Beginner(time), 300, callbacks=[Looks()])
     assert patched[-1] == patched[0]
     assert "training_step" in set.union(*patched)
+
+
+class Aside(Callback):
+    """Notes at each step which methods of the plugin are Lightning's own, and copies the plugin in the last one."""
+
+    def __init__(self) -> None:
+        self.seen: list[set[str]] = []
+        self.copies: list[AccelPlugin] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        plugin: Any = trainer.precision_plugin
+        self.seen.append({name for name, value in vars(plugin).items() if isinstance(value, types.MethodType)})
+        self.copies = [copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))]
+
+
+@pytest.mark.parametrize(("steps", "speedup"), [(20, 2.0), (300, 0.7)], ids=["too short", "nothing was faster"])
+def test_steps_that_stay_plain_call_lightnings_own_methods(steps: int, speedup: float) -> None:
+    with begun(speedup) as time:
+        plugin = fit(Beginner(time), steps, callbacks=[aside := Aside()])
+    ours = {"convert_input", "train_step_context", "backward"}
+    assert aside.seen[0] == set()
+    assert aside.seen[-1] == ours
+    for one in (plugin, *aside.copies):
+        assert not ours & vars(one).keys()
+
+
+def test_what_a_subclass_overrides_is_called_in_every_step() -> None:
+    class Counts(AccelPlugin):
+        count = 0
+
+        def convert_input(self, data: Any) -> Any:
+            Counts.count += 1
+            return super().convert_input(data)
+
+    with begun(2.0) as time:
+        plugin = Counts(log=False, **OTHERS_OFF)
+        trainer = Trainer(plugins=[plugin], accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+        fit(Beginner(time), 20, trainer=trainer)
+    assert Counts.count == 20
 
 
 def test_the_report_tells_what_was_paid_for() -> None:
@@ -404,8 +446,18 @@ def test_the_next_of_fits_that_are_too_short_is_not_looked_at(size: int, monkeyp
     monkeypatch.setattr(beginning, "described", lambda module: looked_at.append(module) or "")
     for batch_size in (4, size):
         with begun(2.0) as time:
-            fit(Beginner(time), loader=batches(20, batch_size))
+            fit(Beginner(time), loader=batches(70, batch_size))
     assert len(looked_at) == 1
+
+
+def test_one_that_is_too_short_to_be_judged_is_not_described_where_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_at: list[Any] = []
+    monkeypatch.setattr(beginning, "described", lambda module: looked_at.append(module) or "")
+    with begun(2.0) as time:
+        fit(Beginner(time), 20)
+    assert not looked_at
 
 
 def test_a_fit_of_much_larger_batches_is_not_taken_to_be_as_short() -> None:
@@ -417,7 +469,7 @@ def test_a_fit_of_much_larger_batches_is_not_taken_to_be_as_short() -> None:
 
 
 def test_a_short_fit_that_remembers_leaves_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for steps in (1_000, 170, 170):
+    for steps in (1_000, 250, 250):
         monkeypatch.setattr(beginning, "_met", {})  # as another process has it
         with begun(2.0) as time:
             model = Beginner(time)
@@ -470,7 +522,7 @@ def test_a_fit_in_another_process_knows_it_after_its_plain_steps(monkeypatch: py
     monkeypatch.setattr(beginning, "_met", {})  # as another process has it
     with begun(2.0) as time:  # which the model holds
         model = Beginner(time)
-        fit(model, 170)
+        fit(model, 250)
     assert model.seen[4] == "on"
     assert model.seen.count("on") > 60
 

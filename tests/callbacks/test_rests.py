@@ -1,0 +1,97 @@
+"""Of steps so short that to time each of them costs too much, some in a row are timed, and then none for a while."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+
+from lightning_accel import AccelPlugin
+from lightning_accel.evidence.reading import read_record
+from support.live_runs import BATCH_SIZE, OTHERS_OFF, Timed, batches, simulated
+from support.measured_runs import Folder
+
+pytestmark = pytest.mark.purse
+
+STEPS = 2_000
+
+
+class Steps(Callback):
+    """Notes, of every step, whether it was timed, and what then stood around the fetch of its batch."""
+
+    def __init__(self) -> None:
+        self.were_timed: list[bool] = []
+        self.hears_fetches: list[bool] = []
+        self.histories: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        added = trainer.precision_plugin._added_logger  # type: ignore[union-attr]
+        self.were_timed.append(not added.logger.rest.left)
+        self.hears_fetches.append("_on_before_fetch" in vars(trainer.fit_loop.epoch_loop))
+        self.histories = added.logger.history
+
+
+def fit(step_ms: float, steps: int = STEPS, **settings: Any) -> Steps:
+    """Trains by a simulated clock, as the user wrote it, with the plugin's own logger."""
+    seen = Steps()
+    with simulated(0.5) as time:  # what is slower is not kept
+
+        class Model(Timed):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.time.advance(step_ms)
+                return self.trained(batch)
+
+        accel = {**OTHERS_OFF, **settings.pop("accel", {})}
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        options: dict[str, Any] = {"max_epochs": 1, "logger": False, "callbacks": [seen], **quiet, **settings}
+        trainer = Trainer(plugins=[AccelPlugin(**accel)], accelerator="cpu", **options)
+        trainer.fit(Model(time), batches(steps))
+    return seen
+
+
+def test_of_short_steps_few_are_timed() -> None:
+    seen = fit(5.0)
+    assert sum(seen.were_timed) < 0.2 * STEPS
+    assert sum(seen.were_timed[-STEPS // 2 :]) > 50
+
+
+def test_of_long_ones_all_are() -> None:
+    assert all(fit(500.0, 200).were_timed)
+
+
+def test_a_rest_is_no_longer_than_the_run_so_far() -> None:
+    timed = fit(0.5, 40).were_timed
+    assert all(timed[:7])
+    assert any(timed[10:])
+
+
+def test_nothing_is_told_of_fetches_meanwhile() -> None:
+    seen = fit(5.0)
+    both = list(zip(seen.hears_fetches, seen.were_timed, strict=True))[STEPS // 2 :]  # live trials are over
+    assert both == [(is_timed, is_timed) for _, is_timed in both]
+
+
+def test_all_steps_are_counted_and_their_speed_is_that_of_those_that_were_timed() -> None:
+    (epoch,) = fit(5.0).histories
+    assert epoch.steps == STEPS
+    assert epoch.samples == pytest.approx(STEPS * BATCH_SIZE)
+    assert epoch.steps_per_sec == pytest.approx(200, rel=0.01)
+    assert epoch.step_ms_p50 == pytest.approx(5, rel=0.01)
+
+
+def test_losses_are_kept_of_the_same_steps_however_long_they_take(tmp_path: Path) -> None:
+    kept = []
+    for step_ms in (10.0, 20.0):
+        fit(step_ms, logger=Folder(tmp_path / str(step_ms)))
+        kept.append(read_record(tmp_path / str(step_ms)))
+    assert [record.num_steps for record in kept] == [STEPS] * 2
+    common = set.intersection(*(set(record.losses) for record in kept))
+    assert common >= {step for step in kept[0].losses if step % 256 == 0 and step > STEPS // 2}
+    assert len(common) > 10
+
+
+def test_whoever_asks_for_a_report_has_all_steps_timed(tmp_path: Path) -> None:
+    seen = fit(5.0, 200, accel={"report": str(tmp_path / "report.md")})
+    assert all(seen.were_timed)

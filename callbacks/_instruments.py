@@ -89,6 +89,7 @@ class FitInstruments:
         self._device = trainer.strategy.root_device
         self.steps = 0  # how many there were, without those of the rest under way
         self._rest, self._resting, self._to_rest = rest, 0, 0  # how many there were to come of it; and beyond it
+        self._samples_in_a_row = 0
         self._draw = random.Random(0)
         self._has_advised = False
         self._skipped_before = self._skipped_steps()
@@ -128,7 +129,7 @@ class FitInstruments:
     def _hear_of_fetches(self, told: StepClock | StepParts) -> None:
         if self._fetch_hooks is not None:
             self._fetch_hooks.undo()
-        self._told_of_fetches = len(self.clock.timed.step_ms)
+        self._told_of_fetches = len(self.clock.timed.cycle_ms)
         self._fetch_hooks = FetchPatch(self._trainer, told.fetch_began, told.fetch_ended)
         self._fetch_hooks.apply()
         if not self._fetch_hooks.is_applied:
@@ -192,7 +193,6 @@ class FitInstruments:
         self._to_rest = min(round(rest), self.steps)  # a short run is not to rest until it ends
         self._rest_at += self._to_rest
         if self._to_rest:
-            self.clock.pause()
             if self._fetch_hooks is not None:
                 self._fetch_hooks.undo()
             if self._parts is not None:
@@ -207,9 +207,7 @@ class FitInstruments:
 
     def rested(self, outputs: Any) -> None:
         """Told at the end of the last step of a rest."""
-        assert self.record is not None
-        self.record.passed(self._resting, outputs)
-        self.steps, self._resting = self.steps + self._resting, 0
+        self._take_rested(outputs)
         if self._to_rest:
             self._go_on_resting()
             return
@@ -217,14 +215,15 @@ class FitInstruments:
             self._parts.wake()
         if self._fetch_hooks is not None:
             self._fetch_hooks.apply()
-        self.clock.step_ended(0)  # with which the next cycle begins
+        self._samples_in_a_row = 0
 
-    def _count_rested(self) -> None:
+    def _take_rested(self, outputs: Any = None) -> None:
         """Takes up the steps of the rest under way that are over."""
-        rested = self._resting - self._rest.left
-        if rested and self.record is not None:
-            self.record.passed(rested, None)
-            self.steps, self._resting = self.steps + rested, self._rest.left
+        steps, self._resting = self._resting - self._rest.left, self._rest.left
+        if steps and self.record is not None:
+            timed = self.clock.steps_ended(steps, round(steps * self._samples_in_a_row / _IN_A_ROW))
+            self.record.passed(self.clock.timed, outputs, steps, timed)
+            self.steps += steps
 
     # -- intervals -----------------------------------------------------------------------------------------------
 
@@ -309,6 +308,7 @@ class FitInstruments:
         parts = self._parts
         self.clock.step_ended(samples or 0, is_counted or (parts is not None and parts.is_holding))
         self.steps += 1
+        self._samples_in_a_row += samples or 0
         if self.ends is not None:
             self.ends.step_ended()
         if parts is not None:
@@ -337,7 +337,7 @@ class FitInstruments:
 
         Where they do not, it is that of this rank alone.
         """
-        self._count_rested()
+        self._take_rested()
         with self._allowance.paying():
             rank = self._measured()
             is_together = self.ends is None or self.ends.are_together()
@@ -358,7 +358,7 @@ class FitInstruments:
         self.flops.close()
         self.clock.settle()
         timed, apart = self.clock.timed, self.clock.apart
-        steps, seconds = len(timed.step_ms), timed.train_ms / 1e3
+        steps, seconds = len(timed.cycle_ms), timed.train_ms / 1e3
         is_measured = steps >= FEWEST
         scaler = self._scaler()
         before, now = self._skipped_before, self._skipped_steps()
@@ -366,7 +366,7 @@ class FitInstruments:
         knows_samples = not self._has_unknown_samples
         told = slice(self._told_of_fetches, None)
         wait_ms, cycle_ms = sum(timed.each_wait_ms[told]), sum(timed.cycle_ms[told])
-        knows_wait = self._fetch_hooks is not None and len(timed.step_ms[told]) >= FEWEST
+        knows_wait = self._fetch_hooks is not None and len(timed.cycle_ms[told]) >= FEWEST
         seen, all_steps = steps + len(apart.step_ms), self.steps - self._restarted_at
         samples = (timed.samples + apart.samples) * all_steps / max(1, seen)
         return RankEpoch(
@@ -376,7 +376,7 @@ class FitInstruments:
             samples_per_sec=_per(timed.samples, seconds) if knows_samples and is_measured else None,
             steps_per_sec=_per(steps, seconds) if is_measured else None,
             data_wait_frac=_per(wait_ms, cycle_ms) if knows_wait else None,
-            data_wait_ms=_per(wait_ms, len(timed.step_ms[told])) if knows_wait else None,
+            data_wait_ms=_per(wait_ms, len(timed.cycle_ms[told])) if knows_wait else None,
             peak_memory_mib=None if self._memory is None else self._memory.peak_bytes() / 2**20,
             host_rss_mib=None if self._memory is None else host_rss_mib(),
             flops_per_step=self.flops.flops,
@@ -396,7 +396,7 @@ class FitInstruments:
 
     def settled(self) -> None:
         """Told where live trials have settled."""
-        self._count_rested()
+        self._take_rested()
         if self.record is None:
             return
         with self._allowance.paying():
@@ -406,7 +406,7 @@ class FitInstruments:
 
     def ended(self, exception: BaseException | None) -> None:
         """Tells record, loggers and console that no step is to follow, and what has ended them."""
-        self._count_rested()
+        self._take_rested()
         record, teller = self.record, self.teller
         if record is None:
             return

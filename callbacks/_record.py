@@ -126,10 +126,12 @@ class FitRecord:
         """How many steps there are until one of which something may be kept."""
         return EVERY - self._steps % EVERY
 
-    def passed(self, steps: int, outputs: Any) -> None:
-        """Told of steps that were not timed, and what the last of them has returned."""
+    def passed(self, tally: Tally, outputs: Any, steps: int, timed: int) -> None:
+        """Told of steps at once, of how many of them are in the tally, or will be, and what the last has returned."""
         self._steps += steps
         if self._folder is not None:
+            self._follow(tally)
+            self._told += timed
             self._captured_before = graphs_captured()
             self._keep(outputs)
 

@@ -40,9 +40,8 @@ class SpeedMemoryLogger(Callback):
 
     **What it costs.** One in a Trainer's ``callbacks`` does all that is said here. AccelPlugin's own, of which nobody
     has asked anything, may take a fifth of a percent of what the run is expected to take: until then it keeps the time
-    of steps, and nothing else; where that takes too much of short ones, of some in a row, and then of none for a while.
-    Times and rates are those of the steps that were timed. ``report=`` and ``$LIGHTNING_ACCEL_RECORD`` ask for all of
-    it, too.
+    of steps, and nothing else. Where to time each takes too much of short ones, it times a few in a row, and then for a
+    while sixteen at once. ``report=`` and ``$LIGHTNING_ACCEL_RECORD`` ask for all of it, too.
 
     **Where they show.** One in a Trainer's ``callbacks`` logs as the module does: ``ModelCheckpoint`` and others can
     monitor it. Where there is none, AccelPlugin has one measure that is no callback of the Trainer and tells the

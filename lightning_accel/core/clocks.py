@@ -27,7 +27,7 @@ def seconds() -> float:
 class Tally:
     """What the steps of an epoch took."""
 
-    step_ms: array[float] = field(default_factory=lambda: array("d"))  # the working time of each step
+    step_ms: array[float] = field(default_factory=lambda: array("d"))  # of each that was timed by itself, working
     # Of each, working, waiting for data and the gap before it.
     cycle_ms: array[float] = field(default_factory=lambda: array("d"))
     each_wait_ms: array[float] = field(default_factory=lambda: array("d"))  # of each, waiting for data
@@ -101,8 +101,22 @@ class StepClock:
     def step_ended(self, samples: int, is_apart: bool = False) -> None:
         ended = self._mark()
         if self._fetches:
-            self._complete(self._began, self._fetches, self._backward, ended, samples, is_apart)
+            self._complete(self._began, self._fetches, self._backward, ended, samples, is_apart, 1)
         self._began, self._fetches, self._backward = ended, [], None
+
+    def steps_ended(self, steps: int, samples: int) -> int:
+        """Ends steps of which nothing else was told: their cycles are equal parts of the time since the last mark.
+
+        Of that they are taken to have waited for data as the latest ones did.
+
+        Returns:
+            How many count: none where there was a pause.
+        """
+        began, self._began = self._began, self._mark()
+        if began is None:
+            return 0
+        self._complete(began, [began, began], None, self._began, samples, False, steps)
+        return steps
 
     def pause(self) -> None:
         """Leaves the gap that is running out of the time. Within a cycle, it does nothing."""
@@ -128,7 +142,7 @@ class StepClock:
         """Waits until the device has come to a mark."""
 
     def _complete(self, *cycle: Any) -> None:
-        began, fetches, backward, ended, samples, is_apart = cycle
+        began, fetches, backward, ended, samples, is_apart, steps = cycle
         elapsed, ms = self._elapsed, self._unit_ms
         opened = fetches[0]
         waited = elapsed(fetches[1], opened)
@@ -136,16 +150,22 @@ class StepClock:
             waited += sum(map(elapsed, fetches[3::2], fetches[2::2]))
         took = elapsed(ended, opened)
         tally = self.apart if is_apart else self.timed
+        tally.samples += samples
+        if steps > 1:
+            waited = took * sum(tally.each_wait_ms[_LATEST]) / (sum(tally.cycle_ms[_LATEST]) or 1.0)
+            tally.cycle_ms.extend([took * ms / steps] * steps)
+            tally.each_wait_ms.extend([waited * ms / steps] * steps)
+            return
         tally.step_ms.append((took - waited) * ms)
         if began is not None:
             took += elapsed(opened, began)
         tally.cycle_ms.append(took * ms)
         tally.each_wait_ms.append(waited * ms)
-        tally.samples += samples
         if backward is not None:
             tally.before_backward_ms.append(elapsed(backward, opened if began is None else began) * ms)
 
 
+_LATEST = slice(-8, None)
 _ENDED = 3  # the place of that mark in a cycle
 
 

@@ -1,4 +1,4 @@
-"""Of steps so short that to time each of them costs too much, some in a row are timed, and then none for a while."""
+"""Of steps so short that to time each of them costs too much, some in a row are timed, and then several together."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def fit(step_ms: float, steps: int = STEPS, **settings: Any) -> Steps:
                 self.time.advance(step_ms)
                 return self.trained(batch)
 
-        accel = {**OTHERS_OFF, **settings.pop("accel", {})}
+        accel, callbacks = {**OTHERS_OFF, **settings.pop("accel", {})}, [seen, *settings.pop("others", [])]
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-        options: dict[str, Any] = {"max_epochs": 1, "logger": False, "callbacks": [seen], **quiet, **settings}
+        options: dict[str, Any] = {"max_epochs": 1, "logger": False, "callbacks": callbacks, **quiet, **settings}
         trainer = Trainer(plugins=[AccelPlugin(**accel)], accelerator="cpu", **options)
         trainer.fit(Model(time), batches(steps))
     return seen
@@ -73,11 +73,22 @@ def test_nothing_is_told_of_fetches_meanwhile() -> None:
     assert both == [(is_timed, is_timed) for _, is_timed in both]
 
 
-def test_all_steps_are_counted_and_their_speed_is_that_of_those_that_were_timed() -> None:
+def test_all_steps_are_counted() -> None:
     (epoch,) = fit(5.0).histories
     assert epoch.steps == STEPS
     assert epoch.samples == pytest.approx(STEPS * BATCH_SIZE)
     assert epoch.steps_per_sec == pytest.approx(200, rel=0.01)
+    assert epoch.step_ms_p50 == pytest.approx(5, rel=0.01)
+
+
+def test_a_step_in_hundred_that_takes_long_counts_as_in_a_run_in_which_each_is_timed() -> None:
+    class Pauses(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx % 100 == 99:
+                module.time.advance(1_000)
+
+    (epoch,) = fit(5.0, others=[Pauses()]).histories
+    assert epoch.steps_per_sec == pytest.approx(1 / (0.005 + 0.010), rel=0.05)
     assert epoch.step_ms_p50 == pytest.approx(5, rel=0.01)
 
 

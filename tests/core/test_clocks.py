@@ -108,6 +108,27 @@ def test_a_step_set_apart_is_in_its_own_tally(clock: EventClock, device: Simulat
     assert list(clock.apart.step_ms) == [500]
 
 
+def test_steps_that_end_together_are_equal_parts_of_their_time(clock: EventClock, device: SimulatedDevice) -> None:
+    train(clock, device, steps=9, fetch_ms=30, work_ms=10)  # the device works for 10 of 30 ms, the first step left out
+    device.launch(120)
+    assert clock.steps_ended(4, samples=16) == 4
+    clock.settle()
+    assert list(clock.timed.cycle_ms)[1:] == [30] * 12
+    assert list(clock.timed.each_wait_ms)[1:] == [20] * 12
+    assert len(clock.timed.step_ms) == 9
+    assert clock.timed.samples == 9 * 4 + 16
+
+
+def test_of_steps_in_which_there_was_a_pause_none_is_timed(clock: EventClock, device: SimulatedDevice) -> None:
+    train(clock, device, steps=8, fetch_ms=0, work_ms=10)
+    device.launch(10)
+    clock.pause()
+    device.launch(500)
+    assert clock.steps_ended(4, samples=16) == 0
+    clock.settle()
+    assert list(clock.timed.cycle_ms) == [10] * 8
+
+
 def test_an_abandoned_step_leaves_no_trace(clock: EventClock, device: SimulatedDevice) -> None:
     train(clock, device, steps=1, fetch_ms=0, work_ms=5)
     clock.fetch_began()

@@ -50,8 +50,8 @@ class Allowance:
         return self.is_asked or (purse.spent_s[LOGGING] + seconds <= most and purse.can_pay(seconds))
 
     def part_of_steps(self, seconds: float) -> float:
-        """Of how many steps one may take longer by as much: 1.0, all of them."""
-        return 1.0 if self.is_asked or not self.step_s else min(1.0, SHARE * self.step_s / seconds)
+        """Of how many steps one may take longer by as much, for half of the share: 1.0, all of them."""
+        return 1.0 if self.is_asked or not self.step_s else min(1.0, SHARE / 2 * self.step_s / seconds)
 
     def paying(self) -> AbstractContextManager[None]:
         """Pays for what is done inside."""

@@ -261,7 +261,6 @@ class SpeedMemoryLogger(Callback):
     def _close(self) -> None:
         self._passed_over.undo()
         self._passed_over = PatchSet()
-        self.rest.left = 0
         fit, self._fit = self._fit, None
         if fit is not None:
             fit.close()

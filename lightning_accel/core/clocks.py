@@ -101,7 +101,7 @@ class StepClock:
     def step_ended(self, samples: int, is_apart: bool = False) -> None:
         ended = self._mark()
         if self._fetches:
-            self._complete(self._began, self._fetches, self._backward, ended, samples, is_apart, 1)
+            self._complete(self._began, self._fetches, self._backward, ended, samples, is_apart, 0)
         self._began, self._fetches, self._backward = ended, [], None
 
     def steps_ended(self, steps: int, samples: int) -> int:
@@ -151,7 +151,7 @@ class StepClock:
         took = elapsed(ended, opened)
         tally = self.apart if is_apart else self.timed
         tally.samples += samples
-        if steps > 1:
+        if steps:  # that ended together
             waited = took * sum(tally.each_wait_ms[_LATEST]) / (sum(tally.cycle_ms[_LATEST]) or 1.0)
             tally.cycle_ms.extend([took * ms / steps] * steps)
             tally.each_wait_ms.extend([waited * ms / steps] * steps)

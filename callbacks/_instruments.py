@@ -217,11 +217,12 @@ class FitInstruments:
             self._fetch_hooks.apply()
         self._samples_in_a_row = 0
 
-    def _take_rested(self, outputs: Any = None) -> None:
+    def _take_rested(self, outputs: Any = None, *, is_timed: bool = True) -> None:
         """Takes up the steps of the rest under way that are over."""
         steps, self._resting = self._resting - self._rest.left, self._rest.left
         if steps and self.record is not None:
-            timed = self.clock.steps_ended(steps, round(steps * self._samples_in_a_row / _IN_A_ROW))
+            samples = round(steps * self._samples_in_a_row / _IN_A_ROW)
+            timed = self.clock.steps_ended(steps, samples) if is_timed else 0
             self.record.passed(self.clock.timed, outputs, steps, timed)
             self.steps += steps
 
@@ -406,7 +407,7 @@ class FitInstruments:
 
     def ended(self, exception: BaseException | None) -> None:
         """Tells record, loggers and console that no step is to follow, and what has ended them."""
-        self._take_rested()
+        self._take_rested(is_timed=exception is None)  # a device that has failed is not to be asked for the time
         record, teller = self.record, self.teller
         if record is None:
             return

@@ -36,6 +36,7 @@ class Steps(Callback):
 def fit(step_ms: float, steps: int = STEPS, **settings: Any) -> Steps:
     """Trains by a simulated clock, as the user wrote it, with the plugin's own logger."""
     seen = Steps()
+    settings.pop("told", []).append(seen)
     with simulated(0.5) as time:  # what is slower is not kept
 
         class Model(Timed):
@@ -101,6 +102,20 @@ def test_losses_are_kept_of_the_same_steps_however_long_they_take(tmp_path: Path
     common = set.intersection(*(set(record.losses) for record in kept))
     assert common >= {step for step in kept[0].losses if step % 256 == 0 and step > STEPS // 2}
     assert len(common) > 10
+
+
+def test_a_run_that_fails_meanwhile_leaves_a_record_of_all_its_steps(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx > 1_500 and not seen[0].were_timed[-1]:
+                raise RuntimeError("its own")
+
+    seen: list[Steps] = []
+    with pytest.raises(RuntimeError, match="its own"):
+        fit(10.0, logger=Folder(tmp_path), others=[Fails()], told=seen)
+    record = read_record(tmp_path)
+    assert record.num_steps == len(seen[0].were_timed)
+    assert "its own" in record.status
 
 
 def test_whoever_asks_for_a_report_has_all_steps_timed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.evidence.anatomy import Anatomy
-from lightning_accel.evidence.record import FOLDER, FORMAT, Header, Record, Steps, piece_length
+from lightning_accel.evidence.record import FOLDER, FORMAT, RECORD_VARIABLE, Header, Record, Steps, piece_length
 from lightning_accel.evidence.served import KIND, Served
 
 
@@ -126,7 +126,8 @@ def _found(where: Path) -> list[Path]:
     if not found:
         raise RecordError(
             f"{where} holds no run ({FOLDER}/*.jsonl): train with AccelPlugin() or SpeedMemoryLogger() and"
-            " TensorBoardLogger or CSVLogger, and give the folder that these write to."
+            " TensorBoardLogger or CSVLogger, and give the folder that these write to. AccelPlugin alone keeps none of a"
+            f" run of seconds: {RECORD_VARIABLE}=FOLDER in the environment asks for it."
         )
     return found
 

@@ -126,8 +126,8 @@ def _found(where: Path) -> list[Path]:
     if not found:
         raise RecordError(
             f"{where} holds no run ({FOLDER}/*.jsonl): train with AccelPlugin() or SpeedMemoryLogger() and"
-            " TensorBoardLogger or CSVLogger, and give the folder that these write to. AccelPlugin alone keeps none of a"
-            f" run of seconds: {RECORD_VARIABLE}=FOLDER in the environment asks for it."
+            " TensorBoardLogger or CSVLogger, and give the folder that these write to. AccelPlugin alone keeps none of"
+            f" a run of seconds: {RECORD_VARIABLE}=FOLDER in the environment asks for it."
         )
     return found
 

@@ -132,8 +132,6 @@ class FitInstruments:
         self._told_of_fetches = len(self.clock.timed.cycle_ms)
         self._fetch_hooks = FetchPatch(self._trainer, told.fetch_began, told.fetch_ended)
         self._fetch_hooks.apply()
-        if not self._fetch_hooks.is_applied:
-            self._fetch_hooks = None
 
     # -- what the run can pay ------------------------------------------------------------------------------------
 
@@ -367,7 +365,8 @@ class FitInstruments:
         knows_samples = not self._has_unknown_samples
         told = slice(self._told_of_fetches, None)
         wait_ms, cycle_ms = sum(timed.each_wait_ms[told]), sum(timed.cycle_ms[told])
-        knows_wait = self._fetch_hooks is not None and len(timed.cycle_ms[told]) >= FEWEST
+        hears = self._fetch_hooks is not None and self._fetch_hooks.hears
+        knows_wait = hears and len(timed.cycle_ms[told]) >= FEWEST
         seen, all_steps = steps + len(apart.step_ms), self.steps - self._restarted_at
         samples = (timed.samples + apart.samples) * all_steps / max(1, seen)
         return RankEpoch(

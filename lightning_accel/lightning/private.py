@@ -191,12 +191,16 @@ class FetchPatch(Patch):
     By the methods that the loop calls there, not by a profiler's actions: they are sixty a step, too many for a step of
     milliseconds.
     Without the names: nothing is told, and the wait for a batch counts as part of the gaps between the steps.
+
+    Attributes:
+        hears: Whether the names are there.
     """
 
     def __init__(self, trainer: Trainer, began: Callable[[], Any], ended: Callable[[], Any]) -> None:
         super().__init__("fetches", "told of fetches")
         self._loop = trainer.fit_loop
         self._told = began, ended
+        self.hears = hasattr(self._loop.epoch_loop, _BEFORE_FETCH)
 
     @override
     def _apply(self) -> None:
@@ -223,7 +227,7 @@ class FetchPatch(Patch):
         """Gives the methods as they are now to the epoch under way, which holds them as they were when it began."""
         loop, fetcher = self._loop.epoch_loop, getattr(self._loop, "_data_fetcher", None)
         for held, name in (("_start_profiler", _BEFORE_FETCH), ("_stop_profiler", _AFTER_FETCH)):
-            if getattr(getattr(fetcher, held, None), "__self__", None) is loop:
+            if hasattr(loop, name) and getattr(getattr(fetcher, held, None), "__self__", None) is loop:
                 setattr(fetcher, held, getattr(loop, name))
 
     @staticmethod

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lightning_accel.callbacks import _instruments
 from lightning_accel.core import clocks as _clocks
+from lightning_accel.lightning import private
 from support.measured_runs import ALWAYS_LOGGED, Model, Vectors, fit, loader
 
 
@@ -120,7 +120,8 @@ def test_other_callbacks_between_steps_are_training_time(clock: SimulatedTime) -
 
 
 def test_a_loop_without_fetch_hooks_only_loses_the_wait(monkeypatch: pytest.MonkeyPatch, clock: SimulatedTime) -> None:
-    monkeypatch.setattr(_instruments.FetchPatch, "apply", lambda self: None)
+    for name in ("_BEFORE_FETCH", "_AFTER_FETCH"):
+        monkeypatch.setattr(private, name, "_of_another_lightning")
     model = Model(lambda module, batch_idx: clock.advance(10))
     epoch = fit(model, loader(data=Vectors(5, fetch=lambda: clock.advance(30)))).last
     assert epoch is not None

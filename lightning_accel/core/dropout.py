@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,12 +13,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_accel.core.engine_var import EngineVar
+
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 _FUNCTIONS = frozenset(
     (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
 )
-_is_off = ContextVar("_is_off", default=False)
+_is_off = EngineVar("_is_off", default=False)
 
 
 def is_dropout_off() -> bool:
@@ -37,16 +38,14 @@ def dropout_off(module: nn.Module) -> Iterator[list[float]]:
     dropouts = [m for m in module.modules() if isinstance(m, DROPOUTS) and m.training]
     attentions = {m: m.dropout for m in module.modules() if isinstance(m, nn.MultiheadAttention) and m.dropout > 0}
     rates = [m.p for m in dropouts] + [rate for m, rate in attentions.items() if m.training]
-    token = _is_off.set(True)
     try:
         for dropout in dropouts:
             dropout.training = False
         for attention in attentions:
             attention.dropout = 0.0
-        with _NoDropout(rates):
+        with _is_off.being(True), _NoDropout(rates):
             yield rates
     finally:
-        _is_off.reset(token)
         for dropout in dropouts:
             dropout.training = True
         for attention, rate in attentions.items():

@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.device import device_of, own_rng
+from lightning_accel.core.engine_var import EngineVar
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.snapshot import Snapshot
 from lightning_accel.core.torch_private.modes import without_dispatch_modes
 from lightning_accel.core.torch_private.tensors import version_of
 
-_under_trial = ContextVar("_under_trial", default=False)
+_under_trial = EngineVar("_under_trial", default=False)
 
 
 def is_trial() -> bool:
@@ -35,8 +35,7 @@ def isolated(module: nn.Module, device: torch.device | None = None) -> Iterator[
     snapshot = Snapshot(module)
     changed: list[str] = []
     with ExitStack() as stack:
-        token = _under_trial.set(True)
-        stack.callback(_under_trial.reset, token)
+        stack.enter_context(_under_trial.being(True))
         stack.enter_context(own_rng(device or device_of(module)))
         # Someone may be counting FLOPs or watching storages, or (a checkpoint around this module) counting what is
         # saved for backward: a trial is none of their business.

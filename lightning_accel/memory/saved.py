@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_accel.core.engine_var import EngineVar
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
 from lightning_accel.core.torch_private.compilation import dynamo_is_loaded
 from lightning_accel.core.torch_private.tensors import base_of, set_version, version_of
@@ -44,7 +44,7 @@ class Saver(Protocol):
 
 
 # Who is asked here, and what nobody is asked for.
-_asked: ContextVar[tuple[tuple[Saver, ...], OwnTensors] | None] = ContextVar("_asked", default=None)
+_asked: EngineVar[tuple[tuple[Saver, ...], OwnTensors] | None] = EngineVar("_asked", default=None)
 
 
 @contextmanager
@@ -82,12 +82,8 @@ def _asking(savers: tuple[Saver, ...], own: OwnTensors) -> Iterator[None]:
         # Where compiled code falls back to eager, Dynamo looks at every function that is called, hooks included.
         hooks = tuple(map(torch.compiler.disable, hooks))
     hooks[0].gives_way = True
-    token = _asked.set((savers, own))
-    try:
-        with _giving_way_to_functorch(), torch.autograd.graph.saved_tensors_hooks(*hooks):
-            yield
-    finally:
-        _asked.reset(token)
+    with _asked.being((savers, own)), _giving_way_to_functorch(), torch.autograd.graph.saved_tensors_hooks(*hooks):
+        yield
 
 
 @contextmanager

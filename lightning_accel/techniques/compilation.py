@@ -23,8 +23,9 @@ from lightning_accel.techniques.base import Refusal, Surroundings, Technique
 from lightning_accel.techniques.compile_setup import CompileSetup
 from lightning_accel.techniques.compiled_blocks import CompilePatch, Prepare, alike, tried
 from lightning_accel.techniques.compiled_graphs import GRAPHS, SETTLE, ReplayedPatch
+from lightning_accel.techniques.cuda_capture import capture_on_cuda
 from lightning_accel.techniques.first_calls import tried_at_first_calls
-from lightning_accel.techniques.graphed_block import Capture, capture_on_cuda
+from lightning_accel.techniques.graphed_block import Capture
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 

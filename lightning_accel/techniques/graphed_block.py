@@ -1,6 +1,6 @@
 """One block whose kernels are captured once, as CUDA graphs, and replayed at every later call that is like it.
 
-Torch captures (:func:`torch.cuda.make_graphed_callables`); what is here keeps a replay from being silently wrong:
+:mod:`~lightning_accel.techniques.cuda_capture` captures; what is here keeps a replay from being silently wrong:
 
 * A graph works in memory of its own. Results and gradients are copied out of it, or accumulated gradients and outputs
   that somebody keeps would change with the next replay.
@@ -41,12 +41,6 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 class NotCapturedError(RuntimeError):
     """A block cannot be captured; the message says why."""
-
-
-def capture_on_cuda(function: Forward, tensors: tuple[Tensor, ...]) -> Forward:
-    """Captures a function of tensors, forward and backward, after three passes that warm it up."""
-    graphed: Forward = torch.cuda.make_graphed_callables(function, tensors, allow_unused_input=True)
-    return graphed
 
 
 class GraphedBlock:

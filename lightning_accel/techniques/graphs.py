@@ -18,8 +18,9 @@ from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.trial import Contender, Trial
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.cuda_capture import capture_on_cuda
 from lightning_accel.techniques.first_calls import tried_at_first_calls
-from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError, capture_on_cuda
+from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError
 from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 

@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 class SimulatedGraphs:
-    """Captures functions of tensors; to be given where :func:`torch.cuda.make_graphed_callables` would be called.
+    """Captures functions of tensors, where ``capture_on_cuda`` would be given.
 
     Attributes:
         captures: How many functions were captured.

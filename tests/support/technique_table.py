@@ -20,6 +20,7 @@ from lightning_accel.settings import Plan
 from lightning_accel.techniques import allocator, compiled_blocks, cudnn_benchmark, float8
 from lightning_accel.techniques.activation_offloading import ActivationOffloading
 from lightning_accel.techniques.base import Technique
+from lightning_accel.techniques.graphs import Graphs
 from lightning_accel.techniques.loss import technique as loss
 from lightning_accel.techniques.registry import Declaration, declarations
 from lightning_accel.techniques.sparse_activations import SparseActivations
@@ -217,7 +218,7 @@ def make_small_models_do(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("REPEATED_UNTRIED", "REPEATED_ON_TRIAL"):
         monkeypatch.setattr(cudnn_benchmark, limit, 1)
     if row.host is CARD:
-        monkeypatch.setattr(torch.cuda, "make_graphed_callables", _captured)
+        monkeypatch.setitem(Graphs.__init__.__kwdefaults__, "capture", SimulatedGraphs().capture)
         monkeypatch.setattr(float8, "configuration", functools.partial(_emulated, float8.configuration))
     monkeypatch.setitem(Packer.__init__.__kwdefaults__, "min_bytes", 64)
     monkeypatch.setitem(Packer.__init__.__kwdefaults__, "max_time_share", 100.0)
@@ -227,10 +228,6 @@ def make_small_models_do(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, "set_num_threads", functools.partial(count.__setitem__, 0))
     if {*row.settings} & {"float8", "memory_format", "flash_attention"}:
         torch.use_deterministic_algorithms(True)
-
-
-def _captured(function: Callable[..., Any], tensors: tuple[Tensor, ...], **_: Any) -> Callable[..., Any]:
-    return SimulatedGraphs().capture(function, tensors)
 
 
 def _emulated(configuration: Callable[..., Any], recipe: str, *, emulate: bool = True) -> Any:

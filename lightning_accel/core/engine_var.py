@@ -1,0 +1,48 @@
+"""Context variables for code that autograd calls, too, on threads of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class EngineVar(Generic[T]):
+    """A :class:`~contextvars.ContextVar` that holds on autograd's threads, too.
+
+    The backward pass of what is on a GPU runs on a thread that autograd has made, with no context of Python's, and
+    what is recomputed there asks the same questions. It sees what was set last, by whichever thread.
+
+    Args:
+        name: For debugging.
+        default: The value where nothing is set.
+    """
+
+    def __init__(self, name: str, default: T) -> None:
+        self._default = default
+        self._own: ContextVar[T] = ContextVar(name)
+        self._all: dict[int, T] = {}
+
+    def get(self) -> T:
+        """The value that is in force here."""
+        try:
+            return self._own.get()
+        except LookupError:
+            if self._all and isinstance(threading.current_thread(), threading._DummyThread):
+                return next(reversed(self._all.values()), self._default)
+            return self._default
+
+    @contextmanager
+    def being(self, value: T) -> Iterator[None]:
+        """Has this value inside."""
+        token = self._own.set(value)
+        self._all[id(token)] = value
+        try:
+            yield
+        finally:
+            del self._all[id(token)]
+            self._own.reset(token)

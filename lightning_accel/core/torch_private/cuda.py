@@ -1,0 +1,36 @@
+"""Private names of CUDA graphs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import _C
+
+_failed: list[torch.cuda.CUDAGraph] = []  # the allocator of pinned memory goes on asking them
+
+
+def end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """Puts right what :meth:`torch.cuda.CUDAGraph.capture_end` leaves undone when it raises.
+
+    The allocator still takes allocations for those of the graph: ``_cuda_endAllocateToPool`` and ``_cuda_releasePool``,
+    since torch 2.0. And random numbers still count as captured, so that the next one raises, until a capture ends well:
+    an empty one does. To be called on a stream that may capture. Without the names the pool's memory is lost.
+
+    Args:
+        graph: The one that failed.
+        pool: The pool that it was to allocate from.
+        device: The GPU.
+    """
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        with suppress(AttributeError, RuntimeError):
+            getattr(_C, name)(device.index, pool)
+    with suppress(RuntimeError):
+        graph.reset()
+    _failed.append(graph)
+    other, number = torch.cuda.CUDAGraph(), torch.zeros((), device=device)
+    with suppress(RuntimeError):
+        other.capture_begin(capture_error_mode="thread_local")
+        number.zero_()
+        other.capture_end()

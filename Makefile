@@ -17,7 +17,7 @@ WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-strangers test-cpus test-browser test-xla test-lightning test-launchers test-libraries test-newest test-versions lint types docs format stub bench column results downstream gpu clean
+.PHONY: help demo test test-slow test-strangers test-cpus test-browser test-xla test-lightning test-launchers test-libraries test-newest test-versions lint types docs format stub bench column results downstream gpu gpu-smoke gpu-tests gpu-bench clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -112,19 +112,17 @@ downstream: $(STAMP)  ## Fits of six libraries built on Lightning, plain and wit
 	$(BIN)/python benchmarks/downstream.py --json docs/results
 	$(BIN)/python benchmarks/render.py
 
-# No network, no venv, no install: PYTHON is the machine's own, with torch and Lightning in it. The package is laid out
-# as it would be installed (callbacks/ and benchmarks/claims/ inside it) in a temporary folder, and everything runs from
-# there: `python -m` puts the current folder first on the path, where the checkout's lightning_accel/ has neither.
-gpu:  ## GPU tests, then GPU benchmarks, with the machine's own PYTHON=python3 as it is
-	@set -e; tree=$$(mktemp -d); trap 'rm -rf "$$tree"' EXIT; \
-	cp -R lightning_accel "$$tree/lightning_accel"; cp -R callbacks "$$tree/lightning_accel/callbacks"; \
-	cp -R benchmarks/claims "$$tree/lightning_accel/claims"; \
-	cd "$$tree"; export PYTHONPATH="$$tree$${PYTHONPATH:+:$$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1; \
-	status=0; $(PYTHON) -m pytest -c "$(CURDIR)/pyproject.toml" -p no:cacheprovider -m gpu "$(CURDIR)/tests" || status=$$?; \
-	if [ $$status -eq 5 ]; then echo "no GPU test was selected"; status=0; fi; \
-	for script in gpu gpu_attention gpu_linear_cross_entropy gpu_memory gpu_offloading gpu_packing gpu_preprocessing gpu_pipeline gpu_strategies gpu_tuning gpu_ladder gpu_autotune gpu_deploying gpu_claims; do \
-		$(PYTHON) "$(CURDIR)/benchmarks/$$script.py" --out "$(abspath $(RESULTS))" || status=$$?; done; \
-	exit $$status
+# No network, no venv, no install: PYTHON is the machine's own, with torch and Lightning in it.
+gpu: gpu-smoke gpu-tests gpu-bench  ## The three below, with the machine's own PYTHON=python3 as it is
+
+gpu-smoke:  ## The demo's models on a GPU with each technique once, beside the processor's losses (3 minutes)
+	$(PYTHON) tests/on_gpu.py smoke --out "$(abspath $(RESULTS))"
+
+gpu-tests:  ## The tests marked gpu (PART=memory: those of tests/memory; PART=graphs: those that capture)
+	$(PYTHON) tests/on_gpu.py tests --part "$(PART)" --out "$(abspath $(RESULTS))"
+
+gpu-bench:  ## The benchmarks of GPUs (ONLY=gpu_ladder,gpu_memory: those)
+	$(PYTHON) tests/on_gpu.py bench --only "$(ONLY)" --out "$(abspath $(RESULTS))"
 
 clean:  ## Remove everything that make and the tests have made, .venv too
 	rm -rf $(VENV) $(XLA) $(SUITE) $(DOWNSTREAM) $(LAUNCHERS) $(LIBRARIES) .venv-versions build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs

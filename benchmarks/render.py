@@ -283,7 +283,7 @@ def _where(record: dict[str, Any]) -> str:
 
 _KINDS = re.compile(
     "gpu-(attention|autotune|claims|deploying|ladder|linear-cross-entropy|memory|offloading|packing|pipeline|preprocessing"
-    "|strategies|tuning)-"
+    "|smoke|strategies|tuning)-"
 )
 
 

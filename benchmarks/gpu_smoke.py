@@ -1,0 +1,214 @@
+"""Whether everything works on this GPU: the demo's two models with each technique by itself, and with all of them.
+
+    make gpu-smoke PYTHON=python3                             # three minutes
+    python benchmarks/gpu_smoke.py --out docs/results         # the package installed
+
+Each run starts from the same weights, sees the same eight batches, and asks for one technique by name; its losses are
+compared with those of the plain run on the processor. Then one run of each model with ``AccelPlugin()`` as users have
+it, long enough for its trials. Ends with status 1 where a run raised, or a loss is further off than its number format
+lets expect.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from _gpu import arguments, is_possible, table, write
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from typing_extensions import override
+
+from lightning_accel import AccelPlugin
+from lightning_accel.techniques.registry import declarations
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+STEPS = 8
+TOLERANCES = {"precision": 0.05, "changes training": 0.1}
+TOLERANCE = 2e-3
+"""Of losses, relative, in the number format of the plain run: eight steps on another device, in another order."""
+
+
+@dataclass
+class Outcome:
+    """What one run came to.
+
+    Attributes:
+        model: Which of the two.
+        name: The settings.
+        losses: Of each step.
+        step_ms: Median of the later half of its steps, with what Lightning does between them.
+        peak_mib: The most that was allocated on the GPU.
+        sites: Where something was changed.
+        off_by: The largest deviation of a loss from the plain run on the processor, relative.
+        failure: What it raised, or that it is too far off; empty: nothing.
+        remarks: Warnings, reasons of refusals, and the traceback.
+    """
+
+    model: str
+    name: str
+    losses: list[float] = field(default_factory=list)
+    step_ms: float = math.nan
+    peak_mib: float = 0.0
+    sites: int = 0
+    off_by: float = math.nan
+    failure: str = ""
+    remarks: list[str] = field(default_factory=list)
+
+
+class Watch(Callback):
+    """Notes losses, and when steps end."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.ended: list[float] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"].detach())
+        self.ended.append(time.perf_counter())
+
+
+def main() -> None:
+    parser = arguments("Train with each technique once, and compare losses with the processor's.")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    args = parser.parse_args()
+    if not is_possible(args):
+        return
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.backends.cudnn.allow_tf32 = False  # torch's own default, which is another number format than the processor's
+    accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+    outcomes = []
+    for model, build in MODELS.items():
+        expected = run(model, "the processor", build, "cpu", None)
+        for name, settings, tolerance in rows():
+            if args.only in name and not (args.dry_run and "16-mixed" in name):  # processors take minutes for it
+                outcomes.append(run(model, name, build, accelerator, settings))
+                judge(outcomes[-1], expected, tolerance)
+        if args.only in "AccelPlugin()":
+            outcomes.append(run(model, "AccelPlugin()", build, accelerator, {}, steps=STEPS if args.dry_run else 400))
+    rows_of_it = [["model", "settings", "sites", "off by", "step, ms", "peak, MiB", "came of it"]]
+    rows_of_it += [line(outcome) for outcome in outcomes]
+    text = table(rows_of_it)
+    print(f"\n{text}")
+    write("smoke", args.out, {"rows": [asdict(outcome) for outcome in outcomes]}, "", text)
+    sys.exit(any(outcome.failure for outcome in outcomes))
+
+
+def digits() -> tuple[Any, Any]:
+    from digits import Digits, DigitsNet
+
+    return DigitsNet(width=16), Digits(batch_size=32, size=32)
+
+
+def gpt() -> tuple[Any, Any]:
+    from bytes_gpt import BytesGPT, StdlibText
+
+    return BytesGPT(dim=128, depth=3, num_heads=4, seq_len=256, lr=3e-4), StdlibText(batch_size=8, seq_len=256)
+
+
+MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {"digits": digits, "bytes_gpt": gpt}
+
+
+def rows() -> Iterator[tuple[str, dict[str, Any] | None, float]]:
+    """Names, settings and tolerances: plain, each technique with what it declares worth showing, several together."""
+    yield "plain", None, TOLERANCE
+    off = {name: declaration.off for name, declaration in declarations().items()}
+    for name, declaration in declarations().items():
+        for value in dict.fromkeys((declaration.default, *declaration.shown)):
+            if not declaration.is_off(value):
+                yield (
+                    f"{name}={value}",
+                    off | {name: value, "tune": "off"},
+                    TOLERANCES.get(declaration.exactness, TOLERANCE),
+                )
+    saving = {"gradient_checkpointing": "selective", "activation_offloading": {"to": "host", "min_bytes": 1024}}
+    yield "saving memory", off | saving | {"sparse_activations": "auto", "tune": "off"}, TOLERANCE
+    yield "saving memory, bf16", off | saving | {"precision": "bf16-mixed", "tune": "off"}, TOLERANCES["precision"]
+    yield "compiled, bf16", {"precision": "bf16-mixed", "compile": "on", "tune": "off"}, TOLERANCES["precision"]
+    yield "captured, bf16", {"precision": "bf16-mixed", "graphs": "on", "tune": "off"}, TOLERANCES["precision"]
+    yield "16-mixed", {"precision": "16-mixed", "tune": "off"}, TOLERANCES["precision"]
+
+
+def run(
+    model: str,
+    name: str,
+    build: Callable[[], tuple[Any, Any]],
+    accelerator: str,
+    settings: dict[str, Any] | None,
+    steps: int = STEPS,
+) -> Outcome:
+    """One training, whatever it comes to."""
+    outcome, watch, start = Outcome(model, name), Watch(), time.perf_counter()
+    plugin = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            seed_everything(0, verbose=False)
+            module, data = build()
+            plugin = None if settings is None else AccelPlugin(**settings)
+            if accelerator == "gpu":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            trainer(plugin, accelerator, steps, watch).fit(module, datamodule=data)
+        except Exception as error:
+            outcome.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            outcome.remarks.append(traceback.format_exc())
+    outcome.losses = [float(loss) for loss in watch.losses[:STEPS]]
+    intervals = [later - earlier for earlier, later in zip(watch.ended, watch.ended[1:], strict=False)]
+    if intervals:
+        outcome.step_ms = statistics.median(intervals[len(intervals) // 2 :]) * 1e3
+    outcome.peak_mib = torch.cuda.max_memory_allocated() / 2**20 if accelerator == "gpu" else 0.0
+    outcome.remarks += [str(one.message) for one in caught if "accel" in type(one.message).__name__.lower()]
+    if plugin is not None:
+        report = plugin.report
+        outcome.sites = sum(len(report.applied(name)) for name in declarations())
+        outcome.remarks.append(report.to_text())
+    print(f"{model}, {name}: {time.perf_counter() - start:.1f} s {outcome.failure}", flush=True)
+    return outcome
+
+
+def trainer(plugin: AccelPlugin | None, accelerator: str, steps: int, watch: Watch) -> Trainer:
+    return Trainer(
+        plugins=[] if plugin is None else [plugin],
+        accelerator=accelerator,
+        devices=1,
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        callbacks=[watch],
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def judge(outcome: Outcome, expected: Outcome, tolerance: float) -> None:
+    """Notes how far its losses are off, and whether that is too far."""
+    if outcome.failure:
+        return
+    pairs = zip(outcome.losses, expected.losses, strict=True)
+    outcome.off_by = max(abs(found - wanted) / wanted for found, wanted in pairs)
+    if not outcome.off_by <= tolerance:
+        outcome.failure = f"losses are off by {outcome.off_by:.1e}, and {tolerance:.0e} is allowed"
+
+
+def line(outcome: Outcome) -> list[str]:
+    numbers = [f"{outcome.off_by:.1e}", f"{outcome.step_ms:.2f}", f"{outcome.peak_mib:,.0f}"]
+    return [outcome.model, outcome.name, str(outcome.sites), *numbers, outcome.failure or "as it should"]
+
+
+if __name__ == "__main__":
+    main()

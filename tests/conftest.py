@@ -46,6 +46,7 @@ _OTHERS_VARIABLES = {
     "TRITON_HOME",
     "KINETO_LOG_LEVEL",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "CUDA_DEVICE_ORDER",
     "OMP_NUM_THREADS",
     "KMP_DUPLICATE_LIB_OK",  # by scikit-learn, when it is imported
     "KMP_INIT_AT_FORK",

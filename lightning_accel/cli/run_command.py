@@ -28,6 +28,7 @@ from lightning_accel.core.allocators import (
 from lightning_accel.core.cache import digest, folder
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.heap import heap_settings
+from lightning_accel.core.own_version import own_version
 from lightning_accel.core.processor import from_cpuinfo
 from lightning_accel.core.whole_file import write_whole
 
@@ -184,7 +185,7 @@ def _file_for(possible: Sequence[Allocator]) -> Path:
     """Where the answer for this machine is kept."""
     about: tuple[Any, ...] = (
         *(platform.node(), from_cpuinfo("model name"), os.cpu_count(), os.environ.get("OMP_NUM_THREADS")),
-        *(platform.python_version(), version("torch"), version("lightning-accel"), platform.libc_ver()),
+        *(platform.python_version(), version("torch"), own_version(), platform.libc_ver()),
         *((heap.name, dict(heap.environment)) for heap in possible),
     )
     return folder() / "allocators" / f"{digest(about)}.json"

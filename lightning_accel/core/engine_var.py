@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Generic, TypeVar
+
+from lightning_accel.core.torch_private.autograd import is_on_foreign_thread
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ class EngineVar(Generic[T]):
         try:
             return self._own.get()
         except LookupError:
-            if self._all and isinstance(threading.current_thread(), threading._DummyThread):
+            if self._all and is_on_foreign_thread():
                 return next(reversed(self._all.values()), self._default)
             return self._default
 

@@ -6,13 +6,13 @@ import inspect
 import json
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_accel.core.cache import digest
+from lightning_accel.core.own_version import own_version
 from lightning_accel.core.whole_file import write_whole
 from lightning_accel.search.job import Job
 from lightning_accel.search.judging import Facts, Objective
@@ -82,7 +82,7 @@ def answers_for(job: Job, host: str, objective: Objective, limit: int | None, se
         *(sorted(job.loader_settings.items()), sorted(job.options.items()), job.accumulate, job.plan),
         *(job.max_steps, job.max_epochs, job.threads, job.matmul_precision, dict(job.model.hparams)),
         *(dict(getattr(job.data, "hparams", {})), _source_of(job.model), _source_of(job.data)),
-        *(host, torch.__version__, version("lightning-accel"), objective, limit),
+        *(host, torch.__version__, own_version(), objective, limit),
     )
     return Answers(remembered.searches() / f"{digest(about)}.json", seconds)
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_accel.core import cache, kernel_cache
 from lightning_accel.core.cache import digest, folder
+from lightning_accel.core.own_version import own_version
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.whole_file import write_whole
 from lightning_accel.techniques.arms import Arm
@@ -52,7 +53,7 @@ class Key:
             model=f"{type(model).__qualname__} {digest(parameters)}",
             batch=repr(shapes),
             host=host,
-            versions=f"torch {torch.__version__}, {_own_version()}",
+            versions=f"torch {torch.__version__}, {own_version()}",
             arms=", ".join(sorted(f"{arm.name}={'|'.join(arm.choices)}" for arm in arms)),
         )
 
@@ -142,9 +143,3 @@ def _read(path: Path) -> Entry:
         return Entry(path, content["key"], content["written"], Tuning.from_dict(content["tuning"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-
-
-def _own_version() -> str:
-    from importlib.metadata import version
-
-    return f"lightning-accel {version('lightning-accel')}"

@@ -271,7 +271,7 @@ def test_on_a_gpu_compiled_blocks_are_replayed_and_train_the_same() -> None:
     arm.setup.begin(math.inf)
     arm.choose("on")
     train(model, batch)
-    assert arm.setup.end() is not None
+    assert arm.setup.end() is not None, engine.report
     train(model, batch)
     assert engine.report.applied("compile") == ["1", "2", "3"], engine.report
     assert arm.has("graphs"), engine.report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,14 @@ def sequence_number(node: Any) -> int:
 def is_in_backward() -> bool:
     """Whether autograd is walking a graph on this thread: ``_current_graph_task_id``, since torch 2.0."""
     return _C._current_graph_task_id() != -1
+
+
+def is_on_foreign_thread() -> bool:
+    """Whether Python did not start this thread: ``threading._DummyThread``, since Python 2.
+
+    Those on which autograd computes for GPUs are such ones, and nothing of torch's tells them.
+    """
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def node_under_way() -> int:

@@ -69,14 +69,14 @@ class CupyArrays:
     def running(self) -> Iterator[None]:
         cupy = self.xp
         # Asked for at each use: the current stream is another one inside the pipeline, and in a user's own context.
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = torch.cuda.current_stream(self._device)
         allocator = cupy.cuda.PythonFunctionAllocator(_allocate, _free)
         try:
             with (
                 torch.cuda.device(self._device),
                 cupy.cuda.Device(self._device.index),
                 cupy.cuda.using_allocator(allocator.malloc),
-                cupy.cuda.ExternalStream(stream, self._device.index),
+                cupy_stream(stream),
             ):
                 yield
         finally:
@@ -120,6 +120,14 @@ class CupyArrays:
 
 
 Arrays = NumpyArrays | CupyArrays
+
+
+def cupy_stream(stream: torch.cuda.Stream) -> Any:
+    """A stream of torch's as one of CuPy's; asked for where its device is the current one."""
+    cuda = _cupy().cuda
+    if hasattr(cuda.Stream, "from_external"):  # from CuPy 14 on, which warns of the other way
+        return cuda.Stream.from_external(stream)
+    return cuda.ExternalStream(stream.cuda_stream, stream.device_index)
 
 
 def writable(arrays: Arrays, tensor: Tensor) -> Array:

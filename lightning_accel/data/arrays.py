@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from lightning_accel.core.device import with_index
 from lightning_accel.ops.arrays import numpy_as_tensor, plain
 
 Array = Any  # of NumPy or CuPy
@@ -61,8 +62,7 @@ class CupyArrays:
 
     def __init__(self, device: torch.device) -> None:
         self.xp = _cupy()
-        # Without an index, torch means the current device.
-        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._device = with_index(device)
         self._origins: list[Tensor] = []
 
     @contextmanager
@@ -143,7 +143,7 @@ def why_no_cupy(device: torch.device) -> str | None:
         return f"CuPy computes on CUDA devices, and this is {device.type}"
     if torch.version.cuda is None and torch.version.hip is None:
         return "this torch was built without CUDA"
-    return _why_no_cupy(torch.cuda.current_device() if device.index is None else device.index)
+    return _why_no_cupy(with_index(device).index)
 
 
 @functools.cache

@@ -190,7 +190,7 @@ class GraphedBlock:
 
     def _signature_of(self, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
-        kind = self._held[0].device.type
+        kind = next((tensor.device.type for tensor in (*self._held, *tensors)), "cpu")
         return (
             [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors],
             map_tensors(lambda tensor: None, (args, kwargs)),  # type: ignore[arg-type, return-value]

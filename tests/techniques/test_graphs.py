@@ -255,6 +255,12 @@ def test_what_cannot_be_captured_runs_as_written_with_torchs_reason(monkeypatch:
     run.check_same(lambda model: run.step(model, torch.ones(3, 4)))
 
 
+def test_a_block_without_parameters_or_buffers_is_captured_too() -> None:
+    run = Run(lambda: nn.Sequential(nn.Softplus(), nn.Tanh()))
+    assert run.engine.report.applied("graphs") == ["1", "2"], run.refused()
+    run.check_same(lambda model: run.step(model, torch.ones(3, 4)))
+
+
 def test_running_statistics_are_moved_as_often_as_in_a_plain_run() -> None:
     run = Run(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     for (name, moved), kept in zip(run.model.named_buffers(), run.plain.buffers(), strict=True):

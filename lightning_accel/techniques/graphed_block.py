@@ -69,14 +69,18 @@ class GraphedBlock:
         if is_paused:
             self._graphed = None
 
+    @staticmethod
+    def may_replay() -> bool:
+        """Whether calls are such as a replay can stand in for: they go backward, and nobody sees what is in them."""
+        return torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None
+
     def call(self, original: Forward, args: Any, kwargs: dict[str, Any]) -> Any:
         """The block's forward: ``original(*args, **kwargs)``, or a replay of it.
 
         Raises:
             NotCapturedError: It can never be replayed, or not any more; nothing was computed.
         """
-        may_replay = torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None
-        if self.is_paused or self._is_capturing or not may_replay:
+        if self.is_paused or self._is_capturing or not self.may_replay():
             return original(*args, **kwargs)
         if self._graphed is None:
             self.capture(args, kwargs)

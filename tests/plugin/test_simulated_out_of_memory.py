@@ -1,0 +1,68 @@
+"""What is put on against a lack of memory in the first step, where a module has its layers right in it.
+
+Memory is simulated here, and runs out for real in test_out_of_memory.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from support.plugin.tight import Batches, MakeTrainer, fit
+
+pytestmark = pytest.mark.numbers
+
+ANSWER: dict[str, Any] = {"settings": {"out_of_memory": "answer"}}
+
+
+class Layers(LightningModule):
+    """Has room for ``most`` bytes of what its layers keep for the backward pass."""
+
+    def __init__(self, most: float = math.inf) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, 8).double(), nn.Linear(8, 3).double()
+        self.most = most
+        self.losses: list[float] = []
+
+    def called(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)).tanh().sigmoid())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        kept: list[int] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = self.called(batch).square().mean()
+        if sum(kept) > self.most:
+            raise torch.OutOfMemoryError("simulated: Tried to allocate 200.00 GiB.")
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+class LayersOfForward(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().called(x)
+
+    def called(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+def test_a_forward_of_the_modules_own_is_checkpointed(make_trainer: MakeTrainer) -> None:
+    plain, *_ = fit(make_trainer, LayersOfForward(), Batches(sizes=[16] * 3), **ANSWER)
+    model, _, plugin = fit(make_trainer, LayersOfForward(1000), Batches(sizes=[16] * 3), **ANSWER)
+    assert plugin.state_dict()["out_of_memory"] == [("gradient_checkpointing", "selective")]
+    assert model.losses == plain.losses

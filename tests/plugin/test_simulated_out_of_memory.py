@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from support.plugin.tight import Batches, MakeTrainer, fit
+from support.plugin.tight import Batches, MakeTrainer, ended, fit
 
 pytestmark = pytest.mark.numbers
 
@@ -66,3 +66,19 @@ def test_a_forward_of_the_modules_own_is_checkpointed(make_trainer: MakeTrainer)
     model, _, plugin = fit(make_trainer, LayersOfForward(1000), Batches(sizes=[16] * 3), **ANSWER)
     assert plugin.state_dict()["out_of_memory"] == [("gradient_checkpointing", "selective")]
     assert model.losses == plain.losses
+
+
+def test_where_checkpointing_finds_no_blocks_the_page_says_so(make_trainer: MakeTrainer) -> None:
+    page = ended(make_trainer, Layers(1000), Batches(sizes=[16]), **ANSWER)
+    assert "(gradient_checkpointing finds no blocks in Layers: name some)" in page
+
+
+def test_where_it_found_some_the_page_says_nothing_of_that(make_trainer: MakeTrainer) -> None:
+    assert "finds no blocks" not in ended(make_trainer, LayersOfForward(0), Batches(sizes=[16]), **ANSWER)
+
+
+def test_what_only_another_run_can_have_is_not_passed_over_in_silence(make_trainer: MakeTrainer) -> None:
+    settings = {**ANSWER["settings"], "compile": "on"}
+    page = ended(make_trainer, LayersOfForward(0), Batches(sizes=[16]), settings=settings)
+    assert "change no number, but for what a run can have from its beginning only." in page
+    assert "gradient_checkpointing='selective'" in page

@@ -13,6 +13,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
+from lightning_accel.core.trial import ORACLE_SAMPLES
 from support.plugin.tight import Batches, MakeTrainer, ended, fit
 
 pytestmark = pytest.mark.numbers
@@ -66,6 +68,38 @@ def test_a_forward_of_the_modules_own_is_checkpointed(make_trainer: MakeTrainer)
     model, _, plugin = fit(make_trainer, LayersOfForward(1000), Batches(sizes=[16] * 3), **ANSWER)
     assert plugin.state_dict()["out_of_memory"] == [("gradient_checkpointing", "selective")]
     assert model.losses == plain.losses
+
+
+class TightBlock(nn.Module):
+    """Has room for a few samples, or for all that are computed in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 4)]).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hooks = saved_tensors_hooks()
+        if len(x) > ORACLE_SAMPLES and (hooks is None or hooks[0].__module__ != "torch.utils.checkpoint"):
+            raise torch.OutOfMemoryError("simulated: Tried to allocate 200.00 GiB.")
+        up, down = self.layers
+        return x + down(up(x).tanh())
+
+
+class OfTightBlocks(LayersOfForward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(TightBlock(), TightBlock())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def test_in_a_trial_step_what_is_put_on_is_tried_on_the_few_samples_that_there_is_memory_for(
+    make_trainer: MakeTrainer,
+) -> None:
+    model, _, plugin = fit(make_trainer, OfTightBlocks(), Batches(sizes=[ORACLE_SAMPLES * 2] * 3), **ANSWER)
+    assert len(model.losses) == 3
+    assert sorted(plugin.report.applied("gradient_checkpointing")) == ["blocks.0", "blocks.1"]
 
 
 def test_where_checkpointing_finds_no_blocks_the_page_says_so(make_trainer: MakeTrainer) -> None:

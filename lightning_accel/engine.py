@@ -86,6 +86,7 @@ class Engine:
         self._has_edits = False
         self._resting: set[str] = set()  # whose arms are off
         self._trial_step: int | None = None
+        self._added: set[str] = set()  # techniques that were put on in mid-run
         self._open = list(self._techniques)  # those that are not closed, among them such as stand aside
         self._owes_verdicts = False
         with self._undone_where_it_raises():
@@ -259,10 +260,11 @@ class Engine:
     def add(self, technique: Technique) -> bool:
         """Puts a technique on in mid-run, between two steps and after all others; whether it found anything to do.
 
-        It is tried with the others where their trial steps are still to come, else at the next call of its sites; what
-        an earlier run has decided on it holds. Another of its name goes.
+        It is tried at the next call of its sites, in a trial step as well: what is put on for want of memory has none
+        for a trial on the whole batch. What an earlier run has decided on it holds. Another of its name goes.
         """
         name = technique.name
+        self._added.add(name)
         for former in [one for one in self._techniques if one.name == name]:
             self._withdraw(former)
         self.report.techniques[name] = TechniqueReport()
@@ -278,8 +280,7 @@ class Engine:
             self._carry_out(technique, {patch.site: known.get(patch.site, Verdict(keep=True)) for patch in patches})
         elif technique.applied_before_trial:
             self._apply_early(technique)
-        if self._trial_step != technique.trial_step:
-            technique.try_late(PatchSet(patch for patch in patches if patch.site not in (known or {})))
+        technique.try_late(PatchSet(patch for patch in patches if patch.site not in (known or {})))
         self._settle(technique)
         for other in self._techniques:
             other.give_way(technique.protects(self.model))
@@ -432,6 +433,7 @@ class Engine:
             if technique.trial_step == self._trial_step
             and len(self._edits.on_model[technique.name])
             and technique.name not in self.decisions
+            and technique.name not in self._added
         ]
         found: Decisions = {}
         self._owes_verdicts = bool(on_trial)

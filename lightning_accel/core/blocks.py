@@ -10,6 +10,7 @@ from torch import nn
 from lightning_accel.core.checks import SettingError, nearest
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
+_HOLLOW = ("torch", "lightning", "pytorch_lightning")  # whose base classes have a forward that computes nothing
 
 
 def find_blocks(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, nn.Module]:
@@ -64,8 +65,12 @@ def _is_unit(module: nn.Module) -> bool:
     """Several layers, one of them with weights, in a module that is called itself."""
     if _is_leaf(module) or type(module) in _LISTS:
         return False
-    # A LightningModule computes in its steps; its forward may be called by nobody.
-    if hasattr(module, "training_step") or any(not _is_leaf(child) for child in module.children()):
+    # A LightningModule computes in its steps: a forward that it was not given is called by nobody.
+    if hasattr(module, "training_step") and type(module).forward.__module__.partition(".")[0] in _HOLLOW:
+        return False
+    # What a list holds is called by who holds the list.
+    parts = [part for child in module.children() for part in (child.children() if type(child) in _LISTS else (child,))]
+    if not all(map(_is_leaf, parts)):
         return False
     return _leaves(module) > 1 and any(p.dim() > 1 for p in module.parameters())
 

@@ -15,6 +15,12 @@ def device_of(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device as it is told from others of its kind: of CUDA, torch means the current one where it has no index."""
+    is_current = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+
+
 def synchronize(device: torch.device) -> None:
     """Waits until ``device`` has done what it was given; a CPU has."""
     if device.type == "cuda":

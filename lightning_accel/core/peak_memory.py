@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from lightning_accel.core.device import with_index
+
 
 @dataclass(frozen=True)
 class _Books:
@@ -34,8 +36,10 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
+        device = with_index(device)
         self._books = _books_of(device)
-        self._others = _WINDOWS.setdefault(str(device), weakref.WeakSet())
+        # Without an allocator to ask, the books are this process's.
+        self._others = _WINDOWS.setdefault(device if device.type == "cuda" else None, weakref.WeakSet())
         self._others.add(self)
         self._before = 0
         self.source = self._books.source
@@ -56,7 +60,7 @@ class PeakMemory:
         return max(self._before, self._books.read())
 
 
-_WINDOWS: dict[str, weakref.WeakSet[PeakMemory]] = {}
+_WINDOWS: dict[torch.device | None, weakref.WeakSet[PeakMemory]] = {}
 
 
 def _books_of(device: torch.device) -> _Books:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from lightning_accel.core.device import with_index
 from lightning_accel.ops.arrays import numpy_as_tensor, plain
 
 Array = Any  # of NumPy or CuPy
@@ -61,22 +62,21 @@ class CupyArrays:
 
     def __init__(self, device: torch.device) -> None:
         self.xp = _cupy()
-        # Without an index, torch means the current device.
-        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._device = with_index(device)
         self._origins: list[Tensor] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
         cupy = self.xp
         # Asked for at each use: the current stream is another one inside the pipeline, and in a user's own context.
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = torch.cuda.current_stream(self._device)
         allocator = cupy.cuda.PythonFunctionAllocator(_allocate, _free)
         try:
             with (
                 torch.cuda.device(self._device),
                 cupy.cuda.Device(self._device.index),
                 cupy.cuda.using_allocator(allocator.malloc),
-                cupy.cuda.ExternalStream(stream, self._device.index),
+                cupy_stream(stream),
             ):
                 yield
         finally:
@@ -122,6 +122,14 @@ class CupyArrays:
 Arrays = NumpyArrays | CupyArrays
 
 
+def cupy_stream(stream: torch.cuda.Stream) -> Any:
+    """A stream of torch's as one of CuPy's; asked for where its device is the current one."""
+    cuda = _cupy().cuda
+    if hasattr(cuda.Stream, "from_external"):  # from CuPy 14 on, which warns of the other way
+        return cuda.Stream.from_external(stream)
+    return cuda.ExternalStream(stream.cuda_stream, stream.device_index)
+
+
 def writable(arrays: Arrays, tensor: Tensor) -> Array:
     """A new tensor's memory, to be written by a kernel; bfloat16 as uint16 bits."""
     if tensor.dtype == torch.bfloat16:
@@ -135,7 +143,7 @@ def why_no_cupy(device: torch.device) -> str | None:
         return f"CuPy computes on CUDA devices, and this is {device.type}"
     if torch.version.cuda is None and torch.version.hip is None:
         return "this torch was built without CUDA"
-    return _why_no_cupy(torch.cuda.current_device() if device.index is None else device.index)
+    return _why_no_cupy(with_index(device).index)
 
 
 @functools.cache

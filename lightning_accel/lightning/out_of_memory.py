@@ -158,7 +158,7 @@ class MemoryAnswers:
         while self._left:
             if self._can_be_had(self._left.pop(0)):
                 return True
-        self._why = _NOTHING_LEFT
+        self._why = f"{_NOTHING_LEFT}{self._not_tried()}"
         if self._split is None:
             return False
         why = self._split.halve(self._batch[0])
@@ -299,6 +299,16 @@ class MemoryAnswers:
             self._engine.report.note(f"what could need less memory could not be found: {one_line(error)}")
             return []
         return [one for one in found if one.relief.costs > known.get(one.name, -1.0)]
+
+    def _not_tried(self) -> str:
+        """What there would be all the same."""
+        left = self._not_yet()
+        if any(one.relief.only_anew for one in left):
+            return ", but for what a run can have from its beginning only"
+        told = self._around.settings["gradient_checkpointing"].mode, self._around.settings["memory_budget"].budget
+        if told != ("off", "off") or any(one.name == "gradient_checkpointing" for one in (*self.put_on, *left)):
+            return ""
+        return f" (gradient_checkpointing finds no blocks in {type(self._module).__name__}: name some)"
 
     def _can_be_had(self, named: NamedRelief) -> bool:
         if named.relief.only_anew:

@@ -97,8 +97,9 @@ class AllocatorTechnique(Technique):
     remembers: ClassVar[bool] = False
     alters_steps: ClassVar[bool] = False
 
-    def __init__(self, for_memory: str = "") -> None:
+    def __init__(self, for_memory: str = "", cuda_index: int | None = None) -> None:
         self._for_memory = for_memory  # the setting of another technique that is there to save memory of the host
+        self._cuda_index = cuda_index  # of the run's device; None: the current one
         self._patch: HeapPatch | None = None
         self._counts: list[int] = []  # of pages asked for so far, at the beginning of each step
         self._faults = 0
@@ -109,9 +110,10 @@ class AllocatorTechnique(Technique):
     @override
     def planned(cls, settings: AllocatorPlan, surroundings: Surroundings) -> Self:
         given = surroundings.settings
+        for_memory = "activation_offloading" if given["activation_offloading"].to == "disk" else ""
         if given["memory_budget"].budget != "off":
-            return cls("memory_budget")
-        return cls("activation_offloading" if given["activation_offloading"].to == "disk" else "")
+            for_memory = "memory_budget"
+        return cls(for_memory, surroundings.device.index)
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -197,7 +199,8 @@ class AllocatorTechnique(Technique):
 
     def _say_what_segments_cost(self) -> None:
         self.watches_on = False
-        unused = torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()
+        index = self._cuda_index
+        unused = torch.cuda.max_memory_reserved(index) - torch.cuda.max_memory_allocated(index)
         self.notes.refuse(
             "",
             f"{format_bytes(unused)} of CUDA memory are held beyond what is used at the peak; segments that expand need"

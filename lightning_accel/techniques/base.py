@@ -226,7 +226,7 @@ class Technique:
         return nullcontext()
 
     def try_late(self, patches: PatchSet) -> None:
-        """Has these patches tried in the steps to come: they were applied when trial steps were over."""
+        """Has these patches tried in the steps to come: they were applied in mid-run, where there is little memory."""
 
     def batch(self, batch: Any, stage: str) -> Any:
         """Applied to every batch of a stage once it is on the device."""

@@ -63,14 +63,18 @@ class GraphedBlock:
         if is_paused:
             self._graphed = None
 
+    @staticmethod
+    def may_replay() -> bool:
+        """Whether calls are such as a replay can stand in for: they go backward, and nobody sees what is in them."""
+        return torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None
+
     def call(self, original: Forward, args: Any, kwargs: dict[str, Any]) -> Any:
         """The block's forward: ``original(*args, **kwargs)``, or a replay of it.
 
         Raises:
             NotCapturedError: It can never be replayed, or not any more; nothing was computed.
         """
-        may_replay = torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None
-        if self.is_paused or self._is_capturing or not may_replay:
+        if self.is_paused or self._is_capturing or not self.may_replay():
             return original(*args, **kwargs)
         if self._graphed is None:
             self.capture(args, kwargs)
@@ -184,7 +188,7 @@ class GraphedBlock:
 
     def _signature_of(self, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
-        kind = self._held[0].device.type
+        kind = next((tensor.device.type for tensor in (*self._held, *tensors)), "cpu")
         return (
             [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors],
             map_tensors(lambda tensor: None, (args, kwargs)),  # type: ignore[arg-type, return-value]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_accel.core.blocks import find_blocks, repeated_blocks, units
 from support.models import ResidualBlock, TinyCNN, TinyTransformer, TransformerBlock
@@ -136,8 +136,16 @@ class Mixed(nn.Module):
         self.scales = nn.ModuleList([nn.Linear(1, 1), nn.ReLU()])
 
 
+class Listed(nn.Module):
+    """Calls the layers of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)])
+
+
 class Trained(nn.Module):
-    """As a LightningModule with its layers right in it: its forward may be called by nobody."""
+    """As a LightningModule with its layers right in it: the forward that it has by itself is called by nobody."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,11 +154,20 @@ class Trained(nn.Module):
     def training_step(self) -> None: ...
 
 
+class TrainedByForward(Perceptron):
+    def training_step(self) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
 UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "a stack": (TinyTransformer, names("layers", 3)),
     "what stands beside a stack": (Mixed, ["stem", "blocks.0", "blocks.1", "neck"]),
     "a model that is one part itself": (Perceptron, [""]),
     "the network of a module with training steps": (Trained, ["net"]),
+    "a module with training steps, and a forward for them": (TrainedByForward, [""]),
+    "layers in a list": (lambda: nn.Sequential(Listed(), nn.Linear(8, 1)), ["0"]),
     "a single layer": (lambda: nn.Linear(2, 2), []),
     "activations without weights": (lambda: nn.Sequential(nn.ReLU(), nn.Dropout()), []),
 }

@@ -39,6 +39,25 @@ def test_another_window_that_begins_takes_nothing_from_the_first() -> None:
     assert second.peak_bytes() < peak - 200 * MIB
 
 
+@pytest.mark.parametrize(("one", "other"), [("cuda", "cuda:1"), ("cuda:1", "cuda"), ("cpu", "cpu:0"), ("cpu", "mps")])
+def test_two_names_of_the_same_books_do_not_disturb_each_other_either(
+    monkeypatch: pytest.MonkeyPatch, one: str, other: str
+) -> None:
+    books = {"peak": 0}
+    for owner, read, reset in (
+        (torch.cuda, "max_memory_allocated", "reset_peak_memory_stats"),
+        (peak_memory, "_peak_since_reset", "_reset_peak"),
+    ):
+        monkeypatch.setattr(owner, read, lambda *device: books["peak"])
+        monkeypatch.setattr(owner, reset, lambda *device: books.update(peak=0))
+    monkeypatch.setattr(peak_memory, "may_reset_peak", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    first, second = (PeakMemory(torch.device(name)) for name in (one, other))
+    books["peak"] = 300
+    second.restart()
+    assert (first.peak_bytes(), second.peak_bytes()) == (300, 0)
+
+
 def test_a_process_that_may_not_reset_its_mark_says_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peak_memory, "may_reset_peak", lambda: False)
     window = PeakMemory(CPU)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -199,6 +200,37 @@ def test_without_cupy_the_chain_runs_on_the_host_and_says_why(simulated_cupy: ty
     assert chain.complaint == why_no_cupy(CUDA)
     assert chain.describe() == "Normalize with NumPy on the host, before the transfer"
     assert chain(torch.ones(1, 3, 2, 2)).unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("version", [13, 14])
+def test_cupy_is_on_torchs_stream_without_a_warning_of_its_own(
+    simulated_cupy: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """CuPy 14 takes the stream itself, and warns of ``ExternalStream``."""
+    given: list[Any] = []
+
+    def external(pointer: int, device: int) -> Any:
+        if version > 13:
+            warnings.warn("ExternalStream is deprecated", DeprecationWarning, stacklevel=2)
+        given.append(pointer)
+        return contextlib.nullcontext()
+
+    def from_external(stream: Any) -> Any:
+        given.append(stream.__cuda_stream__()[1])
+        return contextlib.nullcontext()
+
+    stream = types.SimpleNamespace(cuda_stream=7, device_index=0, __cuda_stream__=lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    vars(sys.modules["cupy"].cuda).update(
+        Device=contextlib.nullcontext,
+        ExternalStream=external,
+        PythonFunctionAllocator=lambda *functions: types.SimpleNamespace(malloc=None),
+        Stream=types.SimpleNamespace(**{"from_external": from_external} if version > 13 else {}),
+        using_allocator=contextlib.nullcontext,
+    )
+    with CupyArrays(CUDA).running():
+        assert given == [7]
 
 
 # -- CuPy, on a GPU ----------------------------------------------------------------------------------------------------

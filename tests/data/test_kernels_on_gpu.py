@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_accel.data.arrays import cupy_stream
 from lightning_accel.data.kernels import run
 from lightning_accel.data.single_pass import Kind, SinglePass
 from support.single_pass_cases import (
@@ -55,8 +56,8 @@ def bits_of(out: Tensor) -> NumpyArray:
 
 
 @contextmanager
-def on_stream(cupy: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    with torch.cuda.stream(stream), cupy_stream(stream):
         yield
 
 
@@ -116,7 +117,7 @@ def test_nothing_waits_for_the_gpu(cupy: Any) -> None:
     torch.cuda.synchronize()
 
     def run_all() -> None:
-        with on_stream(cupy, stream):
+        with on_stream(stream):
             torch.cuda._sleep(1_000_000_000)  # cycles: half a second
             busy.record()
             for single_pass, target in zip(passes, targets, strict=True):

@@ -19,6 +19,7 @@ from lightning_accel.assembly import Handle, surroundings_for
 from lightning_accel.core.allocators import EXPANDABLE_SEGMENTS, segment_settings
 from lightning_accel.core.heap import GLIBC, heap_in_use
 from lightning_accel.core.host import Host
+from lightning_accel.engine import Engine
 from lightning_accel.techniques.allocator import AllocatorTechnique
 from support.simulated_hosts import SIMULATED_HOSTS
 
@@ -203,6 +204,23 @@ def test_on_a_gpu_the_variable_is_named_that_has_to_be_there_before_cuda_starts(
         status = handle.report.of("allocator").status
         assert status == "as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False has it"
         handle.undo()
+
+
+def test_what_is_held_beyond_the_peak_is_asked_of_the_runs_device_not_of_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, mebibytes in (("max_memory_reserved", 7), ("max_memory_allocated", 2)):
+        monkeypatch.setattr(torch.cuda, name, lambda index=None, mebibytes=mebibytes: (index == 1) * mebibytes << 20)
+    model, host = nn.Linear(2, 2), SIMULATED_HOSTS["A100"]
+    techniques = surroundings_for(PLAIN_BUT_THIS, model, host, device=torch.device("cuda", 1)).techniques
+    [technique] = [one for one in techniques if isinstance(one, AllocatorTechnique)]
+    engine = Engine(model, host, [technique])
+    for _ in range(6):
+        with engine.step():
+            model(torch.ones(2, 2)).sum().backward()
+    assert engine.report.refused("allocator")[""].startswith("5.0 MiB of CUDA memory")
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lightning_accel import AccelPlugin, Plan
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelWarning
+from lightning_accel.core.torch_private.modes import DispatchMode
 from lightning_accel.engine import Engine
 from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.graphs import Graphs
@@ -253,6 +255,31 @@ def test_what_cannot_be_captured_runs_as_written_with_torchs_reason(monkeypatch:
         "cannot be captured: RuntimeError: operation not permitted when stream is capturing",
     }
     run.check_same(lambda model: run.step(model, torch.ones(3, 4)))
+
+
+def test_a_block_without_parameters_or_buffers_is_captured_too() -> None:
+    run = Run(lambda: nn.Sequential(nn.Softplus(), nn.Tanh()))
+    assert run.engine.report.applied("graphs") == ["1", "2"], run.refused()
+    run.check_same(lambda model: run.step(model, torch.ones(3, 4)))
+
+
+class Watching(DispatchMode):
+    """Sees every operation, and does nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "watch",
+    [Watching, lambda: torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)],
+    ids=["a mode", "hooks on what is saved"],
+)
+def test_where_no_call_may_be_replayed_none_is_captured(watch: Callable[[], AbstractContextManager[Any]]) -> None:
+    with watch():
+        run = Run()
+    assert run.graphs.captures == 0
+    assert run.refused() == {"no call on the second step went backward unseen by modes and hooks: not tried"}
 
 
 def test_running_statistics_are_moved_as_often_as_in_a_plain_run() -> None:

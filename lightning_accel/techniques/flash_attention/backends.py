@@ -184,8 +184,13 @@ class FlashAttn(Backend):
         lengths = real.sum(dim=1, dtype=torch.int32)
         starts_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         starts_q = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=q.device)
+        # Real keys first, padding behind them, which no query sees: k[real] would wait for the device to count them.
+        order = real.flatten().int().argsort(descending=True, stable=True)
+        # The kernel leaves the gradients of what it does not see as they were in memory.
+        unseen = ~real.flatten()[order, None, None]
+        k, v = (t.flatten(0, 1).index_select(0, order).masked_fill_(unseen, 0) for t in (k, v))
         packed: Tensor = flash_attn_varlen_func(
-            q.flatten(0, 1), k[real], v[real], starts_q, starts_k, rows, k.shape[1], causal=False, **options
+            q.flatten(0, 1), k, v, starts_q, starts_k, rows, real.shape[1], causal=False, **options
         )
         return packed.view(batch, rows, *packed.shape[1:]).transpose(1, 2)
 

@@ -82,6 +82,8 @@ def _read_writes_as_values(graph: Graph) -> None:
         elif node.op == "call_function" and node.target is operator.setitem:
             target, mask, fill = node.args
             is_mask = is_tensor(mask) and value(mask).dtype == torch.bool and rank(mask) == rank(target)
+            # An assignment takes a mask on the host for scores on a device, and masked_fill does not.
+            is_mask = is_mask and value(mask).device == value(target).device
             is_fresh = is_tensor(target) and op_name(target) in _FRESH and not is_in_place(target)
             is_unread = is_fresh and all(place[user] >= place[node] for user in target.users)
             if is_mask and is_unread and not is_tensor(fill):

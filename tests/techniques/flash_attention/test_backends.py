@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from lightning_accel import AccelError, AccelWarning, Host
-from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
+from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend, installed_backends
+from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 from lightning_accel.techniques.flash_attention.settings import FlashAttentionSetting
 from support.attention_zoo import FOUND
 from support.techniques.flash_attention.technique_runs import Stack, start
@@ -77,3 +87,51 @@ def test_on_amd_cards_there_are_the_kernels_that_torch_has_for_the_architecture(
 )
 def test_on_amd_cards_the_others_say_why_not(backend: str, reason: str) -> None:
     assert reason in (BACKENDS[backend].unavailable(AMD) or "")
+
+
+# -- flash-attn, whose kernel is written out here ------------------------------------------------------------------
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, *_: Any, **options: Any) -> Tensor:
+    """As the kernel: it computes from start to start, and leaves the gradients of what lies behind the last unwritten.
+
+    Tensors are (sum of lengths, H, D).
+    """
+
+    def unwritten(gradient: Tensor) -> Tensor:
+        return gradient.index_fill(0, torch.arange(int(starts_k[-1]), len(gradient)), math.nan)
+
+    for tensor in (k, v):
+        tensor.register_hook(unwritten)  # type: ignore[no-untyped-call]
+    spans = zip(*(itertools.pairwise(one.tolist()) for one in (starts_q, starts_k)), strict=True)
+    samples = ((q[slice(*rows)], k[slice(*columns)], v[slice(*columns)]) for rows, columns in spans)
+    outputs = [F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in sample)) for sample in samples]
+    return torch.cat([out.transpose(0, 1) for out in outputs])
+
+
+def simulated(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> Backend:
+    package = SimpleNamespace(flash_attn_func=None, flash_attn_varlen_func=kernel)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)  # type: ignore[arg-type]
+    return BACKENDS["flash-attn"]
+
+
+def test_flash_attn_with_padding_gives_values_and_gradients_of_masked_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 0, 0, 1, 0]], dtype=torch.bool)
+    q, k, v = (torch.randn(3, 2, 5, 8, requires_grad=True) for _ in range(3))
+    call = AttentionCall(query=q, key=k, value=v, mask=real[:, None, None])
+    found, expected = simulated(monkeypatch, varlen)(call), sdpa(call)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(found)
+    torch.testing.assert_close(*(torch.autograd.grad(out, (q, k, v), weights) for out in (found, expected)))
+
+
+def test_flash_attn_with_padding_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor without values, as here, says how large it is only where nobody needs to count first."""
+    backend = simulated(monkeypatch, lambda q, *_, **options: torch.empty_like(q))
+    with FakeTensorMode():
+        q, k, v = (torch.empty(3, 2, 5, 8, dtype=torch.bfloat16) for _ in range(3))
+        mask = torch.empty(3, 1, 1, 5, dtype=torch.bool)
+        out = backend(AttentionCall(query=q, key=k, value=v, mask=mask))
+    assert out.shape == q.shape

@@ -52,6 +52,14 @@ def test_a_causal_mask_handed_in_by_the_caller_is_recognised() -> None:
     assert not recorder.calls[-1].is_causal
 
 
+def test_a_mask_on_the_host_is_left_to_the_assignment_that_takes_it_for_scores_on_a_device() -> None:
+    """Simulated by meta tensors: ``masked_fill`` would raise."""
+    site, recorder = HandWrittenSite("attention", make(FOUND["causal_by_assignment"]).to("meta")), Recorder()
+    run(site, batch(2, 16).to("meta"), recorder)
+    assert recorder.calls == []
+    assert site.nothing_found() == "its scores are used elsewhere"
+
+
 def test_a_mask_that_is_overwritten_is_looked_at_again() -> None:
     module, recorder, x = make(FOUND["causal_buffer"]), Recorder(), batch(2, 16)
     site = HandWrittenSite("attention", module)

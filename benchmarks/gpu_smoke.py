@@ -33,7 +33,7 @@ from lightning_accel.techniques.registry import declarations
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-STEPS = 8
+STEPS, LONG = 8, 3_000
 TOLERANCES = {"precision": 0.05, "changes training": 0.1}
 TOLERANCE = 2e-3
 """Of losses, relative, in the number format of the plain run: eight steps on another device, in another order."""
@@ -97,7 +97,7 @@ def main() -> None:
                 outcomes.append(run(model, name, build, accelerator, settings))
                 judge(outcomes[-1], expected, tolerance)
         if args.only in "AccelPlugin()":
-            outcomes.append(run(model, "AccelPlugin()", build, accelerator, {}, steps=STEPS if args.dry_run else 400))
+            outcomes.append(run(model, "AccelPlugin()", build, accelerator, {}, steps=STEPS if args.dry_run else LONG))
     rows_of_it = [["model", "settings", "sites", "off by", "step, ms", "peak, MiB", "came of it"]]
     rows_of_it += [line(outcome) for outcome in outcomes]
     text = table(rows_of_it)
@@ -115,7 +115,7 @@ def digits() -> tuple[Any, Any]:
 def gpt() -> tuple[Any, Any]:
     from bytes_gpt import BytesGPT, StdlibText
 
-    return BytesGPT(dim=128, depth=3, num_heads=4, seq_len=256, lr=3e-4), StdlibText(batch_size=8, seq_len=256)
+    return BytesGPT(dim=128, depth=3, num_heads=4, seq_len=256, lr=1e-2), StdlibText(batch_size=8, seq_len=256)
 
 
 MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {"digits": digits, "bytes_gpt": gpt}

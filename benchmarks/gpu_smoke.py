@@ -33,7 +33,7 @@ from lightning_accel.techniques.registry import declarations
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-STEPS, LONG = 8, 3_000
+STEPS, LONG = 8, 2_000
 TOLERANCES = {"precision": 0.05, "changes training": 0.1}
 TOLERANCE = 2e-3
 """Of losses, relative, in the number format of the plain run: eight steps on another device, in another order."""

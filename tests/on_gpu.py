@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Run what needs a GPU.")
     parser.add_argument("what", choices=("smoke", "tests", "bench"))
     parser.add_argument("--part", default="", help="of the tests: a folder of tests/, or 'graphs'")
-    parser.add_argument("--only", default="", help="of the benchmarks: names, with commas between them")
+    parser.add_argument("--only", default="", help="benchmarks, with commas between them; rows of the smoke test")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "docs" / "results"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -52,8 +52,8 @@ def main() -> None:
         if args.what == "tests":
             status = run_tests(args.part, out, environment)
         else:
-            names = ["gpu_smoke"] if args.what == "smoke" else wanted(args.only)
-            scripts = [[str(ROOT / "benchmarks" / f"{name}.py"), "--out", str(out)] for name in names]
+            names, more = (["gpu_smoke"], ["--only", args.only]) if args.what == "smoke" else (wanted(args.only), [])
+            scripts = [[str(ROOT / "benchmarks" / f"{name}.py"), "--out", str(out), *more] for name in names]
             status = max(run(script, environment) for script in scripts)
     name = "-".join(part for part in (args.what, args.part or args.only.replace(",", "-")) if part)
     with tarfile.open(out / f"gpu-{name}.tar.gz", "w:gz") as archive:

@@ -6,7 +6,7 @@
 
 The package is laid out as it would be installed, callbacks and benchmarks/claims inside it, in a temporary folder, and
 everything runs from there. What each part leaves (a JUnit file, JSON, tables) is in the folder of ``--out``, and in one
-archive there.
+archive there. A process that takes longer than ``LIMIT_S`` seconds (480) is ended.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -102,9 +103,17 @@ def has(module: str) -> bool:
 
 
 def run(arguments: list[str], environment: dict[str, str]) -> int:
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=environment["TREE"], check=False
-    ).returncode
+    """The status of a Python process; after eight minutes it is told to end, and to say what it has so far."""
+    process = subprocess.Popen([sys.executable, *arguments], env=environment, cwd=environment["TREE"])
+    try:
+        return process.wait(float(environment.get("LIMIT_S", "480")))
+    except subprocess.TimeoutExpired:
+        print(f"on_gpu: {' '.join(arguments[:2])} is ended after {environment.get('LIMIT_S', '480')} s", flush=True)
+        process.send_signal(signal.SIGINT)
+        return max(1, process.wait())
+    except KeyboardInterrupt:  # which it has been told, too
+        process.wait()
+        raise
 
 
 @contextmanager

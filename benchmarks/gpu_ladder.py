@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,6 +139,7 @@ RUNGS = (
     Rung("+ vocabulary of 50,304", 93, "high", True, True, True, True, False),
     Rung("+ fused AdamW", 90),
 )
+BETWEEN = ("+ torch.compile", "+ fused attention", "+ vocabulary of 50,304", "AccelPlugin(compile='auto')")
 LINES = {
     "AccelPlugin()": Plan(),
     "AccelPlugin(compile='auto')": Plan(compile="auto"),
@@ -263,6 +265,7 @@ def row(run: Measured, first: float, last: float) -> list[str]:
 def main() -> None:
     parser = arguments("Measure the ladder of GPT-2 124M.")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which a line's trials are cut off")
+    parser.add_argument("--quick", action="store_true", help="only rungs and lines that say most, in three minutes")
     args = parser.parse_args()
     if not is_possible(args):
         return
@@ -271,23 +274,34 @@ def main() -> None:
     runs: list[Measured] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIGHTNING_ACCEL_CACHE"] = folder
-        measures = [lambda rung=rung: measure_rung(rung, size) for rung in RUNGS]
+        rungs = [rung for rung in RUNGS if not (args.quick and rung.name in BETWEEN)]
+        measures = [lambda rung=rung: measure_rung(rung, size) for rung in rungs]
         measures += [
-            lambda name=name, plan=plan: measure_line(name, plan, size, seconds) for name, plan in LINES.items()
+            lambda name=name, plan=plan: measure_line(name, plan, size, seconds)
+            for name, plan in LINES.items()
+            if not (args.quick and name in BETWEEN)
         ]
-        for measure in (*measures, lambda: measure_rung(again, size)):
-            start = time.perf_counter()
-            runs.append(measure())
-            print(f"{runs[-1]}: {time.perf_counter() - start:.0f} s", flush=True)
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-    first, last = runs[0].step_ms, runs[len(RUNGS) - 1].step_ms
+        try:
+            for measure in (*measures, lambda: measure_rung(again, size)):
+                start = time.perf_counter()
+                runs.append(measure())
+                print(f"{runs[-1]}: {time.perf_counter() - start:.0f} s", flush=True)
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+        finally:  # interrupted, too
+            if len(runs) >= len(rungs):
+                conclude(runs, runs[len(rungs) - 1].step_ms, seconds, args.out)
+
+
+def conclude(runs: list[Measured], last: float, seconds: float, out: Path) -> None:
+    """Prints and writes the table; ``last``: of the last rung, in milliseconds."""
+    first = runs[0].step_ms
     heading = ["", "ms a step", "speed", "published, ms on an A100", "of the ladder recovered", "settled", "compile"]
     text = table([heading, *(row(run, first, last) for run in runs)])
     print(f"\n{text}")
     record = {"steps": STEPS, "seconds": seconds, "runs": [asdict(run) for run in runs]}
-    write("ladder", args.out, record, "GPT-2 124M, 16 x 1,024 tokens a step, on", text)
+    write("ladder", out, record, "GPT-2 124M, 16 x 1,024 tokens a step, on", text)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,19 @@ def test_checkpointing_goes_on_top(mode: str, kind: type[nn.Module]) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Layer, Discards])
+def test_on_a_gpu_selective_checkpointing_goes_on_top(kind: type[nn.Module]) -> None:
+    """Its blocks are computed again on a thread of autograd's, in trials as well."""
+    model = Stack(kind, depth=3).cuda()
+    plain, handle, x = copy.deepcopy(model), start(model, gradient_checkpointing="selective"), batch().cuda()
+    for _ in range(3):
+        torch.testing.assert_close(step(model, handle, x), step(plain, None, x), rtol=1e-4, atol=1e-5)
+    assert len(handle.report.applied("flash_attention")) == 3, handle.report
+    assert len(handle.report.applied("gradient_checkpointing")) == 3, handle.report
+    handle.undo()
+
+
 def test_a_checkpointed_block_runs_fused_when_it_is_recomputed_too() -> None:
     model = Stack(Layer, depth=3)
     handle, x = start(model, gradient_checkpointing="full"), batch()

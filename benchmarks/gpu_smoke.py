@@ -33,7 +33,7 @@ from lightning_accel.techniques.registry import declarations
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-STEPS, LONG = 8, 2_000
+STEPS, LONG = 8, 1_500
 TOLERANCES = {"precision": 0.05, "changes training": 0.1}
 TOLERANCE = 2e-3
 """Of losses, relative, in the number format of the plain run: eight steps on another device, in another order."""
@@ -52,6 +52,7 @@ class Outcome:
         peak_mib: The most that was allocated on the GPU.
         sites: Where something was changed.
         off_by: The largest deviation of a loss from the plain run on the processor, relative.
+        status: What the report says of the technique.
         failure: What it raised, or that it is too far off; empty: nothing.
         remarks: Warnings, reasons of refusals, and the traceback.
     """
@@ -64,6 +65,7 @@ class Outcome:
     peak_mib: float = 0.0
     sites: int = 0
     off_by: float = math.nan
+    status: str = ""
     failure: str = ""
     remarks: list[str] = field(default_factory=list)
 
@@ -84,6 +86,7 @@ class Watch(Callback):
 def main() -> None:
     parser = arguments("Train with each technique once, and compare losses with the processor's.")
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--long", type=int, default=LONG, help="steps of the longer runs; 0: leaves them out")
     args = parser.parse_args()
     if not is_possible(args):
         return
@@ -94,7 +97,7 @@ def main() -> None:
     outcomes: list[Outcome] = []
     try:
         for model in MODELS:
-            outcomes += trained(model, args.only, accelerator, args.dry_run)
+            outcomes += trained(model, args.only, accelerator, args.dry_run, STEPS if args.dry_run else args.long)
     finally:
         rows_of_it = [["model", "settings", "sites", "off by", "step, ms", "whole, s", "peak, MiB", "came of it"]]
         rows_of_it += [line(outcome) for outcome in outcomes]
@@ -104,7 +107,7 @@ def main() -> None:
     sys.exit(any(outcome.failure for outcome in outcomes))
 
 
-def trained(model: str, only: str, accelerator: str, is_dry: bool) -> Iterator[Outcome]:
+def trained(model: str, only: str, accelerator: str, is_dry: bool, long: int) -> Iterator[Outcome]:
     """The rows of one model whose names contain ``only``."""
     expected = run(model, "the processor", "cpu", None)
     for name, settings, tolerance in rows():
@@ -112,9 +115,8 @@ def trained(model: str, only: str, accelerator: str, is_dry: bool) -> Iterator[O
             outcome = run(model, name, accelerator, settings)
             judge(outcome, expected, tolerance)
             yield outcome
-    long = STEPS if is_dry else LONG
     for name, settings in ((f"plain, {long:,} steps", None), (f"AccelPlugin(), {long:,} steps", {})):
-        if only in name:
+        if long and only in name:
             yield run(model, name, accelerator, settings, long)
 
 
@@ -180,6 +182,8 @@ def run(model: str, name: str, accelerator: str, settings: dict[str, Any] | None
     if plugin is not None:
         report = plugin.report
         outcome.sites = sum(len(report.applied(name)) for name in declarations())
+        if (technique := name.partition("=")[0]) in declarations():
+            outcome.status = report.of(technique).status
         outcome.remarks.append(report.to_text())
     print(f"{model}, {name}: {time.perf_counter() - start:.1f} s {outcome.failure}", flush=True)
     return outcome
@@ -214,7 +218,13 @@ def judge(outcome: Outcome, expected: Outcome, tolerance: float) -> None:
 def line(outcome: Outcome) -> list[str]:
     numbers = [f"{outcome.off_by:.1e}", f"{outcome.step_ms:.2f}", f"{outcome.whole_s:.1f}"]
     numbers.append(f"{outcome.peak_mib:,.0f}")
-    return [outcome.model, outcome.name, str(outcome.sites), *numbers, outcome.failure or "as it should"]
+    return [
+        outcome.model,
+        outcome.name,
+        str(outcome.sites),
+        *numbers,
+        outcome.failure or outcome.status or "as it should",
+    ]
 
 
 if __name__ == "__main__":

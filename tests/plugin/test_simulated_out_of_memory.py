@@ -65,7 +65,7 @@ class LayersOfForward(Layers):
 
 def test_a_forward_of_the_modules_own_is_checkpointed(make_trainer: MakeTrainer) -> None:
     plain, *_ = fit(make_trainer, LayersOfForward(), Batches(sizes=[16] * 3), **ANSWER)
-    model, _, plugin = fit(make_trainer, LayersOfForward(1000), Batches(sizes=[16] * 3), **ANSWER)
+    model, _, plugin = fit(make_trainer, LayersOfForward(3000), Batches(sizes=[16] * 3), **ANSWER)
     assert plugin.state_dict()["out_of_memory"] == [("gradient_checkpointing", "selective")]
     assert model.losses == plain.losses
 
@@ -103,7 +103,7 @@ def test_in_a_trial_step_what_is_put_on_is_tried_on_the_few_samples_that_there_i
 
 
 def test_where_checkpointing_finds_no_blocks_the_page_says_so(make_trainer: MakeTrainer) -> None:
-    page = ended(make_trainer, Layers(1000), Batches(sizes=[16]), **ANSWER)
+    page = ended(make_trainer, Layers(3000), Batches(sizes=[16]), **ANSWER)
     assert "(gradient_checkpointing finds no blocks in Layers: name some)" in page
 
 

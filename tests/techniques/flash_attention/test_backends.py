@@ -23,6 +23,8 @@ from lightning_accel.techniques.flash_attention.settings import FlashAttentionSe
 from support.attention_zoo import FOUND
 from support.techniques.flash_attention.technique_runs import Stack, start
 
+pytestmark = pytest.mark.numbers
+
 
 def test_the_plan_names_every_backend() -> None:
     assert set(get_args(FlashAttentionSetting)) == {"auto", "off", *BACKENDS}

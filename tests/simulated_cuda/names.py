@@ -1,0 +1,344 @@
+"""The names of ``torch.cuda``, and of what asks it."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from simulated_cuda import captures, dispatch, events, graphs, memory
+from simulated_cuda.card import CARD
+from simulated_cuda.events import Stream, device_index
+from simulated_cuda.operations import GENERATORS
+from simulated_cuda.streams import LIBRARY, TIMELINE, current_device, current_stream, set_stream
+
+_CYCLES_PER_SECOND = 1.5e9  # of torch.cuda._sleep
+NVTX_RANGES: list[str] = []
+_HELD: dict[int, torch.Tensor] = {}  # by address: what caching_allocator_alloc has given out
+
+
+def _set_device(device: Any) -> None:
+    index = device_index(device)
+    if not 0 <= index < CARD.count:
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+    LIBRARY.set_device(index)
+
+
+def _exchange_device(index: int) -> int:
+    before = current_device()
+    if index >= 0:
+        LIBRARY.set_device(index)
+    return before
+
+
+class _Device:
+    """As :class:`torch.cuda.device`."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = -1 if device is None else device_index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = _exchange_device(self.idx)
+
+    def __exit__(self, *_: object) -> None:
+        LIBRARY.set_device(self.prev_idx)
+
+
+class _DeviceOf(_Device):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.device.index if tensor.is_cuda else None)
+
+
+class _StreamContext:
+    """As :class:`torch.cuda.StreamContext`."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._device = _exchange_device(self.stream.device_index)
+            self._before = current_stream(self.stream.device_index)
+            set_stream(self.stream.key)
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            set_stream(self._before)
+            LIBRARY.set_device(self._device)
+
+
+def _stream_now(device: Any = None) -> Stream:
+    index, number = current_stream(device_index(device))
+    return Stream(index, stream_id=number)
+
+
+def _set_stream(stream: Stream | None) -> None:
+    if stream is not None:
+        LIBRARY.set_device(stream.device_index)
+        set_stream(stream.key)
+
+
+def _synchronize(device: Any = None) -> None:
+    index = device_index(device)
+    captures.wait_for_device(index)
+    TIMELINE.wait_on_host(TIMELINE.marks_of(index))
+
+
+def _sleep(cycles: int) -> None:
+    stream = current_stream()
+    if captures.of_launch(stream) is None:
+        TIMELINE.launch(stream)
+        TIMELINE.keep_busy(stream, cycles / _CYCLES_PER_SECOND)
+
+
+def _properties(device: Any = None) -> types.SimpleNamespace:
+    major, minor = CARD.capability
+    return types.SimpleNamespace(
+        name=CARD.name,
+        major=major,
+        minor=minor,
+        total_memory=CARD.total_bytes,
+        multi_processor_count=132,
+        uuid=uuid.UUID(int=1 + device_index(device)),
+        gcnArchName="",
+        warp_size=32,
+        L2_cache_size=50 << 20,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+    )
+
+
+def _book(device: Any = None) -> memory.Book:
+    return memory.BOOKS[device_index(device)]
+
+
+def _memory_stats(device: Any = None) -> dict[str, int]:
+    book = _book(device)
+    num_blocks = sum(block.device == device_index(device) for block in memory.BLOCKS.values())
+    return {
+        "allocated_bytes.all.current": book.used,
+        "allocated_bytes.all.peak": book.peak,
+        "active_bytes.all.current": book.used,
+        "active_bytes.all.peak": book.peak,
+        "reserved_bytes.all.current": book.reserved,
+        "reserved_bytes.all.peak": book.reserved_peak,
+        "inactive_split_bytes.all.current": 0,
+        "inactive_split_bytes.all.peak": 0,
+        "allocation.all.allocated": book.num_allocations,
+        "allocation.all.current": num_blocks,
+        "segment.all.current": 1,
+        "segment.all.allocated": 1,
+        "segment.all.freed": 0,
+        "num_alloc_retries": 0,
+        "num_ooms": book.num_oom,
+        "num_device_alloc": 1,
+        "num_device_free": 0,
+    }
+
+
+def _empty_cache() -> None:
+    # While the allocator believes in a capture it asks no events, and gives back what it has free.
+    for book in memory.BOOKS:
+        book.give_back()
+
+
+def _caching_allocator_alloc(size: int, device: Any = None, stream: Any = None) -> int:
+    values = torch.empty(size, dtype=torch.uint8)
+    memory.allocate(values, device_index(device))
+    _HELD[values.data_ptr()] = values
+    return values.data_ptr()
+
+
+def _set_fraction(fraction: float, device: Any = None) -> None:
+    _book(device).fraction = fraction
+
+
+def _generator(device: Any) -> torch.Generator:
+    return GENERATORS[device_index(device)]
+
+
+def _seed_all(seed: int) -> None:
+    for generator in GENERATORS:
+        generator.manual_seed(int(seed) % 2**63)
+
+
+def _set_state(state: torch.Tensor, device: Any = "cuda") -> None:
+    _generator(device).set_state(state.cpu())
+
+
+def _set_states(states: Any) -> None:
+    for index, state in enumerate(states):
+        _set_state(state, index)
+
+
+_RANDOM = {
+    "manual_seed": lambda seed: _generator(None).manual_seed(int(seed) % 2**63) and None,
+    "manual_seed_all": _seed_all,
+    "initial_seed": lambda: _generator(None).initial_seed(),
+    "get_rng_state": lambda device="cuda": _generator(device).get_state(),
+    "set_rng_state": _set_state,
+    "get_rng_state_all": lambda: [generator.get_state() for generator in GENERATORS[: CARD.count]],
+    "set_rng_state_all": _set_states,
+}
+
+_MEMORY = {
+    "memory_allocated": lambda device=None: _book(device).used,
+    "max_memory_allocated": lambda device=None: _book(device).peak,
+    "memory_reserved": lambda device=None: _book(device).reserved,
+    "max_memory_reserved": lambda device=None: _book(device).reserved_peak,
+    "mem_get_info": lambda device=None: (max(0, CARD.total_bytes - _book(device).reserved), CARD.total_bytes),
+    "memory_stats": _memory_stats,
+    "memory_stats_as_nested_dict": lambda device=None: {},
+    "reset_peak_memory_stats": lambda device=None: _book(device).reset_peaks(),
+    "reset_accumulated_memory_stats": lambda device=None: None,
+    "empty_cache": _empty_cache,
+    "caching_allocator_alloc": _caching_allocator_alloc,
+    "caching_allocator_delete": lambda address: _HELD.pop(address, None) and None,
+    "get_per_process_memory_fraction": lambda device=None: _book(device).fraction,
+    "set_per_process_memory_fraction": _set_fraction,
+    "get_allocator_backend": lambda: "native",
+    "memory_summary": lambda *_, **options: "simulated",
+    "memory_snapshot": lambda *_, **options: [],
+}
+
+_DEVICES = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "init": lambda: None,
+    "_lazy_init": lambda: None,
+    "_is_compiled": lambda: True,
+    "device_count": lambda: CARD.count,
+    "_device_count_nvml": lambda: CARD.count,
+    "current_device": current_device,
+    "set_device": _set_device,
+    "_exchange_device": _exchange_device,
+    "_maybe_exchange_device": _exchange_device,
+    "device": _Device,
+    "device_of": _DeviceOf,
+    "_DeviceGuard": _Device,
+    "get_device_name": lambda device=None: CARD.name,
+    "get_device_capability": lambda device=None: CARD.capability,
+    "get_device_properties": _properties,
+    "get_arch_list": lambda: ["sm_75", "sm_80", "sm_90"],
+    "is_bf16_supported": lambda including_emulation=True: CARD.capability >= (8, 0) or including_emulation,
+    "can_device_access_peer": lambda one, other: True,
+    "ipc_collect": lambda: None,
+    "synchronize": _synchronize,
+    "_sleep": _sleep,
+}
+
+_STREAMS = {
+    "Stream": Stream,
+    "ExternalStream": events.ExternalStream,
+    "Event": events.Event,
+    "StreamContext": _StreamContext,
+    "stream": _StreamContext,
+    "current_stream": _stream_now,
+    "default_stream": lambda device=None: Stream(device, stream_id=0),
+    "set_stream": _set_stream,
+}
+
+_GRAPHS = {
+    "CUDAGraph": graphs.CUDAGraph,
+    "graph_pool_handle": graphs.graph_pool_handle,
+    "is_current_stream_capturing": captures.is_capturing,
+}
+
+_IN_C = {
+    "_cuda_getDevice": current_device,
+    "_cuda_setDevice": lambda index: LIBRARY.set_device(index),
+    "_cuda_getDeviceCount": lambda: CARD.count,
+    "_cuda_init": lambda: None,
+    "_cuda_isInBadFork": lambda: False,
+    "_cuda_getArchFlags": lambda: "sm_90",
+    "_cuda_isCurrentStreamCapturing": captures.is_capturing,
+    "_cuda_getCurrentRawStream": lambda index=0: current_stream(index)[1],
+    "_cuda_emptyCache": _empty_cache,
+    "_cuda_getMemoryFraction": lambda device=0: _book(device).fraction,
+    "_cuda_clearCublasWorkspaces": lambda: None,
+    "_cuda_set_sync_debug_mode": dispatch.set_sync_debug_mode,
+    "_cuda_get_sync_debug_mode": dispatch.get_sync_debug_mode,
+    "_host_emptyCache": lambda: None,
+}
+
+_ACCELERATOR = {
+    "is_available": lambda: True,
+    "device_count": lambda: CARD.count,
+    "current_accelerator": lambda check_available=False: torch.device("cuda"),
+    "current_device_index": current_device,
+    "synchronize": _synchronize,
+    "current_stream": _stream_now,
+}
+
+_MISSING_TYPES = ("_cuda_CUDAAllocator_AllocatorState", "_cuda_CUDAAllocator")  # named by annotations
+
+
+@contextlib.contextmanager
+def _fork_rng(
+    devices: Any = None, enabled: bool = True, _caller: str = "", _devices_kw: str = "", device_type: str = "cuda"
+) -> Iterator[None]:
+    """As :func:`torch.random.fork_rng`."""
+    if not enabled:
+        yield
+        return
+    of_host, of_devices = torch.get_rng_state(), [generator.get_state() for generator in GENERATORS]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_host)
+        _set_states(of_devices)
+
+
+_SEED_HOST = torch.manual_seed
+
+
+def _manual_seed(seed: Any) -> torch.Generator:
+    _seed_all(seed)
+    return _SEED_HOST(seed)
+
+
+def install() -> None:
+    """Gives ``torch.cuda`` its names, and ``torch.accelerator``."""
+    cuda: Any = torch.cuda
+    places = [
+        (_DEVICES, (cuda,)),
+        (_STREAMS, (cuda, cuda.streams)),
+        (_MEMORY, (cuda, cuda.memory)),
+        (_RANDOM, (cuda, cuda.random)),
+        (_GRAPHS, (cuda, cuda.graphs)),
+        (_IN_C, (torch._C,)),
+        (_ACCELERATOR, (torch.accelerator,)),
+    ]
+    for names, modules in places:
+        for module in modules:
+            for name, value in names.items():
+                if module in (cuda, torch._C, torch.accelerator) or hasattr(module, name):
+                    setattr(module, name, value)
+    cuda.graphs._cuda_isCurrentStreamCapturing = captures.is_capturing
+    for name in _MISSING_TYPES:
+        if not hasattr(torch._C, name):
+            setattr(torch._C, name, type(name, (), {}))
+    cuda._initialized, cuda._cached_device_count = True, CARD.count
+    cuda.default_generators = tuple(GENERATORS)
+    cuda.memory._record_memory_history = lambda *_, **options: None
+    cuda.memory._snapshot = lambda *_, **options: {"segments": [], "device_traces": [[]], "allocator_settings": {}}
+    cuda.nvtx.range_push = NVTX_RANGES.append
+    cuda.nvtx.range_pop = lambda: NVTX_RANGES.pop() and None
+    torch.version.cuda = "13.0"
+    backends: Any = torch.backends
+    backends.cuda.is_built = lambda: True
+    backends.cudnn.is_available = lambda: True
+    backends.cudnn.version = lambda: 91000
+    random: Any = torch.random
+    random.fork_rng = _fork_rng
+    torch.manual_seed = random.manual_seed = _manual_seed

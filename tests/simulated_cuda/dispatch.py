@@ -198,7 +198,9 @@ class _Call:
         found: list[Tensor] = []
         for position, name in self.known.written:
             value = args[position] if position < len(args) else kwargs.get(name)
-            found += [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, Tensor)]
+            found += [
+                one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, Tensor)
+            ]
         return found
 
     def _wrapped(self, results: Any) -> Any:
@@ -248,7 +250,9 @@ class _Call:
         dtype = self.kwargs.get("dtype") or source.dtype
         values = values_of(source)
         if target.type == "cuda":
-            copied = wrapped(torch.empty_like(values, dtype=dtype), current_device() if target.index is None else target.index)
+            copied = wrapped(
+                torch.empty_like(values, dtype=dtype), current_device() if target.index is None else target.index
+            )
             return _copy(copied, source, _non_blocking(self.args, self.kwargs), self)
         if source.layout != torch.strided:
             synchronised(self.known.name, self._device)
@@ -352,13 +356,21 @@ def _factory_device(device: Any) -> int:
 def _empty(size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
            memory_format: Any = None) -> Tensor:  # fmt: skip
     values = torch.empty(size, dtype=dtype, device="cpu", memory_format=memory_format or torch.contiguous_format)
-    return _made(torch.ops.aten.empty.memory_format, (size,), {"dtype": dtype, "device": torch.device("cpu")}, values, device)
+    return _made(
+        torch.ops.aten.empty.memory_format, (size,), {"dtype": dtype, "device": torch.device("cpu")}, values, device
+    )
 
 
 def _empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None,
                    pin_memory: Any = None) -> Tensor:  # fmt: skip
     values = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-    return _made(torch.ops.aten.empty_strided.default, (size, stride), {"dtype": dtype, "device": torch.device("cpu")}, values, device)
+    return _made(
+        torch.ops.aten.empty_strided.default,
+        (size, stride),
+        {"dtype": dtype, "device": torch.device("cpu")},
+        values,
+        device,
+    )
 
 
 def _made(func: Any, args: Any, kwargs: dict[str, Any], values: Tensor, device: Any) -> Tensor:
@@ -387,6 +399,22 @@ class _DispatchOfClass:
         return dispatch if cls in _CLASSES else torch._C._disabled_torch_dispatch_impl
 
 
+def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    inherited: Any = Tensor.__torch_function__
+    return inherited.__func__(cls, func, types, args, kwargs)
+
+
+def _keep_torch_function(cls: Any, **options: Any) -> None:
+    """Gives new classes a ``__torch_function__`` of their own.
+
+    Torch takes the inherited one from every class whose dispatch is not that of ``Tensor``, as it is here.
+    """
+    super(Tensor, cls).__init_subclass__(**options)
+    before_tensor = cls.__mro__[: cls.__mro__.index(Tensor)]
+    if not any({"__torch_dispatch__", "__torch_function__"} & set(vars(one)) for one in before_tensor):
+        cls.__torch_function__ = classmethod(_torch_function)
+
+
 _OURS = (dispatch, _Simulated.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
 _LIBRARIES = [torch.library.Library("aten", "IMPL", key) for key in ("CUDA", "AutogradCUDA")]
 
@@ -395,6 +423,7 @@ def install() -> None:
     """Has torch bring tensors of a CUDA device here."""
     cls: Any = Tensor
     cls.__torch_dispatch__ = _DispatchOfClass()
+    cls.__init_subclass__ = classmethod(_keep_torch_function)
     _LIBRARIES[0].impl("empty.memory_format", _empty)
     _LIBRARIES[0].impl("empty_strided", _empty_strided)
     for library in _LIBRARIES:

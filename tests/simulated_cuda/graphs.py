@@ -89,7 +89,7 @@ class Recording:
         self.num_slots = len(made)
         self.alive = [(number, weakref.ref(one)) for number, one in made]
         made_here = [one for _, one in made if memory.address_of(one) in self.own]
-        del made, one
+        made.clear()
         for tensor in made_here:
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))  # nothing is there before the first replay
@@ -100,7 +100,9 @@ class Recording:
         for step in self.steps:
             args, kwargs = _filled(step.args, values), {k: _filled(v, values) for k, v in step.kwargs.items()}
             results = compute(step.func, args, kwargs, step.device)
-            for slot, one in zip(step.results, results if isinstance(results, (list, tuple)) else [results], strict=True):
+            for slot, one in zip(
+                step.results, results if isinstance(results, (list, tuple)) else [results], strict=True
+            ):
                 if slot is not None:
                     values[slot.number] = one
         for number, alive in self.alive:

@@ -65,7 +65,9 @@ class Book:
     num_allocations: int = 0
     num_oom: int = 0
     fraction: float = 1.0
-    held_back: list[Block] = field(default_factory=list)  # freed, but not to be reused before other streams have come so far
+    held_back: list[Block] = field(
+        default_factory=list
+    )  # freed, but not to be reused before other streams have come so far
 
     def reset_peaks(self) -> None:
         self.peak, self.reserved_peak = self.used, self.reserved
@@ -143,9 +145,7 @@ def address_of(values: torch.Tensor) -> int:
     return values.untyped_storage().data_ptr() if values.layout == torch.strided else 0
 
 
-def used_by_kernel(
-    operation: str, stream: Key, reads: set[int], writes: set[int], is_engines: bool = False
-) -> None:
+def used_by_kernel(operation: str, stream: Key, reads: set[int], writes: set[int], is_engines: bool = False) -> None:
     """Notes which blocks, by address, a kernel on a stream reads and writes, and whether it comes after who it has to.
 
     Autograd's engine, where it launches a kernel itself, tells the allocator of the gradients that it hands from stream

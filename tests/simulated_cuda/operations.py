@@ -59,15 +59,7 @@ def operation(func: Any) -> Operation:
     """What the schema of an overload says."""
     schema = func._schema
     arguments = list(enumerate(schema.arguments))
-    aliases: list[tuple[int, str, bool] | None] = []
-    for result in schema.returns:
-        info, found = result.alias_info, None
-        for position, argument in arguments:
-            if info is not None and argument.alias_info is not None:
-                if info.before_set & argument.alias_info.before_set or "[]" in str(result.type):
-                    found = (position, argument.name, info.is_write)
-                    break
-        aliases.append(found)
+    aliases = [_alias(result, schema.arguments) for result in schema.returns]
     return Operation(
         name=schema.name,
         is_view=func.is_view,
@@ -75,9 +67,22 @@ def operation(func: Any) -> Operation:
         generator=any(argument.name == "generator" for _, argument in arguments),
         written=tuple((k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write),
         aliases=tuple(aliases),
-        returns_list=len(schema.returns) == 1 and "[]" in str(schema.returns[0].type),
+        returns_list=len(schema.returns) == 1 and _is_list(schema.returns[0]),
         changes_layout=torch.Tag.inplace_view in func.tags or schema.name in ("aten::resize_", "aten::set_"),
     )
+
+
+def _alias(result: Any, arguments: Any) -> tuple[int, str, bool] | None:
+    info = result.alias_info
+    for position, argument in enumerate(arguments):
+        given = argument.alias_info
+        if info is not None and given is not None and (_is_list(result) or info.before_set & given.before_set):
+            return position, argument.name, info.is_write
+    return None
+
+
+def _is_list(value: Any) -> bool:
+    return bool(value.type.kind() == "ListType")
 
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:

@@ -1,4 +1,4 @@
-"""The rules by which a capture of a CUDA graph is spoiled, as NVIDIA's documentation of ``cudaStreamBeginCapture`` has them.
+"""The rules by which a capture of a CUDA graph is spoiled, by NVIDIA's documentation.
 
 * In mode ``global``, a call that may wait for the device (an event's or a stream's query, a synchronisation, memory
   asked of the driver) fails in every thread and spoils the capture; in mode ``thread_local``, in its own thread only.
@@ -7,7 +7,8 @@
   what a gradient's accumulation node does that was made on the default stream: autograd's engine has it wait.
 * A stream that has come to belong to a capture has to be waited for before its end.
 
-What was spoiled fails once more at its end, and then, as in torch 2.11, the allocator goes on believing that it is under way.
+What was spoiled fails once more at its end. Then, as in torch 2.11, the allocator goes on believing that it is under
+way.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ def install() -> None:
     """
     # Here: the first loads what is in C++, which has to be there when torch is imported.
     from simulated_cuda import streams  # noqa: F401, I001
-    from simulated_cuda import dispatch, events, files, names, tensors
+    from simulated_cuda import dispatch, events, factories, files, names, seeds, tensors
 
-    for module in (events, dispatch, tensors, names, files):
+    for module in (events, dispatch, factories, tensors, names, seeds, files):
         module.install()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from simulated_cuda import memory
-from simulated_cuda.dispatch import wrapped
+from simulated_cuda.wrappers import wrapped
 
 _of_device: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Storages that are being loaded to the device, by number."""

@@ -61,7 +61,7 @@ class Recording:
 
     def add(self, func: Any, args: Any, kwargs: dict[str, Any], device: int, results: Any) -> None:
         """Notes an operation, and what came of it."""
-        tensors = [one for one in (results if isinstance(results, (list, tuple)) else [results])]
+        tensors = list(results) if isinstance(results, (list, tuple)) else [results]
         self.steps.append(_Step(func, args, kwargs, device, tensors))
         given = {id(one): one for one in _tensors_in((args, kwargs))}
         self.reads |= {memory.address_of(one) for one in given.values()} - self.own

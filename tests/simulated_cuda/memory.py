@@ -133,7 +133,7 @@ def _free(block: Block) -> None:
 
 
 def _collect(book: Book) -> None:
-    """Takes back blocks that other streams have been using. Not while a capture is under way: no event is asked then."""
+    """Takes back blocks that other streams have been using. Not while a capture is under way: no event is asked."""
     if captures.UNDERWAY or not book.held_back:
         return
     waiting, book.held_back = book.held_back, []
@@ -146,7 +146,7 @@ def address_of(values: torch.Tensor) -> int:
 
 
 def used_by_kernel(operation: str, stream: Key, reads: set[int], writes: set[int], is_engines: bool = False) -> None:
-    """Notes which blocks, by address, a kernel on a stream reads and writes, and whether it comes after who it has to.
+    """Notes which blocks, by address, a kernel on a stream uses, and whether it comes after who it has to.
 
     Autograd's engine, where it launches a kernel itself, tells the allocator of the gradients that it hands from stream
     to stream.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from simulated_cuda import captures, dispatch, events, graphs, memory
+from simulated_cuda import captures, events, graphs, seeds, statistics, waits
 from simulated_cuda.card import CARD
 from simulated_cuda.events import Stream, device_index
 from simulated_cuda.operations import GENERATORS
@@ -18,7 +16,6 @@ from simulated_cuda.streams import LIBRARY, TIMELINE, current_device, current_st
 
 _CYCLES_PER_SECOND = 1.5e9  # of torch.cuda._sleep
 NVTX_RANGES: list[str] = []
-_HELD: dict[int, torch.Tensor] = {}  # by address: what caching_allocator_alloc has given out
 
 
 def _set_device(device: Any) -> None:
@@ -118,99 +115,6 @@ def _properties(device: Any = None) -> types.SimpleNamespace:
     )
 
 
-def _book(device: Any = None) -> memory.Book:
-    return memory.BOOKS[device_index(device)]
-
-
-def _memory_stats(device: Any = None) -> dict[str, int]:
-    book = _book(device)
-    num_blocks = sum(block.device == device_index(device) for block in memory.BLOCKS.values())
-    return {
-        "allocated_bytes.all.current": book.used,
-        "allocated_bytes.all.peak": book.peak,
-        "active_bytes.all.current": book.used,
-        "active_bytes.all.peak": book.peak,
-        "reserved_bytes.all.current": book.reserved,
-        "reserved_bytes.all.peak": book.reserved_peak,
-        "inactive_split_bytes.all.current": 0,
-        "inactive_split_bytes.all.peak": 0,
-        "allocation.all.allocated": book.num_allocations,
-        "allocation.all.current": num_blocks,
-        "segment.all.current": 1,
-        "segment.all.allocated": 1,
-        "segment.all.freed": 0,
-        "num_alloc_retries": 0,
-        "num_ooms": book.num_oom,
-        "num_device_alloc": 1,
-        "num_device_free": 0,
-    }
-
-
-def _empty_cache() -> None:
-    # While the allocator believes in a capture it asks no events, and gives back what it has free.
-    for book in memory.BOOKS:
-        book.give_back()
-
-
-def _caching_allocator_alloc(size: int, device: Any = None, stream: Any = None) -> int:
-    values = torch.empty(size, dtype=torch.uint8)
-    memory.allocate(values, device_index(device))
-    _HELD[values.data_ptr()] = values
-    return values.data_ptr()
-
-
-def _set_fraction(fraction: float, device: Any = None) -> None:
-    _book(device).fraction = fraction
-
-
-def _generator(device: Any) -> torch.Generator:
-    return GENERATORS[device_index(device)]
-
-
-def _seed_all(seed: int) -> None:
-    for generator in GENERATORS:
-        generator.manual_seed(int(seed) % 2**63)
-
-
-def _set_state(state: torch.Tensor, device: Any = "cuda") -> None:
-    _generator(device).set_state(state.cpu())
-
-
-def _set_states(states: Any) -> None:
-    for index, state in enumerate(states):
-        _set_state(state, index)
-
-
-_RANDOM = {
-    "manual_seed": lambda seed: _generator(None).manual_seed(int(seed) % 2**63) and None,
-    "manual_seed_all": _seed_all,
-    "initial_seed": lambda: _generator(None).initial_seed(),
-    "get_rng_state": lambda device="cuda": _generator(device).get_state(),
-    "set_rng_state": _set_state,
-    "get_rng_state_all": lambda: [generator.get_state() for generator in GENERATORS[: CARD.count]],
-    "set_rng_state_all": _set_states,
-}
-
-_MEMORY = {
-    "memory_allocated": lambda device=None: _book(device).used,
-    "max_memory_allocated": lambda device=None: _book(device).peak,
-    "memory_reserved": lambda device=None: _book(device).reserved,
-    "max_memory_reserved": lambda device=None: _book(device).reserved_peak,
-    "mem_get_info": lambda device=None: (max(0, CARD.total_bytes - _book(device).reserved), CARD.total_bytes),
-    "memory_stats": _memory_stats,
-    "memory_stats_as_nested_dict": lambda device=None: {},
-    "reset_peak_memory_stats": lambda device=None: _book(device).reset_peaks(),
-    "reset_accumulated_memory_stats": lambda device=None: None,
-    "empty_cache": _empty_cache,
-    "caching_allocator_alloc": _caching_allocator_alloc,
-    "caching_allocator_delete": lambda address: _HELD.pop(address, None) and None,
-    "get_per_process_memory_fraction": lambda device=None: _book(device).fraction,
-    "set_per_process_memory_fraction": _set_fraction,
-    "get_allocator_backend": lambda: "native",
-    "memory_summary": lambda *_, **options: "simulated",
-    "memory_snapshot": lambda *_, **options: [],
-}
-
 _DEVICES = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -263,11 +167,11 @@ _IN_C = {
     "_cuda_getArchFlags": lambda: "sm_90",
     "_cuda_isCurrentStreamCapturing": captures.is_capturing,
     "_cuda_getCurrentRawStream": lambda index=0: current_stream(index)[1],
-    "_cuda_emptyCache": _empty_cache,
-    "_cuda_getMemoryFraction": lambda device=0: _book(device).fraction,
+    "_cuda_emptyCache": statistics.empty_cache,
+    "_cuda_getMemoryFraction": lambda device=0: statistics.book(device).fraction,
     "_cuda_clearCublasWorkspaces": lambda: None,
-    "_cuda_set_sync_debug_mode": dispatch.set_sync_debug_mode,
-    "_cuda_get_sync_debug_mode": dispatch.get_sync_debug_mode,
+    "_cuda_set_sync_debug_mode": waits.set_sync_debug_mode,
+    "_cuda_get_sync_debug_mode": waits.get_sync_debug_mode,
     "_host_emptyCache": lambda: None,
 }
 
@@ -283,38 +187,14 @@ _ACCELERATOR = {
 _MISSING_TYPES = ("_cuda_CUDAAllocator_AllocatorState", "_cuda_CUDAAllocator")  # named by annotations
 
 
-@contextlib.contextmanager
-def _fork_rng(
-    devices: Any = None, enabled: bool = True, _caller: str = "", _devices_kw: str = "", device_type: str = "cuda"
-) -> Iterator[None]:
-    """As :func:`torch.random.fork_rng`."""
-    if not enabled:
-        yield
-        return
-    of_host, of_devices = torch.get_rng_state(), [generator.get_state() for generator in GENERATORS]
-    try:
-        yield
-    finally:
-        torch.set_rng_state(of_host)
-        _set_states(of_devices)
-
-
-_SEED_HOST = torch.manual_seed
-
-
-def _manual_seed(seed: Any) -> torch.Generator:
-    _seed_all(seed)
-    return _SEED_HOST(seed)
-
-
 def install() -> None:
     """Gives ``torch.cuda`` its names, and ``torch.accelerator``."""
     cuda: Any = torch.cuda
     places = [
         (_DEVICES, (cuda,)),
         (_STREAMS, (cuda, cuda.streams)),
-        (_MEMORY, (cuda, cuda.memory)),
-        (_RANDOM, (cuda, cuda.random)),
+        (statistics.NAMES, (cuda, cuda.memory)),
+        (seeds.NAMES, (cuda, cuda.random)),
         (_GRAPHS, (cuda, cuda.graphs)),
         (_IN_C, (torch._C,)),
         (_ACCELERATOR, (torch.accelerator,)),
@@ -339,6 +219,3 @@ def install() -> None:
     backends.cuda.is_built = lambda: True
     backends.cudnn.is_available = lambda: True
     backends.cudnn.version = lambda: 91000
-    random: Any = torch.random
-    random.fork_rng = _fork_rng
-    torch.manual_seed = random.manual_seed = _manual_seed

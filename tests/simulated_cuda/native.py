@@ -33,7 +33,7 @@ def load() -> ctypes.CDLL:
     torch = _folder_of_torch()
     if (torch / "lib" / "libtorch_cuda.so").exists():
         raise UnavailableError("this torch is built for CUDA: the simulated device needs one built for CPUs only")
-    # A waiting thread of autograd's engine would be ended by force while the interpreter is, which C++ calls terminate().
+    # A thread of autograd's engine that is ended by force, with the interpreter, calls std::terminate().
     os.environ.setdefault("TORCH_AUTOGRAD_SHUTDOWN_WAIT_TIMEOUT", "0")
     ctypes.CDLL(str(torch / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(_built(torch)), ctypes.RTLD_GLOBAL)

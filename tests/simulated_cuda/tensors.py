@@ -1,4 +1,4 @@
-"""What tensors of the device answer to: methods of ``torch.Tensor`` that look past autograd, at storages and pickles."""
+"""Methods of ``torch.Tensor`` that look past autograd, at what a tensor of the device has not: memory of its own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from simulated_cuda import memory
-from simulated_cuda.dispatch import is_simulated, of_class, set_values, synchronised, values_of, wrapped
+from simulated_cuda.waits import synchronised
+from simulated_cuda.wrappers import is_simulated, of_class, set_values, values_of, wrapped
 
 _DATA = torch._C.TensorBase.data
 _TORCH = {
     name: getattr(Tensor, name)
     for name in (
-        "untyped_storage", "set_", "data_ptr", "__reduce_ex__", "__deepcopy__", "__repr__", "numpy", "tolist", "as_subclass",
+        "untyped_storage", "set_", "data_ptr", "__reduce_ex__", "__deepcopy__", "__repr__", "numpy", "tolist",
+        "as_subclass",
     )
 }  # fmt: skip
 
@@ -178,8 +180,8 @@ def _repr(self: Tensor, **options: Any) -> str:
 def _numpy(self: Tensor, **options: Any) -> Any:
     if is_simulated(self):
         raise TypeError(
-            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory"
-            " first."
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host"
+            " memory first."
         )
     return _TORCH["numpy"](self, **options)
 

@@ -188,7 +188,7 @@ def test_a_stream_that_joined_a_capture_has_to_be_waited_for() -> None:
     def fork(is_joined: bool) -> None:
         other.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(other):
-            x * 2  # noqa: B018
+            x * 2
         if is_joined:
             torch.cuda.current_stream().wait_stream(other)
 
@@ -217,6 +217,8 @@ def test_what_nobody_holds_leaves_no_memory_behind() -> None:
 def test_torch_captures_forward_and_backward_passes() -> None:
     x, layer = torch.randn(2, 3, device="cuda", requires_grad=True), nn.Linear(3, 3).cuda()
     plain = [*torch.autograd.grad(torch.tanh(layer(x)).sum(), [x, layer.weight])]
-    graphed = torch.cuda.make_graphed_callables(nn.Sequential(layer, nn.Tanh()), (torch.zeros_like(x, requires_grad=True),))
+    graphed = torch.cuda.make_graphed_callables(
+        nn.Sequential(layer, nn.Tanh()), (torch.zeros_like(x, requires_grad=True),)
+    )
     for expected, got in zip(plain, torch.autograd.grad(graphed(x).sum(), [x, layer.weight]), strict=True):
         torch.testing.assert_close(got.cpu(), expected.cpu())

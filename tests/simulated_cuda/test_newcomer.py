@@ -1,4 +1,4 @@
-"""A first hour with the plugin on a GPU: a run to its end, its page, mixed precision, a full card, a resume elsewhere."""
+"""A first hour with the plugin on a GPU: a run, its page, half precision, a full card, a resume elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
-from simulated_cuda.dispatch import SYNCHRONISATIONS
+from simulated_cuda.waits import SYNCHRONISATIONS
 
 pytestmark = [pytest.mark.simulated_gpu, pytest.mark.numbers]
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from simulated_cuda import faults
-from simulated_cuda.dispatch import SYNCHRONISATIONS
+from simulated_cuda.waits import SYNCHRONISATIONS
 
 pytestmark = [pytest.mark.simulated_gpu, pytest.mark.numbers]
 
 
 @pytest.fixture(autouse=True)
-def _from_the_start() -> Iterator[None]:
+def _from_the_start() -> None:
     torch.cuda.synchronize()
     faults.taken()
-    yield
 
 
 def fresh() -> torch.Tensor:

@@ -1,5 +1,6 @@
 // What torch asks of a CUDA build in C++: the current device and stream of a thread, events between streams, and pinned
 // memory. Autograd's engine calls the first two from a thread of its own for each device, as it does on a real one.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
@@ -117,6 +118,8 @@ struct Hooks final : at::CUDAHooksInterface {
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
   at::Device getDeviceFromPtr(void*) const override { return {CUDA, device_now}; }
+  // The processor draws a device's random numbers, too.
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   bool isPinnedPtr(const void* memory) const override {
     std::lock_guard<std::mutex> lock(PinnedAllocator::mutex());
     return PinnedAllocator::live().count(memory) != 0;

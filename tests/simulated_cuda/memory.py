@@ -65,9 +65,7 @@ class Book:
     num_allocations: int = 0
     num_oom: int = 0
     fraction: float = 1.0
-    held_back: list[Block] = field(
-        default_factory=list
-    )  # freed, but not to be reused before other streams have come so far
+    held_back: list[Block] = field(default_factory=list)  # freed, and waiting for other streams
 
     def reset_peaks(self) -> None:
         self.peak, self.reserved_peak = self.used, self.reserved

@@ -176,7 +176,7 @@ def graph_pool_handle() -> captures.Pool:
 
 
 def _bytes_of(storage: Any) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch._C.TensorBase.set_(torch.empty(0, dtype=torch.uint8), storage)
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,58 +23,31 @@ _TORCH = {
 }  # fmt: skip
 
 
-class Storage:
-    """As what :meth:`torch.Tensor.untyped_storage` gives."""
+class Storage(torch.UntypedStorage):
+    """What :meth:`torch.Tensor.untyped_storage` gives: the values' own, so that it lives as long as they do."""
 
-    is_cuda = True
-
-    def __init__(self, host: Any, device: int) -> None:
-        self.host, self.device = host, torch.device("cuda", device)
+    index = 0
 
     @property
-    def _cdata(self) -> int:
-        return int(self.host._cdata)
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
 
-    def data_ptr(self) -> int:
-        return int(self.host.data_ptr())
-
-    def nbytes(self) -> int:
-        return int(self.host.nbytes())
-
-    def size(self) -> int:
-        return int(self.host.size())
-
-    def __len__(self) -> int:
-        return len(self.host)
-
-    def resize_(self, num_bytes: int) -> Storage:
-        """Changes its size, as sharded parameters do; the book goes by what it was."""
-        self.host.resize_(num_bytes)
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Storage) and other._cdata == self._cdata
-
-    def __hash__(self) -> int:
-        return hash(self._cdata)
-
-    def _weak_ref(self, *args: Any) -> Any:
-        return self.host._weak_ref(*args)
+    @property
+    def is_cuda(self) -> bool:
+        return True
 
     def is_pinned(self, *_: Any) -> bool:
         return False
 
-
-_STORAGES: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
+    def clone(self) -> Any:
+        return torch.UntypedStorage(self.nbytes()).copy_(self)
 
 
 def _untyped_storage(self: Tensor) -> Any:
     if not is_simulated(self):
         return _TORCH["untyped_storage"](self)
-    host = values_of(self).untyped_storage()
-    storage = _STORAGES.get(host._cdata)
-    if storage is None or storage.host is not host:
-        storage = _STORAGES[host._cdata] = Storage(host, self.device.index)
+    storage = _TORCH["untyped_storage"](values_of(self))
+    storage.__class__, storage.index = Storage, self.device.index
     return storage
 
 
@@ -84,7 +56,7 @@ def _set_(self: Tensor, source: Any = None, *layout: Any) -> Tensor:
         return _TORCH["set_"](self) if source is None else _TORCH["set_"](self, source, *layout)  # type: ignore[no-any-return]
     if not is_simulated(self):
         raise RuntimeError("cannot set the storage of a tensor on device cpu to a storage on device cuda")
-    values = _TORCH["set_"](torch.empty(0, dtype=self.dtype), source.host, *layout)
+    values = _TORCH["set_"](torch.empty(0, dtype=self.dtype), source, *layout)
     self.data = wrapped(values, source.device.index)
     return self
 

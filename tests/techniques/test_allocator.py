@@ -205,6 +205,7 @@ def test_on_a_gpu_the_variable_is_named_that_has_to_be_there_before_cuda_starts(
         handle.undo()
 
 
+@pytest.mark.needs_kernels("a driver's virtual memory")
 @pytest.mark.gpu
 def test_segments_of_cuda_memory_expand_where_cuda_starts_so(tmp_path: Path) -> None:
     program = """

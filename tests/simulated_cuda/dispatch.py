@@ -14,7 +14,7 @@ from simulated_cuda import captures, memory, wrappers
 from simulated_cuda.operations import INDEXING, MIXING, WAITING, Operation, compute, operation
 from simulated_cuda.streams import current_device, current_stream
 from simulated_cuda.transfers import copy_
-from simulated_cuda.waits import synchronised
+from simulated_cuda.waits import begin_wait, end_wait
 from simulated_cuda.wrappers import is_simulated, take_layout, values_of, wrapped
 
 _FOREIGN = "Expected all tensors to be on the same device, but found at least two devices, {} and {}! ({})"
@@ -85,10 +85,14 @@ class _Call:
             raise RuntimeError("cannot pin a tensor of a CUDA device: only dense CPU tensors can be pinned")
         if name == "aten::is_pinned":
             return False
-        if self._waits():
-            synchronised(name, self._device)
+        waits = self._waits()
+        if waits:
+            begin_wait(name, self._device)
         kwargs = {key: value for key, value in self.values_kwargs.items() if key not in ("pin_memory", "non_blocking")}
-        return self._wrapped(self.launch(self.values_args, kwargs))
+        results = self._wrapped(self.launch(self.values_args, kwargs))
+        if waits:
+            end_wait(self._device)
+        return results
 
     @property
     def _device(self) -> int:
@@ -182,7 +186,8 @@ class _Call:
             )
             return copy_(copied, source, _non_blocking(self.args, self.kwargs))
         if source.layout != torch.strided:
-            synchronised(self.known.name, self._device)
+            begin_wait(self.known.name, self._device)
+            end_wait(self._device)
             return values.to(dtype, copy=True)
         is_async = _non_blocking(self.args, self.kwargs)
         layout = self.kwargs.get("memory_format") or torch.preserve_format

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from simulated_cuda import memory
-from simulated_cuda.waits import synchronised
+from simulated_cuda.waits import begin_wait, end_wait
 from simulated_cuda.wrappers import is_simulated, of_class, set_values, values_of, wrapped
 
 _DATA = torch._C.TensorBase.data
@@ -160,7 +160,8 @@ def _numpy(self: Tensor, **options: Any) -> Any:
 
 def _tolist(self: Tensor) -> Any:
     if is_simulated(self):
-        synchronised("tolist", self.device.index)
+        begin_wait("tolist", self.device.index)
+        end_wait(self.device.index)
         return values_of(self).tolist()
     return _TORCH["tolist"](self)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from simulated_cuda import captures, copies, memory
 from simulated_cuda.streams import TIMELINE, Key, current_stream
-from simulated_cuda.waits import synchronised
+from simulated_cuda.waits import begin_wait, end_wait
 from simulated_cuda.wrappers import is_simulated, values_of
 
 
@@ -37,10 +37,10 @@ def copy_(target: Tensor, source: Tensor, is_async: bool) -> Tensor:
         copies.to_host(stream, TIMELINE.launch(stream), to, come_from)
         return target
     if not is_async:
-        if from_device:
-            memory.used_by_kernel("a copy to the host", stream, {memory.address_of(come_from)}, set())
-        synchronised("aten::copy_", device)
+        begin_wait("aten::copy_", device)
     _launch_copy(stream, to, come_from, device)
+    if not is_async:
+        end_wait(device)
     if is_async and is_direct and captures.of_stream(stream) is None:
         copies.from_host(stream, TIMELINE.launch(stream), come_from)
     return target

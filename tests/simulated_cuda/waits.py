@@ -24,8 +24,8 @@ def get_sync_debug_mode() -> int:
     return _sync_debug_mode
 
 
-def synchronised(operation_name: str, device: int) -> None:
-    """The host's waiting for the current stream.
+def begin_wait(operation_name: str, device: int) -> None:
+    """The host is about to launch an operation and to wait for it on the current stream.
 
     Raises:
         RuntimeError: :func:`torch.cuda.set_sync_debug_mode` does not allow it, or a capture.
@@ -37,4 +37,8 @@ def synchronised(operation_name: str, device: int) -> None:
         raise RuntimeError("called a synchronizing CUDA operation")
     if _sync_debug_mode == 1:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
-    TIMELINE.wait_on_host([TIMELINE.mark(stream)])
+
+
+def end_wait(device: int) -> None:
+    """The host waits for what the current stream has been given."""
+    TIMELINE.wait_on_host([TIMELINE.mark(current_stream(device))])
